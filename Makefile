@@ -1,0 +1,32 @@
+# `make train` and `make test` need only Python >= 3.10 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-fast lint bench clean
+
+$(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
+	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=24"
+	$(BIN)/pip install --quiet --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable ".[test,lint]"
+	@touch $@
+
+train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and exports it
+	$(BIN)/elasticcb train --config model_zoo/digits/job.yaml
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -f elasticcb/proto/*_pb2*.py elasticcb/proto/*_pb2*.pyi

@@ -1,0 +1,123 @@
+"""Exports the trained model as a SavedModel that serves without ElasticCB and Keras."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from elasticcb.callbacks.dispatch import user_traceback
+from elasticcb.callbacks.serving_signature import add_serving_endpoint
+from elasticcb.errors import CallbackError
+
+logger = logging.getLogger(__name__)
+
+
+class SavedModelExporter(keras.callbacks.Callback):
+    """Exports the model when training ends, on the worker with the TRAIN_END task.
+
+    The signature `serving_default` takes each feature by its name: the keys of a dict of features; for a
+    single tensor the name of the model's input when the user gave it one, else `features`. Characters that
+    can't stand in a Python name become `_`. It returns each output by its name: the keys of a dict of
+    outputs; names of output layers that the user named; else `predictions`, or `output_0`, `output_1`, …
+    `tf.saved_model.load(path).serve(features)` takes features in the structure that the model takes.
+
+    The model is written beside its target and renamed into place, so the target is always a whole model.
+
+    Args:
+        saved_model_path: local folder; `--output` (`params["saved_model_path"]`) when not given. A folder
+            that holds anything but a SavedModel is refused, not replaced.
+
+    Example:
+
+        def callbacks():
+            return [SavedModelExporter("/models/digits")]
+
+        # anywhere else
+        model = tf.saved_model.load("/models/digits")
+        model.signatures["serving_default"](features=images)["predictions"]
+    """
+
+    def __init__(self, saved_model_path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__()
+        self._saved_model_path = saved_model_path
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._target()  # a path that can't be written to is told before hours of training, not after
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        target = self._target()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f".{target.name}.exporting-{uuid.uuid4().hex}")
+        try:
+            self._write(fresh)
+            _replace(target, fresh)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        logger.info("The SavedModel is in %s", target)
+
+    def _write(self, folder: Path) -> None:
+        if not getattr(self.model, "built", False):
+            raise CallbackError(
+                f"The model {type(self.model).__name__} has no weights yet, so there is nothing to export. "
+                "Build it in custom_model(), or train at least one batch."
+            )
+        archive = keras.export.ExportArchive()
+        add_serving_endpoint(archive, self.model, (self.params or {}).get("features_spec"))
+        try:
+            archive.write_out(str(folder), verbose=False)
+        except Exception as error:
+            raise CallbackError(
+                f"The model {type(self.model).__name__} can't be written as a SavedModel to {folder.parent}: "
+                f"{type(error).__name__}: {error}. Everything that call() uses must be TensorFlow or Keras "
+                "operations, and tables must be attributes of the model or of its layers.",
+                user_traceback(error),
+            ) from error
+
+    def _target(self) -> Path:
+        path = self._saved_model_path or (self.params or {}).get("saved_model_path")
+        if not path:
+            raise CallbackError(
+                "SavedModelExporter has no folder to export to: saved_model_path was not given, and the job "
+                "has no --output. Pass --output=/path/to/model, or SavedModelExporter(saved_model_path=...)."
+            )
+        text = os.fspath(path)
+        if "://" in text:
+            raise CallbackError(
+                f"SavedModelExporter writes to a local folder. Received: {text!r}. Export to a local folder, "
+                f"and add ModelUploader({text!r}) to callbacks()."
+            )
+        # Of a link, the folder that it points to is replaced: the link is the user's.
+        target = Path(os.path.realpath(os.path.expanduser(text)))
+        is_model = (target / "saved_model.pb").is_file()
+        if target.exists() and not is_model and (not target.is_dir() or any(target.iterdir())):
+            raise CallbackError(
+                f"{target} exists and is no SavedModel; it is left alone. Choose a folder that does not "
+                "exist, is empty, or holds an exported model, or move what is there."
+            )
+        return target
+
+
+def _replace(target: Path, fresh: Path) -> None:
+    """Puts the folder `fresh` in the place of `target`; on an error `target` is as it was."""
+    old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
+    had_one = target.exists()
+    if had_one:
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if had_one:
+            old.rename(target)
+        raise
+    # Also what exporters left behind that were killed in the middle.
+    for pattern in ("replaced", "exporting"):
+        for leftover in target.parent.glob(f".{target.name}.{pattern}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)

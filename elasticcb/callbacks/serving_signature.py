@@ -1,0 +1,177 @@
+"""The inference signature of an exported model: features and outputs by name."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.errors import CallbackError
+
+_AUTOMATIC_INPUT = re.compile(r"(input|input_layer|keras_tensor)(_\d+)?")
+
+
+def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any = None) -> None:
+    """Adds the endpoint `serve`, and with it the signature `serving_default`, to a Keras `ExportArchive`.
+
+    Args:
+        archive: `keras.export.ExportArchive`.
+        model: a built model.
+        features_spec: structure of `tf.TensorSpec` of a batch of features, batch on axis 0; read off the
+            model's inputs when None.
+
+    Raises:
+        CallbackError: nothing tells the shapes of the features, or they are not dense tensors.
+    """
+    spec = _signature(model, features_spec)
+
+    def serve(features: Any) -> dict[str, Any]:
+        return _named_outputs(model, model(features, training=False))
+
+    # Variables that the endpoint uses are found by the archive; tables are not, in every release.
+    for table in _tables(model):
+        archive.track(table)
+    archive.add_endpoint("serve", serve, input_signature=[spec])
+
+
+def _signature(model: keras.Model, features_spec: Any) -> Any:
+    """The structure of the model's features, each leaf a `tf.TensorSpec` with the name it is fed by."""
+    inputs = list(getattr(model, "inputs", None) or [])
+    if features_spec is None:
+        features_spec = _spec_of_inputs(model, inputs)
+    elif isinstance(features_spec, Mapping) and inputs:
+        # A feed may give more features than the model takes; who serves the model need not.
+        taken = {tensor.name for tensor in inputs}
+        if taken <= features_spec.keys():
+            features_spec = {name: spec for name, spec in features_spec.items() if name in taken}
+    leaves = list(_leaves(features_spec))
+    paths = [path for path, _ in leaves]
+    if not any(paths) or not isinstance(features_spec, Mapping):
+        # Tensors without keys take the names of the inputs, where the user gave those names.
+        for index, (path, _) in enumerate(leaves):
+            name = inputs[index].name if len(inputs) == len(leaves) else ""
+            automatic = not name or _AUTOMATIC_INPUT.fullmatch(name)
+            paths[index] = "_".join(["features", *path.split()]) if automatic else name
+    names = iter(_unique([_as_argument(path) for path in paths]))
+    return _map_leaves(features_spec, lambda spec: _named(spec, next(names)))
+
+
+def _spec_of_inputs(model: keras.Model, inputs: Sequence[Any]) -> Any:
+    def as_spec(tensor: Any) -> tf.TensorSpec:
+        return tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype, name=tensor.name)
+
+    if inputs:
+        return _map_leaves(inputs[0] if isinstance(model, keras.Sequential) else model.input, as_spec)
+    shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
+    if len(shapes) != 1:
+        raise CallbackError(
+            f"The shapes of the features of {type(model).__name__} are not known, so it can't be exported. "
+            "Call the model on a batch once, give custom_model() as a functional model, or put the specs of "
+            'the features into params["features_spec"].'
+        )
+    return _specs_of_shapes(shapes[0], model.input_dtype)
+
+
+def _specs_of_shapes(shapes: Any, dtype: str) -> Any:
+    if isinstance(shapes, Mapping):
+        return {name: _specs_of_shapes(shape, dtype) for name, shape in shapes.items()}
+    if all(size is None or isinstance(size, int) for size in shapes):
+        return tf.TensorSpec((None, *shapes[1:]), dtype)
+    return [_specs_of_shapes(shape, dtype) for shape in shapes]
+
+
+def _named(spec: Any, name: str) -> tf.TensorSpec:
+    if not isinstance(spec, tf.TensorSpec):
+        raise CallbackError(
+            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Let feed give "
+            "dense tensors, for example by padding."
+        )
+    shape = spec.shape if spec.shape.rank in (None, 0) else [None, *spec.shape[1:]]
+    return tf.TensorSpec(shape, spec.dtype, name=name)
+
+
+def _leaves(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with their paths, keys with blanks between; in the order in which `_map_leaves` goes."""
+    if isinstance(structure, Mapping):
+        items: Any = structure.items()
+    elif isinstance(structure, (list, tuple)):
+        items = enumerate(structure)
+    else:
+        yield path, structure
+        return
+    for key, value in items:
+        yield from _leaves(value, f"{path} {key}".strip())
+
+
+def _map_leaves(structure: Any, function: Any) -> Any:
+    if isinstance(structure, Mapping):
+        return {key: _map_leaves(value, function) for key, value in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        values = [_map_leaves(value, function) for value in structure]
+        return type(structure)(*values) if hasattr(structure, "_fields") else type(structure)(values)
+    return function(structure)
+
+
+def _as_argument(name: str) -> str:
+    """`name` as TensorFlow writes it as the argument of a loaded signature: a Python name."""
+    swapped = re.sub(r"[^0-9a-zA-Z]", "_", name)
+    if not swapped[:1].isalpha():
+        swapped = f"arg_{swapped}"
+    return f"{swapped}_" if keyword.iskeyword(swapped) else swapped
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    taken: set[str] = set()
+    result = []
+    for name in names:
+        candidate, number = name, 0
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        taken.add(candidate)
+        result.append(candidate)
+    return result
+
+
+def _named_outputs(model: keras.Model, outputs: Any) -> dict[str, Any]:
+    leaves = list(_leaves(outputs))
+    if isinstance(outputs, Mapping):
+        return {path.replace(" ", "_"): value for path, value in leaves}
+    symbolic = list(getattr(model, "outputs", None) or [])
+    names = []
+    for index in range(len(leaves)):
+        given = _name_by_user(symbolic[index]) if len(symbolic) == len(leaves) else ""
+        names.append(given or ("predictions" if len(leaves) == 1 else f"output_{index}"))
+    return dict(zip(_unique(names), (value for _, value in leaves), strict=True))
+
+
+def _name_by_user(output: Any) -> str:
+    """Name of the layer that gives `output`; "" when Keras made it up: such names change from run to run."""
+    operation = output._keras_history.operation
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(operation).__name__).lower()
+    return "" if re.fullmatch(rf"{re.escape(snake)}(_\d+)?", operation.name) else operation.name
+
+
+def _tables(model: keras.Model) -> list[Any]:
+    """Lookup tables and other TensorFlow resources that hang on the model, its layers and modules."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    pending: list[Any] = list(model._flatten_layers(include_self=True, recursive=True))
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, tf.saved_model.experimental.TrackableResource):
+            found.append(thing)
+        elif isinstance(thing, Mapping):
+            pending.extend(thing.values())
+        elif isinstance(thing, (list, tuple, set)):
+            pending.extend(thing)
+        elif isinstance(thing, (keras.layers.Layer, tf.Module)):
+            pending.extend(vars(thing).values())
+    return found

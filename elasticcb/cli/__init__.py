@@ -1,0 +1,1 @@
+"""The `elasticcb` command; one subcommand per file. See docs/cli.md."""

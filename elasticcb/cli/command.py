@@ -1,0 +1,111 @@
+"""Turns the table of flags into click commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rich_click as click
+from click.core import ParameterSource
+
+from elasticcb.cli.config import ConfigFile, read_config
+from elasticcb.cli.given import Given
+from elasticcb.cli.options import BY_NAME, JOB, Kind, Option, normalize, options_of
+from elasticcb.cli.values import Params
+from elasticcb.settings import Command
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CONFIG = "elasticcb.config"  # where a context keeps the config file
+
+# `-` and `_` in flags are one; the help shows ElasticDL's spelling.
+CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["--help", "-h"]}
+
+
+@dataclass
+class Session:
+    """One run of the command line; click hands it to all commands as `context.obj`."""
+
+    debug: bool = False  # show the traceback of an error
+
+
+def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
+    """Gives a click command the flags that mean something to `commands`, and --config."""
+
+    def decorate(function: F) -> F:
+        options = [option for option in options_of(commands) if option.name not in leave_out]
+        function = _config_option(frozenset(option.name for option in options))(function)
+        # click keeps decorators in the order they stand above a function, the last one being applied first.
+        for option in reversed(options):
+            function = _click_option(option)(function)
+        return function
+
+    return decorate
+
+
+def given_values(context: click.Context) -> Given:
+    """What the user gave to the command of `context`."""
+    names = [name for name in context.params if name in BY_NAME]
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return Given(
+        values={name: context.params[name] for name in names},
+        explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
+        from_config=frozenset(n for n, source in sources.items() if source is ParameterSource.DEFAULT_MAP),
+        config=context.meta.get(_CONFIG),
+    )
+
+
+def config_file(context: click.Context | None) -> ConfigFile | None:
+    """The config file of a command, for messages."""
+    return context.meta.get(_CONFIG) if context is not None else None
+
+
+def _click_option(option: Option) -> Callable[[F], F]:
+    kinds: dict[Kind, Any] = {
+        Kind.INTEGER: click.INT,
+        Kind.NUMBER: click.FLOAT,
+        Kind.TRUTH: click.BOOL,
+        Kind.PARAMS: Params(),
+        Kind.CHOICE: click.Choice(option.choices, case_sensitive=False),
+    }
+    return click.option(
+        *(f"--{name}" for name in (option.name, *option.aliases)),
+        option.name,
+        type=kinds.get(option.kind, click.STRING),
+        metavar=option.metavar,
+        default=option.default,
+        show_default=option.default_text or option.default is not None,
+        is_flag=False,
+        help=option.help,
+        panel=option.panel,
+        callback=_note_log_level if option.name == "log_level" else None,
+    )
+
+
+def _note_log_level(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if value == "DEBUG" and isinstance(context.obj, Session):
+        context.obj.debug = True
+    return value
+
+
+def _config_option(names: frozenset[str]) -> Callable[[F], F]:
+    def use_config(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
+        if path is None:
+            return
+        config = read_config(Path(path).expanduser())
+        context.meta[_CONFIG] = config
+        # One file may serve all commands: what means nothing to this one is passed over.
+        context.default_map = {name: value for name, value in config.values.items() if name in names}
+
+    return click.option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=use_config,
+        panel=JOB,
+        help="YAML file with flags under the same names; what the command line gives wins. Relative paths in "
+        "it are relative to the file.",
+    )

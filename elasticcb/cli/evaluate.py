@@ -1,0 +1,26 @@
+"""`elasticcb evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.job import run_job
+from elasticcb.settings import Command
+
+
+@click.command(context_settings=CONTEXT)
+@job_options([Command.EVALUATE])
+@click.pass_context
+def evaluate(context: click.Context, /, **values: Any) -> None:
+    """Evaluate a trained model, from a checkpoint.
+
+    \b
+    Examples:
+      elasticcb evaluate --config job.yaml --checkpoint_dir_for_init=checkpoints
+      elasticcb evaluate --model_zoo=model_zoo --model_def=mnist.custom_model \\
+          --validation_data=data/test --checkpoint_dir_for_init=checkpoints
+    """
+    run_job(Command.EVALUATE, given_values(context))

@@ -1,0 +1,42 @@
+"""`elasticcb master`: the master alone, for people who start the other processes by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.job import run_job
+from elasticcb.cli.options import JOB
+from elasticcb.settings import ClusterKind, Command
+
+
+@click.command(context_settings=CONTEXT)
+@job_options(list(Command), leave_out=frozenset({"cluster"}))
+@click.option(
+    "--command",
+    "job_command",
+    type=click.Choice([command.value for command in Command]),
+    default=Command.TRAIN.value,
+    show_default=True,
+    panel=JOB,
+    help="What the job does; the flags are those of that command.",
+)
+@click.pass_context
+def master(context: click.Context, /, job_command: str, **values: Any) -> None:
+    """Run the master alone, and wait for workers and servers started by hand.
+
+    The same as `train`, `evaluate` or `predict` with --cluster=external: it prints what to run on the
+    other machines. Model file and data must be found there under the same paths.
+
+    \b
+    Examples:
+      elasticcb master --config job.yaml --host=10.0.0.1 --port=50001
+      elasticcb ps     --master 10.0.0.1:50001 --host=10.0.0.2
+      elasticcb worker --master 10.0.0.1:50001
+    """
+    given = given_values(context)
+    external = {**given.values, "cluster": ClusterKind.EXTERNAL.value}
+    run_job(Command(job_command), dataclasses.replace(given, values=external))

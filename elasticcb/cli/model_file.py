@@ -1,0 +1,141 @@
+"""What can be known of a model file without running it: where it is, and the names it defines."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticcb.errors import UsageError
+
+_MAX_LISTED = 12  # of what is there, in a message
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model file, parsed.
+
+    Args:
+        path: of the file, absolute.
+        names: bound at its top level, in order.
+        complete: False where names can appear that only running the file shows (`from x import *`).
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    complete: bool
+
+    def may_define(self, name: str) -> bool:
+        return name in self.names or not self.complete
+
+    def check(self, name: str, flag: str) -> None:
+        """Raises `UsageError` unless the file defines `name`, which was given with `flag`."""
+        if self.may_define(name):
+            return
+        public = [found for found in self.names if not found.startswith("_")]
+        raise UsageError(
+            f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}"
+        )
+
+
+def find_model_file(zoo: Path, definition: str, zoo_flag: str, definition_flag: str) -> ModelFile:
+    """Finds and parses the file that `definition` ("folder.file.function") names in `zoo`.
+
+    Raises:
+        UsageError: no such folder, file or function, or the file holds a syntax error.
+    """
+    if not zoo.is_dir():
+        problem = "is a file" if zoo.exists() else "does not exist"
+        raise UsageError(
+            f"{zoo_flag} names {zoo}, which {problem}. Expected the folder that holds the model files."
+            + _nearest_folder(zoo)
+        )
+    module, _, name = definition.rpartition(".")
+    parts = module.split(".")
+    if not module or not all(part.isidentifier() for part in [*parts, name]):
+        raise UsageError(
+            f"{definition_flag} is not of the form FOLDER.FILE.NAME. Expected the path of a file in the "
+            f"model zoo with dots, then a function in it, e.g. mnist.custom_model. {_there(_modules(zoo))}"
+        )
+    path = zoo.joinpath(*parts).with_suffix(".py")
+    if not path.is_file():
+        raise UsageError(
+            f"{definition_flag} names the file {path}, which does not exist. "
+            f"{_suggest(module, _modules(zoo))} The last part of --model_def is the function in the file."
+        )
+    found = parse_model_file(path)
+    found.check(name, definition_flag)
+    return found
+
+
+def parse_model_file(path: Path) -> ModelFile:
+    """Raises `UsageError` with file and line where it isn't Python."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        line = f"\n    {error.text.strip()}" if error.text else ""
+        raise UsageError(
+            f"{path}:{error.lineno}: the model file holds a syntax error: {error.msg}.{line}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The model file {path} can't be read: {error}.") from error
+    names = dict.fromkeys(_bound_names(tree.body))
+    complete = "*" not in names and "__getattr__" not in names
+    return ModelFile(path, tuple(name for name in names if name != "*"), complete)
+
+
+def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that `body` binds in its own scope; "*" for a star import."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name
+            continue
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            for alias in statement.names:
+                yield alias.asname or alias.name.partition(".")[0]
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+        # `if`, `try`, `with`, `for`, `match`: what stands inside is top level too.
+        for part in ("body", "orelse", "finalbody"):
+            yield from _bound_names(getattr(statement, part, []))
+        for branch in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
+            yield from _bound_names(branch.body)
+
+
+def _modules(zoo: Path) -> list[str]:
+    """The files of a zoo as --model_def writes them: "mnist.mnist_functional"."""
+    found = []
+    for pattern in ("*.py", "*/*.py", "*/*/*.py"):
+        for path in zoo.glob(pattern):
+            parts = path.relative_to(zoo).with_suffix("").parts
+            if path.name != "__init__.py" and all(part.isidentifier() for part in parts):
+                found.append(".".join(parts))
+    return sorted(found)
+
+
+def _suggest(name: str, available: list[str]) -> str:
+    close = difflib.get_close_matches(name, available, n=3)
+    # The right file in the wrong folder, or with the folder left out.
+    close += [
+        other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close
+    ]
+    return (f"Did you mean {' or '.join(close[:3])}? " if close else "") + _there(available)
+
+
+def _there(available: list[str]) -> str:
+    if not available:
+        return "There is nothing to choose from."
+    listed = ", ".join(available[:_MAX_LISTED])
+    return f"There is: {listed}{', …' if len(available) > _MAX_LISTED else ''}."
+
+
+def _nearest_folder(path: Path) -> str:
+    siblings = (
+        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    )
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    return f" Did you mean {path.parent / close[0]}?" if close else ""

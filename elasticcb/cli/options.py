@@ -1,0 +1,491 @@
+"""The table of all flags of the job commands, and how a flag's text becomes a value.
+
+The commands, the config file, the checks and docs/cli.md read this one table. Defaults come from the
+dataclasses in elasticcb/settings.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from elasticcb.settings import (
+    CheckpointSettings,
+    ClusterKind,
+    ClusterSettings,
+    Command,
+    DataSettings,
+    JobSettings,
+    ModelSettings,
+    NonFinite,
+    TrainingSettings,
+)
+
+TRAIN = frozenset({Command.TRAIN})
+TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
+PREDICT = frozenset({Command.PREDICT})
+ALL = frozenset(Command)
+
+
+class Kind(Enum):
+    """What a value is; the name shown to the user when a flag has no better one."""
+
+    TEXT = "TEXT"
+    NAME = "NAME"  # of something in the model file
+    INTEGER = "INTEGER"
+    NUMBER = "NUMBER"
+    TRUTH = "true|false"
+    CHOICE = "CHOICE"
+    PARAMS = "K=V;K2=V2"
+    FOLDER = "FOLDER"
+    DATA = "DATA"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One flag.
+
+    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name".
+    `value` is what `--help` writes behind the flag: its unit, where it has one.
+    """
+
+    name: str
+    field: str
+    panel: str
+    kind: Kind
+    help: str
+    commands: frozenset[Command] = ALL
+    value: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None  # like `minimum`, but not this number itself
+    because: str = ""  # why the limit, as a sentence
+    aliases: tuple[str, ...] = ()
+    default_text: str = ""  # where the default is worked out, not stored
+
+    @property
+    def default(self) -> Any:
+        """The default in the settings' dataclasses; None where it is empty or worked out."""
+        default = defaults().get(self.field)
+        if isinstance(default, bool):
+            return str(default).lower()  # as it is written on the command line
+        return None if default == "" else default
+
+    @property
+    def metavar(self) -> str:
+        return self.value or ("|".join(self.choices) if self.choices else self.kind.value)
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """Default of each settings field that has a plain one, by "section.name"; enums as their text."""
+    sections: dict[str, type] = {
+        "": JobSettings,
+        "model.": ModelSettings,
+        "data.": DataSettings,
+        "training.": TrainingSettings,
+        "checkpoint.": CheckpointSettings,
+        "cluster.": ClusterSettings,
+    }
+    found: dict[str, Any] = {}
+    for prefix, section in sections.items():
+        for field in dataclasses.fields(section):
+            if field.default is not dataclasses.MISSING:
+                default = field.default
+                found[prefix + field.name] = default.value if isinstance(default, Enum) else default
+    return found
+
+
+MODEL = "Model file"
+DATA = "Data"
+TRAINING = "Training"
+TASKS = "Batches and tasks"
+CHECKPOINTS = "Checkpoints and export"
+CLUSTER = "Cluster"
+JOB = "Job"
+PANELS = (MODEL, DATA, TRAINING, TASKS, CHECKPOINTS, CLUSTER, JOB)
+
+OPTIONS: tuple[Option, ...] = (
+    # ---------------------------------------------------------------- model file
+    Option(
+        name="model_zoo",
+        field="model.zoo",
+        panel=MODEL,
+        kind=Kind.FOLDER,
+        help="Folder that holds model files. Needed.",
+    ),
+    Option(
+        name="model_def",
+        field="model.definition",
+        panel=MODEL,
+        kind=Kind.TEXT,
+        value="FOLDER.FILE.NAME",
+        help="The model in the zoo: path of the file with dots, then the function that returns the Keras "
+        "model, or the keras.Model subclass; e.g. mnist.custom_model. Needed.",
+    ),
+    Option(
+        name="model_params",
+        field="model.params",
+        panel=MODEL,
+        kind=Kind.PARAMS,
+        help='Arguments for the function of --model_def, e.g. "units=64;rate=1e-3". Values are read as '
+        "numbers, true, false or null where they look so, else as text.",
+    ),
+    Option(
+        name="loss",
+        field="model.loss",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the loss function in the model file.",
+        commands=TRAIN_AND_EVALUATE,
+    ),
+    Option(
+        name="optimizer",
+        field="model.optimizer",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the function that returns the Keras optimizer.",
+    ),
+    Option(
+        name="feed",
+        field="model.feed",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the function that turns raw records into features and labels.",
+    ),
+    Option(
+        name="eval_metrics_fn",
+        field="model.eval_metrics_fn",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the function that returns the evaluation metrics.",
+        commands=TRAIN_AND_EVALUATE,
+    ),
+    Option(
+        name="callbacks",
+        field="model.callbacks",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the function that returns the list of Keras callbacks.",
+    ),
+    Option(
+        name="custom_data_reader",
+        field="model.custom_data_reader",
+        panel=MODEL,
+        kind=Kind.NAME,
+        help="Name of the function that returns a data reader of your own.",
+    ),
+    # ---------------------------------------------------------------- data
+    Option(
+        name="training_data",
+        field="data.training",
+        panel=DATA,
+        kind=Kind.DATA,
+        help="Records to train on: a file, folder, glob, URL, or several of these with commas between; with "
+        "a data reader of your own, whatever it understands. Needed.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="validation_data",
+        field="data.validation",
+        panel=DATA,
+        kind=Kind.DATA,
+        help="Records to evaluate on. `evaluate` needs it; without it `train` runs no evaluation.",
+        commands=TRAIN_AND_EVALUATE,
+    ),
+    Option(
+        name="prediction_data",
+        field="data.prediction",
+        panel=DATA,
+        kind=Kind.DATA,
+        help="Records to predict. Needed.",
+        commands=PREDICT,
+    ),
+    Option(
+        name="data_reader_params",
+        field="data.reader_params",
+        panel=DATA,
+        kind=Kind.PARAMS,
+        help='Arguments for the data reader, e.g. "separator=,;header=true".',
+    ),
+    # ---------------------------------------------------------------- training
+    Option(
+        name="num_epochs",
+        field="training.num_epochs",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="EPOCHS",
+        minimum=1,
+        help="Passes over the training data.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="max_step",
+        field="training.max_step",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Stop after so many model versions (gradient pushes taken); 0: no limit.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="evaluation_steps",
+        field="training.evaluation_steps",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Evaluate every so many model versions; 0: at the end of each epoch. The end of training is "
+        "always evaluated.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="use_async",
+        field="training.use_async",
+        panel=TRAINING,
+        kind=Kind.TRUTH,
+        help="true: each gradient is applied as it comes. false: synchronous, the mean of --grads_to_wait "
+        "gradients is applied.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="grads_to_wait",
+        field="training.grads_to_wait",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="GRADIENTS",
+        minimum=1,
+        help="Synchronous mode: gradients per update; may be more than there are workers.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="sync_version_tolerance",
+        field="training.sync_version_tolerance",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Synchronous mode: how many versions old a gradient may be; older ones are computed again.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="get_model_steps",
+        field="training.get_model_steps",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="BATCHES",
+        minimum=1,
+        help="A worker fetches the weights every so many batches.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="non_finite",
+        field="training.non_finite",
+        panel=TRAINING,
+        kind=Kind.CHOICE,
+        choices=tuple(choice.value for choice in NonFinite),
+        help="When a loss or a gradient holds NaN or infinity: stop the job, or skip and count the batch.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="shuffle_seed",
+        field="training.shuffle_seed",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="SEED",
+        help="Seed of the order of tasks in each epoch.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="log_loss_steps",
+        field="training.log_loss_steps",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Log the loss every so many model versions; 0: never.",
+        commands=TRAIN,
+    ),
+    # ---------------------------------------------------------------- batches and tasks
+    Option(
+        name="minibatch_size",
+        field="training.minibatch_size",
+        panel=TASKS,
+        kind=Kind.INTEGER,
+        value="RECORDS",
+        minimum=1,
+        help="Records per batch.",
+    ),
+    Option(
+        name="num_minibatches_per_task",
+        field="training.num_minibatches_per_task",
+        panel=TASKS,
+        kind=Kind.INTEGER,
+        value="BATCHES",
+        minimum=1,
+        help="Batches per task, the unit that a worker takes and that is done again after a failure.",
+    ),
+    Option(
+        name="max_task_retries",
+        field="training.max_task_retries",
+        panel=TASKS,
+        kind=Kind.INTEGER,
+        value="TIMES",
+        minimum=0,
+        help="How often a failed task is tried again before the job fails.",
+    ),
+    Option(
+        name="lease_seconds",
+        field="training.lease_seconds",
+        panel=TASKS,
+        kind=Kind.NUMBER,
+        value="SECONDS",
+        above=0,
+        help="A task without progress for so long is taken from its worker and given to another.",
+    ),
+    # ---------------------------------------------------------------- checkpoints and export
+    Option(
+        name="checkpoint_dir",
+        field="checkpoint.directory",
+        panel=CHECKPOINTS,
+        kind=Kind.FOLDER,
+        help="Folder to write checkpoints to; without it none are written.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="checkpoint_steps",
+        field="checkpoint.steps",
+        panel=CHECKPOINTS,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Write a checkpoint every so many model versions; 0: only at the end.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="keep_checkpoint_max",
+        field="checkpoint.keep_max",
+        panel=CHECKPOINTS,
+        kind=Kind.INTEGER,
+        value="CHECKPOINTS",
+        minimum=0,
+        help="Keep the newest so many checkpoints; 0: all.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="checkpoint_dir_for_init",
+        field="checkpoint.directory_for_init",
+        panel=CHECKPOINTS,
+        kind=Kind.FOLDER,
+        help="Start from the newest checkpoint in this folder, or from this very checkpoint. `evaluate` and "
+        "`predict` need it.",
+    ),
+    Option(
+        name="output",
+        field="output",
+        panel=CHECKPOINTS,
+        kind=Kind.FOLDER,
+        help="Folder of the exported SavedModel; without it nothing is exported. An earlier SavedModel there "
+        "is replaced.",
+        commands=TRAIN,
+    ),
+    # ---------------------------------------------------------------- cluster
+    Option(
+        name="cluster",
+        field="cluster.kind",
+        panel=CLUSTER,
+        kind=Kind.CHOICE,
+        choices=tuple(choice.value for choice in ClusterKind),
+        help="local: processes on this machine. inprocess: threads of one process, for breakpoints. "
+        "external: you start the processes, anywhere.",
+    ),
+    Option(
+        name="num_workers",
+        field="cluster.num_workers",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PROCESSES",
+        minimum=1,
+        because="Workers are what runs the batches.",
+        help="Workers.",
+    ),
+    Option(
+        name="num_ps",
+        field="cluster.num_ps",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PROCESSES",
+        minimum=1,
+        because="The weights live on the parameter servers.",
+        aliases=("num_ps_pods",),
+        help="Parameter servers.",
+    ),
+    Option(
+        name="host",
+        field="cluster.host",
+        panel=CLUSTER,
+        kind=Kind.TEXT,
+        value="ADDRESS",
+        help="Address that the master and the local parameter servers listen on; one that the other "
+        "machines reach, with --cluster=external.",
+    ),
+    Option(
+        name="port",
+        field="cluster.port",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PORT",
+        minimum=0,
+        maximum=65535,
+        help="Port of the master; 0: any that is free.",
+    ),
+    # ---------------------------------------------------------------- job
+    Option(
+        name="job_name",
+        field="name",
+        panel=JOB,
+        kind=Kind.TEXT,
+        value="NAME",
+        default_text="from --model_def",
+        help="Name of the job, in logs and in the job's folder.",
+    ),
+    Option(
+        name="job_dir",
+        field="directory",
+        panel=JOB,
+        kind=Kind.FOLDER,
+        default_text="jobs/NAME-TIME",
+        help="Folder for the job's logs and results.",
+    ),
+    Option(
+        name="log_level",
+        field="log_level",
+        panel=JOB,
+        kind=Kind.CHOICE,
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="What is logged. DEBUG also shows the traceback of an error, as ELASTICCB_DEBUG=1 does.",
+    ),
+)
+
+BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
+CANONICAL: dict[str, str] = {
+    spelling: option.name for option in OPTIONS for spelling in (option.name, *option.aliases)
+}
+
+
+def normalize(text: str) -> str:
+    """`num-ps` and `num_ps` are one name."""
+    return text.replace("-", "_")
+
+
+def options_of(commands: Iterable[Command]) -> list[Option]:
+    """The flags that mean something to any of `commands`, in the order of the panels."""
+    wanted = frozenset(commands)
+    found = [option for option in OPTIONS if option.commands & wanted]
+    return sorted(found, key=lambda option: PANELS.index(option.panel))

@@ -1,0 +1,70 @@
+"""Where records come from: paths, globs, lists of them, URLs, or whatever a user's reader understands."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from pathlib import Path
+
+from elasticcb.cli.given import absolute
+from elasticcb.errors import UsageError
+
+_GLOB = frozenset("*?[")
+
+
+def resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> str:
+    """`origin` with its local paths made absolute, relative ones being relative to `base`.
+
+    With a reader of the user's own, a part that isn't a file here is handed over as it stands: it may be
+    the name of a table, say. A bare word is taken for a folder only when there is no such reader.
+
+    Raises:
+        UsageError: a part is empty, or, without a reader of the user's own, is no file, folder or match.
+    """
+    parts = [part.strip() for part in origin.split(",")]
+    if not all(parts):
+        raise UsageError(
+            f"{flag}={origin!r} is empty, or holds an empty part. Expected a path, folder, glob or URL, or "
+            "several of these with commas between."
+        )
+    # A file may have a comma in its name.
+    if absolute(base, origin).is_file():
+        return str(absolute(base, origin))
+    return ",".join(_resolve_part(part, base, flag, custom_reader) for part in parts)
+
+
+def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
+    if "://" in part:
+        return part
+    path = absolute(base, part)
+    if path.is_file():
+        return str(path)
+    if path.is_dir():
+        if custom_reader and os.sep not in part:
+            return part
+        if not custom_reader and not any(path.iterdir()):
+            raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
+        return str(path)
+    if _GLOB & set(part):
+        if glob.glob(str(path), recursive=True):
+            return str(path)
+        problem = f"{flag} names {path}, which matches no file."
+    else:
+        problem = f"{flag} names {path}, which does not exist."
+    if custom_reader:
+        return part
+    raise UsageError(
+        f"{problem}{_nearest(path)} Expected a file, folder, glob or URL, or several of these with commas "
+        "between. (Other names need a `custom_data_reader` in the model file.)"
+    )
+
+
+def _nearest(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        while not parent.is_dir():
+            parent = parent.parent
+        return f" The path exists up to {parent}."
+    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
+    return f" Did you mean {parent / close[0]}?" if close else ""

@@ -1,0 +1,29 @@
+"""`elasticcb predict`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.job import run_job
+from elasticcb.settings import Command
+
+
+@click.command(context_settings=CONTEXT)
+@job_options([Command.PREDICT])
+@click.pass_context
+def predict(context: click.Context, /, **values: Any) -> None:
+    """Predict with a trained model, from a checkpoint.
+
+    The predictions go to the callbacks of the model file, such as
+    elasticcb.callbacks.PredictionOutputsProcessor.
+
+    \b
+    Examples:
+      elasticcb predict --config job.yaml --checkpoint_dir_for_init=checkpoints
+      elasticcb predict --model_zoo=model_zoo --model_def=mnist.custom_model \\
+          --prediction_data="data/new/*.csv" --checkpoint_dir_for_init=checkpoints
+    """
+    run_job(Command.PREDICT, given_values(context))

@@ -1,0 +1,98 @@
+"""What is printed when a job is over: its exact accounting, and how to use what it made."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from elasticcb.settings import Command
+from elasticcb.status import SavedModelInput, Summary
+
+_LABEL_WIDTH = 34  # the accounting's first column, in characters
+
+
+def format_seconds(seconds: float) -> str:
+    """0.4 -> "0.4 s", 75 -> "1:15", 3700 -> "1:01:40"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_count(count: int) -> str:
+    """1234567 -> "1,234,567"."""
+    return f"{count:,}"
+
+
+def format_metric(value: float) -> str:
+    """Five significant digits."""
+    return f"{value:.5g}"
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """The summary as lines of plain text."""
+    verb = {Command.TRAIN: "Training", Command.EVALUATE: "Evaluation", Command.PREDICT: "Prediction"}
+    lines = [f"{verb[summary.command]} is done, in {format_seconds(summary.seconds)}."]
+    if summary.stopped_early:
+        lines.append(f"It ended early: {summary.stopped_early}")
+    lines += ["", *(f"  {label:<{_LABEL_WIDTH}}{value}" for label, value in _accounting(summary))]
+    if summary.metrics:
+        what = "Metrics" if summary.command is Command.EVALUATE else "Metrics of the last evaluation"
+        lines += ["", f"{what}:"]
+        width = max(map(len, summary.metrics)) + 2
+        lines += [f"  {name:<{width}}{format_metric(value)}" for name, value in summary.metrics.items()]
+    if summary.saved_model_path:
+        lines += ["", *_saved_model(summary)]
+    if summary.checkpoint_path:
+        lines += ["", f"Newest checkpoint: {summary.checkpoint_path}"]
+    if summary.job_directory:
+        lines += ["", f"Logs: {summary.job_directory}"]
+        lines += [f"  {file}" for file in summary.log_files]
+    return lines
+
+
+def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.command is Command.TRAIN:
+        for epoch, records in enumerate(summary.records_per_epoch, 1):
+            yield f"records trained in epoch {epoch}", format_count(records)
+        more = summary.records_trained_more_than_once
+        yield "records trained more than once", f"{'at most ' if more else ''}{format_count(more)}"
+    if summary.command is not Command.PREDICT and (summary.records_evaluated or summary.metrics):
+        yield "records evaluated, once each", format_count(summary.records_evaluated)
+    if summary.command is Command.PREDICT:
+        yield "records predicted", format_count(summary.records_predicted)
+    yield "tasks tried again", format_count(summary.tasks_retried)
+    if summary.command is Command.TRAIN:
+        yield "gradients rejected as too old", format_count(summary.gradients_rejected)
+        yield "batches skipped (NaN or infinity)", format_count(summary.batches_skipped)
+    yield "workers lost", f"{summary.workers_lost}, of them replaced: {summary.workers_replaced}"
+    yield "parameter servers lost", f"{summary.servers_lost}, of them replaced: {summary.servers_replaced}"
+    yield "model version", format_count(summary.version)
+    if summary.seconds_to_first_step is not None:
+        yield "time to the first training step", format_seconds(summary.seconds_to_first_step)
+
+
+def _saved_model(summary: Summary) -> Iterator[str]:
+    path = summary.saved_model_path
+    yield f"SavedModel: {path}"
+    yield "Use it from Python, with TensorFlow alone:"
+    yield "  import tensorflow as tf"
+    yield f"  model = tf.saved_model.load({path!r})"
+    if summary.saved_model_inputs:
+        yield f'  print(model.signatures["serving_default"]({_arguments(summary.saved_model_inputs)}))'
+    else:
+        yield '  print(model.signatures["serving_default"].structured_input_signature)'
+    yield "See its inputs and outputs:"
+    yield f"  saved_model_cli show --dir {shlex.quote(path)} --tag_set serve --signature_def serving_default"
+
+
+def _arguments(inputs: tuple[SavedModelInput, ...]) -> str:
+    """Example inputs: one record of zeros."""
+    values = {
+        entry.name: f"tf.zeros({[1 if size is None else size for size in entry.shape]}, {entry.dtype!r})"
+        for entry in inputs
+    }
+    if all(name.isidentifier() for name in values):
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+    return "**{" + ", ".join(f"{name!r}: {value}" for name, value in values.items()) + "}"

@@ -1,0 +1,295 @@
+"""All checks of a job's flags, done before anything starts; what passes becomes `JobSettings`.
+
+No check imports TensorFlow or runs the user's code.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elasticcb.cli.given import Given
+from elasticcb.cli.model_file import ModelFile, find_model_file
+from elasticcb.cli.options import BY_NAME, OPTIONS, Kind
+from elasticcb.cli.origins import resolve_origin
+from elasticcb.errors import UsageError
+from elasticcb.settings import Command
+
+# What a command can't do without, and why.
+NEEDED: dict[Command, dict[str, str]] = {
+    Command.TRAIN: {
+        "model_zoo": "the folder that holds the model file",
+        "model_def": "the model in the zoo, e.g. mnist.custom_model",
+        "training_data": "the records to train on",
+    },
+    Command.EVALUATE: {
+        "model_zoo": "the folder that holds the model file",
+        "model_def": "the model in the zoo, e.g. mnist.custom_model",
+        "validation_data": "the records to evaluate on",
+        "checkpoint_dir_for_init": "the checkpoint with the trained weights",
+    },
+    Command.PREDICT: {
+        "model_zoo": "the folder that holds the model file",
+        "model_def": "the model in the zoo, e.g. mnist.custom_model",
+        "prediction_data": "the records to predict",
+        "checkpoint_dir_for_init": "the checkpoint with the trained weights",
+    },
+}
+
+
+def validate(command: Command, given: Given) -> dict[str, str]:
+    """Checks everything; gives back the data origins, resolved, by flag.
+
+    Raises:
+        UsageError: with all that is wrong, not only the first of it.
+    """
+    problems: list[str] = []
+    for check in _CHECKS:
+        problems.extend(check(command, given))
+    origins, found = _check_files(command, given)
+    problems.extend(found)
+    if problems:
+        raise UsageError(_join(command, problems))
+    return origins
+
+
+def _join(command: Command, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return f"`{command.value}` can't start, for {len(problems)} reasons:\n{listed}"
+
+
+# ---------------------------------------------------------------- flags by themselves
+
+
+def _check_needed(command: Command, given: Given) -> Iterator[str]:
+    for name, what in NEEDED[command].items():
+        if given[name] is None:
+            yield f"--{name} is missing: {what}. `{command.value}` needs it."
+
+
+def _check_meaning(command: Command, given: Given) -> Iterator[str]:
+    for name in sorted(given.explicit - given.from_config):
+        if command not in BY_NAME[name].commands:
+            places = ", ".join(sorted(place.value for place in BY_NAME[name].commands))
+            yield f"--{name} means nothing to `{command.value}`, only to: {places}. Leave it out."
+
+
+def _check_empty(command: Command, given: Given) -> Iterator[str]:
+    for name in sorted(given.explicit):
+        value = given[name]
+        if isinstance(value, str) and not value.strip():
+            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or leave the flag out.'
+
+
+def _expected(name: str) -> str:
+    kind = BY_NAME[name].kind
+    words = {Kind.DATA: "a file, folder, glob or URL", Kind.FOLDER: "a folder", Kind.NAME: "a name"}
+    return words.get(kind, "a value")
+
+
+def _check_limits(command: Command, given: Given) -> Iterator[str]:
+    for option in OPTIONS:
+        value = given[option.name]
+        if option.kind not in (Kind.INTEGER, Kind.NUMBER) or command not in option.commands or value is None:
+            continue
+        if option.minimum is not None and value < option.minimum:
+            expected = f"at least {option.minimum:g}"
+        elif option.maximum is not None and value > option.maximum:
+            expected = f"at most {option.maximum:g}"
+        elif option.above is not None and not value > option.above:
+            expected = f"more than {option.above:g}"
+        elif not math.isfinite(value):
+            expected = "a finite number"
+        else:
+            continue
+        because = f" {option.because}" if option.because else ""
+        yield f"{given.flag(option.name, with_value=True)} can't be. Expected {expected}.{because}"
+
+
+def _check_names(command: Command, given: Given) -> Iterator[str]:
+    name = given["job_name"]
+    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        yield (
+            f"{given.flag('job_name', with_value=True)} can't name a folder. Expected letters, digits, dots, "
+            "dashes and underscores, beginning with a letter or a digit."
+        )
+    host = given["host"]
+    if host and ("/" in host or any(letter.isspace() for letter in host)):
+        flag = given.flag("host", with_value=True)
+        yield f"{flag} is no address. Expected one like 0.0.0.0, without a port."
+
+
+# ---------------------------------------------------------------- flags that contradict each other
+
+
+def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
+    if command is Command.TRAIN:
+        yield from _check_evaluation(given)
+        yield from _check_mode(given)
+        yield from _check_checkpoints(given)
+
+
+def _check_evaluation(given: Given) -> Iterator[str]:
+    if given["evaluation_steps"] and not given["validation_data"]:
+        yield (
+            f"{given.flag('evaluation_steps', with_value=True)} asks for evaluation, but there is nothing to "
+            "evaluate on. Add --validation_data, or leave out --evaluation_steps."
+        )
+
+
+def _check_mode(given: Given) -> Iterator[str]:
+    if given["use_async"]:
+        for name in ("grads_to_wait", "sync_version_tolerance"):
+            if name in given:
+                yield (
+                    f"{given.flag(name, with_value=True)} has a meaning in synchronous mode only, and "
+                    f"this job is asynchronous. Add --use_async=false, or leave out --{name}."
+                )
+        return
+    steps, wait = given["get_model_steps"], given["grads_to_wait"]
+    tolerance = given["sync_version_tolerance"]
+    if wait < 1:
+        return  # told already
+    age = (steps - 1) // wait
+    if age > tolerance:
+        yield (
+            f"{given.flag('get_model_steps', with_value=True)} makes weights {age} versions old even with "
+            f"one worker, but {given.flag('sync_version_tolerance', with_value=True)} rejects "
+            f"gradients older than {tolerance}. Lower --get_model_steps, or raise --sync_version_tolerance."
+        )
+
+
+def _check_checkpoints(given: Given) -> Iterator[str]:
+    if given["checkpoint_dir"] is None:
+        for name in ("checkpoint_steps", "keep_checkpoint_max"):
+            if name in given:
+                yield (
+                    f"{given.flag(name, with_value=True)} is about checkpoints, but there is no folder to "
+                    f"write them to. Add --checkpoint_dir, or leave out --{name}."
+                )
+
+
+# ---------------------------------------------------------------- files and folders
+
+
+def _check_folders(command: Command, given: Given) -> Iterator[str]:
+    for name, hint in (
+        ("checkpoint_dir", ""),
+        ("output", " To send the export elsewhere, add elasticcb.callbacks.ModelUploader to the callbacks."),
+        ("job_dir", ""),
+        ("checkpoint_dir_for_init", ""),
+    ):
+        if "://" in (given[name] or ""):
+            yield f"{given.flag(name, with_value=True)} is a URL. Expected a folder of this machine.{hint}"
+        elif name != "checkpoint_dir_for_init" and command in BY_NAME[name].commands:
+            path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
+            if path is not None:
+                yield from _check_writable(given.flag(name), path)
+    output = given.path("output") if command is Command.TRAIN else None
+    if output is not None and output.is_dir() and "://" not in given["output"]:
+        yield from _check_replaceable(given, output)
+
+
+def _check_writable(flag: str, path: Path) -> Iterator[str]:
+    nearest = path
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        which = "" if nearest == path else f", but {nearest} stands in its way: it"
+        yield f"{flag} names {path}{which or ', which'} is not a folder. Name another folder."
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield (
+            f"{flag} names {path}, but {nearest} can't be written to. Name another folder, or change "
+            "its rights."
+        )
+
+
+def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
+    if any(output.iterdir()) and not (output / "saved_model.pb").exists():
+        yield (
+            f"{given.flag('output')} names {output}, which holds files that are no SavedModel. The export "
+            "replaces its folder, so they would be lost. Name a new folder, such as "
+            f"{output / 'saved_model'}."
+        )
+    checkpoints = given.path("checkpoint_dir")
+    if checkpoints is not None and checkpoints.is_relative_to(output):
+        yield (
+            f"--checkpoint_dir {checkpoints} lies in --output {output}, which the export replaces. Name two "
+            "folders, neither inside the other."
+        )
+
+
+def _check_initial(command: Command, given: Given) -> Iterator[str]:
+    path = given.path("checkpoint_dir_for_init")
+    if path is None or "://" in given["checkpoint_dir_for_init"]:
+        return
+    flag = given.flag("checkpoint_dir_for_init")
+    expected = "Expected a folder that `train --checkpoint_dir` has written."
+    if not path.is_dir():
+        problem = "is no folder" if path.exists() else "does not exist"
+        yield f"{flag} names {path}, which {problem}. {expected}"
+    # A checkpoint is valid only with its manifest, which is written last.
+    elif not (path / MANIFEST).is_file() and not any(path.glob(f"*/{MANIFEST}")):
+        yield f"{flag} names {path}, which holds no finished checkpoint (no {MANIFEST}). {expected}"
+
+
+MANIFEST = "manifest.json"
+
+
+def _check_files(command: Command, given: Given) -> tuple[dict[str, str], list[str]]:
+    """The model file and the data; the second list is what is wrong."""
+    problems: list[str] = []
+    model: ModelFile | None = None
+    zoo = given.path("model_zoo")
+    if zoo is not None and given["model_def"]:
+        try:
+            model = find_model_file(
+                zoo, given["model_def"], given.flag("model_zoo"), given.flag("model_def", with_value=True)
+            )
+        except UsageError as error:
+            problems.append(str(error))
+    if model is not None:
+        problems.extend(_check_model_names(command, given, model))
+    # Without a readable model file nobody knows whether it has a reader: then it may have one.
+    custom_reader = model is None or model.may_define(given["custom_data_reader"])
+    origins: dict[str, str] = {}
+    for option in OPTIONS:
+        origin = given[option.name]
+        if option.kind is not Kind.DATA or command not in option.commands or not (origin and origin.strip()):
+            continue
+        try:
+            origins[option.name] = resolve_origin(
+                origin, given.base(option.name), given.flag(option.name), custom_reader
+            )
+        except UsageError as error:
+            problems.append(str(error))
+    return origins, problems
+
+
+def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iterator[str]:
+    # A default name may be missing (a compiled model needs no `loss`); one that was asked for may not.
+    for option in OPTIONS:
+        if option.kind is Kind.NAME and option.name in given and given[option.name]:
+            if given[option.name] == option.default or command not in option.commands:
+                continue
+            try:
+                model.check(given[option.name], given.flag(option.name))
+            except UsageError as error:
+                yield str(error)
+
+
+_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
+    _check_needed,
+    _check_meaning,
+    _check_empty,
+    _check_limits,
+    _check_names,
+    _check_contradictions,
+    _check_folders,
+    _check_initial,
+)

@@ -1,0 +1,121 @@
+"""Scalars and `k=v;k2=v2` lists, read alike on the command line and in a config file.
+
+YAML 1.2's core rules, which is what people expect: `1e-3` is a number, `no` and `12:30` are text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import rich_click as click
+import yaml
+
+from elasticcb.errors import UsageError
+
+
+class CoreLoader(yaml.SafeLoader):
+    """PyYAML follows YAML 1.1, where `1e-3` is text, `no` is false, `12:30` is 750 and dates are objects."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own)
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?(\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN", "-+."),
+    ("merge", r"<<", "<"),
+):
+    _starts = [*(letter for letter in _first if letter != "\0"), *([""] if "\0" in _first else [])]
+    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _starts)
+
+_INTEGER = "tag:yaml.org,2002:int"
+
+
+# YAML 1.1 would read 010 as 8.
+def _construct_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+CoreLoader.add_constructor(_INTEGER, _construct_integer)
+
+
+def parse_scalar(text: str) -> Any:
+    """`"64"` -> 64, `"1e-3"` -> 0.001, `"true"` -> True, `"null"` -> None, `"'64'"` -> "64", else text."""
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if not text:
+        return ""
+    loader = CoreLoader("")
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    return loader.construct_object(yaml.ScalarNode(tag, text))
+
+
+def parse_params(text: str) -> dict[str, Any]:
+    """`"k=v;k2=v2"` -> {"k": v, "k2": v2}; a quoted value may hold `;`.
+
+    Raises:
+        UsageError: a part has no `=`, or a name that Python would not take as an argument.
+    """
+    found: dict[str, Any] = {}
+    for part in _split(text):
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier():
+            raise UsageError(
+                f'{part.strip()!r} is not of the form NAME=VALUE. Expected parts like "units=64;rate=1e-3", '
+                "with a semicolon between them."
+            )
+        if name in found:
+            raise UsageError(f"{name!r} is given twice. Leave one of them out.")
+        found[name] = parse_scalar(value)
+    return found
+
+
+def check_params(params: dict[Any, Any]) -> dict[str, Any]:
+    """The mapping of a config file, when it can be used as arguments and sent to other processes.
+
+    Raises:
+        UsageError: a key is no name, or a value is more than text, numbers, lists and mappings.
+    """
+    for name, value in params.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f'{name!r} can\'t be the name of an argument. Expected names like "units".')
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{name!r} holds {value!r}. Expected text, numbers, true, false, null, lists or mappings."
+            ) from error
+    return params
+
+
+def _split(text: str) -> list[str]:
+    parts: list[str] = [""]
+    quote = ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"" and parts[-1].rstrip().endswith("="):
+            quote = letter
+        elif letter == ";":
+            parts.append("")
+            continue
+        parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+class Params(click.ParamType):  # type: ignore[type-arg]
+    """`k=v;k2=v2` on the command line, a mapping in a config file."""
+
+    name = "params"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        try:
+            return check_params(value) if isinstance(value, dict) else parse_params(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)

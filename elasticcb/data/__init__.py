@@ -1,0 +1,60 @@
+"""Data readers: records of files, arrays and anything else, by ranges `[start, end)`.
+
+Importing this package imports neither TensorFlow nor any format.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticcb.data.array_record import ArrayRecordReader
+    from elasticcb.data.custom import ElasticDLReader
+    from elasticcb.data.formats import open_reader
+    from elasticcb.data.numpy_arrays import NumpyReader
+    from elasticcb.data.parquet import ParquetReader
+    from elasticcb.data.reader import Metadata, Reader, Source, checked_sources
+    from elasticcb.data.stream import RecordStream, make_dataset
+    from elasticcb.data.text import TextReader
+    from elasticcb.data.tfrecord import TFRecordReader
+
+_MODULES = {
+    "ArrayRecordReader": "array_record",
+    "ElasticDLReader": "custom",
+    "Metadata": "reader",
+    "NumpyReader": "numpy_arrays",
+    "ParquetReader": "parquet",
+    "Reader": "reader",
+    "RecordStream": "stream",
+    "Source": "reader",
+    "TFRecordReader": "tfrecord",
+    "TextReader": "text",
+    "checked_sources": "reader",
+    "make_dataset": "stream",
+    "open_reader": "formats",
+}
+
+__all__ = [
+    "ArrayRecordReader",
+    "ElasticDLReader",
+    "Metadata",
+    "NumpyReader",
+    "ParquetReader",
+    "Reader",
+    "RecordStream",
+    "Source",
+    "TFRecordReader",
+    "TextReader",
+    "checked_sources",
+    "make_dataset",
+    "open_reader",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,49 @@
+"""The default feed of records that are dicts of named values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elasticcb import Mode
+from elasticcb.errors import DataError
+
+if TYPE_CHECKING:
+    from elasticcb.data.reader import Feed
+
+# Names that say by themselves what is what.
+_KNOWN_PAIRS = (("x", "y"), ("features", "labels"))
+_WEIGHT = "sample_weight"
+
+
+def named_feed(names: Sequence[str], label: str) -> Feed:
+    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or to `features` alone
+    when predicting.
+
+    The label is the value named by `label`; without that, `y` next to `x`, or `labels` next to
+    `features`. Features are a dict of the rest, or the bare value when the rest is `x` or `features`
+    alone. The feed raises `DataError` when it needs a label and can't tell which it is.
+    """
+    known_label = label or next((y for x, y in _KNOWN_PAIRS if x in names and y in names), "")
+    features = [name for name in names if name not in (known_label, _WEIGHT)]
+    bare = features[0] if features in (["x"], ["features"]) else None
+
+    def feed(dataset: Any, mode: str, metadata: Any) -> Any:
+        def features_of(record: Any) -> Any:
+            return record[bare] if bare else {name: record[name] for name in features}
+
+        def example_of(record: Any) -> Any:
+            example = (features_of(record), record[known_label])
+            return (*example, record[_WEIGHT]) if _WEIGHT in names else example
+
+        if mode == Mode.PREDICTION:
+            return dataset.map(features_of)
+        if known_label not in names or not features:
+            given = f"The label is to be {label!r}, but the" if label else "No label is named, and the"
+            raise DataError(
+                f"{given} data holds {', '.join(names)}. Name the label with the reader parameter `label`, "
+                "or write a `feed` in the model file."
+            )
+        return dataset.map(example_of)
+
+    return feed

@@ -1,0 +1,130 @@
+"""The table of formats, and `open_reader`, which picks from it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from elasticcb.data.custom import open_custom_reader
+from elasticcb.data.files import DECOMPRESSORS, list_files
+from elasticcb.data.reader import Reader
+from elasticcb.errors import DataError, UsageError
+
+
+class Format(NamedTuple):
+    """A format, and the reader of it."""
+
+    name: str  # value of the reader parameter `format`
+    extensions: tuple[str, ...]
+    reader: str  # "module.class" in this package
+    defaults: Mapping[str, Any] = {}  # of the reader's parameters
+    compressible: bool = False
+
+
+FORMATS = (
+    Format("csv", (".csv",), "text.TextReader", {"delimiter": ","}, compressible=True),
+    Format("tsv", (".tsv", ".tab"), "text.TextReader", {"delimiter": "\t"}, compressible=True),
+    Format("text", (".txt", ".text", ".data", ".jsonl", ".log"), "text.TextReader", compressible=True),
+    Format("tfrecord", (".tfrecord", ".tfrecords", ".tfrec"), "tfrecord.TFRecordReader", compressible=True),
+    Format("numpy", (".npy", ".npz"), "numpy_arrays.NumpyReader"),
+    Format("array_record", (".array_record", ".arrayrecord"), "array_record.ArrayRecordReader"),
+    Format("parquet", (".parquet", ".pq"), "parquet.ParquetReader"),
+)
+_PART_OF_MANY = re.compile(r"-\d+-of-\d+$")  # train.tfrecord-00000-of-00010
+
+
+def open_reader(
+    origin: str,
+    params: Mapping[str, Any] | None = None,
+    custom: Callable[..., Any] | None = None,
+    records_per_task: int = 0,
+) -> Reader:
+    """The reader for a data origin: `custom`'s, or that of the files' format.
+
+    Args:
+      origin: a path, glob, folder or URL, or several joined by commas; whatever `custom` takes.
+      params: keyword arguments of the reader, or of `custom`. `format` names one of `FORMATS` for files
+        whose names don't tell.
+      custom: the model file's `custom_data_reader(data_origin, **params)`.
+      records_per_task: handed to a `custom` that has a parameter of that name.
+
+    Raises:
+      DataError: there are no files, or they are not all of one known format.
+      UsageError: the reader has no such parameter, or it can't have that value.
+      ModelFileError: `custom` raised, or returned no reader.
+    """
+    arguments = dict(params or {})
+    if custom is not None:
+        return open_custom_reader(custom, origin, arguments, records_per_task)
+    files = list_files(origin)
+    chosen = (
+        _named_format(arguments.pop("format")) if "format" in arguments else _common_format(origin, files)
+    )
+    module, _, name = chosen.reader.rpartition(".")
+    reader: Any = getattr(importlib.import_module(f"elasticcb.data.{module}"), name)
+    _check_parameters(chosen, reader, arguments)
+    opened: Reader = reader(files, **{**chosen.defaults, **arguments})
+    return opened
+
+
+def format_of(file: str) -> Format | None:
+    """The format that the name of `file` says, if any."""
+    path = PurePosixPath(_PART_OF_MANY.sub("", file.lower()))
+    compressed = path.suffix in DECOMPRESSORS
+    if compressed:
+        path = path.with_suffix("")
+    for known in FORMATS:
+        if path.suffix in known.extensions and (known.compressible or not compressed):
+            return known
+    return None
+
+
+def _named_format(name: str) -> Format:
+    for known in FORMATS:
+        if known.name == name:
+            return known
+    raise UsageError(
+        f"The reader parameter format is {name!r}. Expected one of: "
+        f"{', '.join(known.name for known in FORMATS)}."
+    )
+
+
+def _common_format(origin: str, files: list[str]) -> Format:
+    by_name = {known.name: known for known in FORMATS}
+    first_of: dict[str, str] = {}
+    for file in files:
+        known = format_of(file)
+        first_of.setdefault(known.name if known else "", file)
+    if "" in first_of:
+        endings = ", ".join(extension for known in FORMATS for extension in known.extensions)
+        raise DataError(
+            f"The name of {first_of['']} does not tell its format. Known endings: {endings} (text and "
+            "TFRecord also "
+            f"with {', '.join(DECOMPRESSORS)}). Name the format with the reader parameter `format`, "
+            "leave the "
+            "file out with a glob, or write a `custom_data_reader`."
+        )
+    if len(first_of) > 1:
+        listed = ", ".join(f"{file} ({name})" for name, file in first_of.items())
+        raise DataError(
+            f"The data origin {origin!r} mixes formats: {listed}. Give files of one format; a glob such as "
+            "folder/*.csv picks them."
+        )
+    return by_name[next(iter(first_of))]
+
+
+def _check_parameters(chosen: Format, reader: Any, arguments: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(reader).parameters if name != "files"]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise UsageError(
+                f"The reader of {chosen.name} files has no parameter {name!r}. "
+                + (f"Did you mean {close[0]!r}? " if close else "")
+                + (f"It has: {', '.join(['format', *known])}.")
+            )

@@ -1,0 +1,118 @@
+"""The interface of every data reader: named sources of records, read by ranges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.errors import DataError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    Feed = Callable[[tf.data.Dataset, str, "Metadata"], tf.data.Dataset]
+
+# What crosses from Python to TensorFlow at once: many records, because a call costs some 0.1 ms, but few
+# bytes where records are large.
+CHUNK_RECORDS = 1024
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a reader knows about its records; the third argument of `feed(dataset, mode, metadata)`."""
+
+    column_names: tuple[str, ...] = ()
+    column_dtypes: Mapping[str, str] = field(default_factory=dict)  # by column name, NumPy's names
+    extra: Mapping[str, Any] = field(default_factory=dict)  # specific to the reader
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or array: the records `[0, count)` of `name`."""
+
+    name: str
+    count: int
+
+
+class Reader(ABC):
+    """Records in named sources, read by ranges.
+
+    The master calls `sources` and cuts them into tasks; workers call `read_chunks` with ranges of
+    tasks, several at once from different threads. Both build their own reader from the same arguments,
+    so names and counts must not depend on the process.
+    """
+
+    @abstractmethod
+    def sources(self) -> list[Source]:
+        """All sources, in a fixed order. May scan data; formats here do it once and keep the answer."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, end: int) -> Iterator[Any]:
+        """The records `[start, end)` of source `name`, one by one, in the structure of `element_spec`."""
+
+    @property
+    def element_spec(self) -> Any:
+        """The `tf.TensorSpec`s of ONE record: one, or dicts and tuples of them. Default: scalar string."""
+        import tensorflow as tf
+
+        return tf.TensorSpec((), tf.string)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What reaches `feed` as its third argument."""
+        return Metadata()
+
+    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
+        """The same records as `read`, as structures of NumPy arrays of shape `(n, ...)`, 1 <= n <= `size`,
+        fewer when they are large.
+
+        Strings are arrays of `bytes` objects. Raises `DataError` for a record that does not fit
+        `element_spec`, with its source and number.
+        """
+        from elasticcb.data.stacking import stack_records
+
+        return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
+
+    def default_feed(self) -> Feed | None:
+        """The feed for model files that have none; None when the reader can't tell features from labels."""
+        return None
+
+
+def checked_sources(reader: Reader) -> list[Source]:
+    """What `reader.sources()` returns, if a job can work with it.
+
+    Raises:
+      DataError: there are no records, a name is there twice, or it is no list of `Source`.
+    """
+    sources = list(reader.sources())
+    names: set[str] = set()
+    for source in sources:
+        if not isinstance(source, Source) or source.count < 0:
+            raise DataError(
+                f"{type(reader).__name__}.sources() returned {source!r}. Expected a list of "
+                "elasticcb.data.Source(name, count), with a count of at least 0."
+            )
+        if source.name in names:
+            raise DataError(
+                f"{type(reader).__name__}.sources() names {source.name!r} twice. Give each source its own "
+                "name: tasks refer to it."
+            )
+        names.add(source.name)
+    if not any(source.count for source in sources):
+        raise DataError(
+            f"{type(reader).__name__} found no records in {len(sources)} sources. Give it data with at "
+            "least one record."
+        )
+    return sources
+
+
+def check_range(name: str, start: int, end: int, count: int) -> None:
+    """Raises `DataError` unless `[start, end)` lies in the `count` records of source `name`."""
+    if not 0 <= start <= end <= count:
+        raise DataError(
+            f"Records [{start}, {end}) of {name} were asked for, but it has {count}. If it was changed "
+            "while the job ran, start the job again."
+        )

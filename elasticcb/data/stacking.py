@@ -1,0 +1,119 @@
+"""From single records, as any Python code yields them, to stacked NumPy arrays of the promised dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from elasticcb.data.reader import CHUNK_BYTES
+from elasticcb.errors import DataError
+
+# Which kinds of NumPy dtype may become which; a float that becomes an integer is a mistake.
+_ACCEPTED_KINDS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc", "V": "biuf"}
+
+
+def flatten(spec: Any, value: Any) -> list[Any]:
+    """The leaves of `value`, whose structure is that of `spec`: dicts and tuples, all else is a leaf.
+
+    Raises `ValueError` that says where the structures differ.
+    """
+    if isinstance(spec, dict):
+        if not isinstance(value, dict) or set(value) != set(spec):
+            given = f"the keys {sorted(value)}" if isinstance(value, dict) else repr(type(value).__name__)
+            raise ValueError(f"a dict with the keys {sorted(spec)} was expected, and {given} came")
+        return [leaf for key in spec for leaf in flatten(spec[key], value[key])]
+    if isinstance(spec, tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(spec):
+            given = f"of {len(value)}" if isinstance(value, tuple | list) else repr(type(value).__name__)
+            raise ValueError(f"a tuple of {len(spec)} was expected, and {given} came")
+        return [leaf for part, item in zip(spec, value, strict=True) for leaf in flatten(part, item)]
+    return [value]
+
+
+def pack(spec: Any, leaves: Iterator[Any]) -> Any:
+    """`leaves`, in the order of `flatten`, in the structure of `spec`."""
+    if isinstance(spec, dict):
+        return {key: pack(part, leaves) for key, part in spec.items()}
+    if isinstance(spec, tuple):
+        parts = [pack(part, leaves) for part in spec]
+        return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
+    return next(leaves)
+
+
+def stack_records(records: Iterable[Any], spec: Any, name: str, start: int, size: int) -> Iterator[Any]:
+    """Chunks of up to `size` records; shorter where shapes differ that `spec` leaves open.
+
+    Raises `DataError` with the source `name` and the number of the record, counted from `start`, when a
+    record does not fit `spec`.
+    """
+    specs = flatten(spec, spec)
+    rows: list[list[Any]] = []
+    shapes: list[tuple[int, ...]] = []
+    held_bytes = 0
+    for number, record in enumerate(records, start):
+        try:
+            row = [to_leaf(value, leaf) for value, leaf in zip(flatten(spec, record), specs, strict=True)]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"Record {number} of {name} does not fit the reader's element_spec: {error}. "
+                f"The element_spec is {spec}."
+            ) from error
+        row_shapes = [leaf.shape for leaf in row]
+        if rows and (len(rows) == size or held_bytes > CHUNK_BYTES or row_shapes != shapes):
+            yield _stack(rows, spec)
+            rows, held_bytes = [], 0
+        shapes = row_shapes
+        rows.append(row)
+        held_bytes += sum(leaf.nbytes if leaf.dtype.kind != "O" else _bytes_of(leaf) for leaf in row)
+    if rows:
+        yield _stack(rows, spec)
+
+
+def object_array(values: Sequence[bytes]) -> Any:
+    """`values` as an array of objects of shape (n,); NumPy's own strings would lose trailing zero bytes."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _bytes_of(strings: Any) -> int:
+    return sum(map(len, strings.reshape(-1)))
+
+
+def _stack(rows: list[list[Any]], spec: Any) -> Any:
+    return pack(spec, (np.stack(column) for column in zip(*rows, strict=True)))
+
+
+def to_leaf(value: Any, spec: Any) -> Any:
+    """`value` as an array of the dtype and shape of the TensorSpec `spec`, or raises saying why not."""
+    dtype = np.dtype(spec.dtype.as_numpy_dtype)
+    if dtype.kind == "O":
+        array = _strings(value)
+    else:
+        array = np.asarray(value)
+        if array.dtype.kind not in _ACCEPTED_KINDS.get(dtype.kind, "") and array.dtype != dtype:
+            raise ValueError(f"{dtype.name} was expected, and {_shortened(value)} came")
+        array = np.asarray(value, dtype)
+    if not spec.shape.is_compatible_with(array.shape):
+        raise ValueError(f"the shape {spec.shape} was expected, and {array.shape} came")
+    return array
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, bytes | str):
+        array = np.empty((), object)
+        array[()] = value if isinstance(value, bytes) else value.encode()
+        return array
+    array = np.array(value, dtype=object)
+    flat = [item.encode() if isinstance(item, str) else item for item in array.reshape(-1)]
+    wrong = [item for item in flat if not isinstance(item, bytes)]
+    if wrong:
+        raise ValueError(f"a string was expected, and {_shortened(wrong[0])} came")
+    return object_array(flat).reshape(array.shape)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

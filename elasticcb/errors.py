@@ -1,0 +1,74 @@
+"""Every error that ElasticCB raises on purpose, and the exit codes of its commands.
+
+A message says what happened, what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the `elasticcb` command returns to the shell."""
+
+    DONE = 0
+    JOB_FAILED = 1
+    WRONG_USAGE = 2
+    INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class ElasticCBError(Exception):
+    """Base of all; shown to the user without a traceback of this project.
+
+    `user_traceback` holds the part of a traceback that lies in the user's own code, if any.
+    """
+
+    exit_code = ExitCode.JOB_FAILED
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
+
+
+class UsageError(ElasticCBError):
+    """Flags or settings are wrong or contradict each other; nothing was started."""
+
+    exit_code = ExitCode.WRONG_USAGE
+
+
+class ModelFileError(ElasticCBError):
+    """The user's model file can't be imported, lacks a name, or gives back something unusable."""
+
+
+class DataError(ElasticCBError):
+    """Training, validation or prediction data can't be read; names the file and the record."""
+
+
+class CallbackError(ElasticCBError):
+    """A hook of a user's callback raised."""
+
+
+class CheckpointError(ElasticCBError):
+    """A checkpoint can't be written, or is torn, foreign or missing."""
+
+
+class NonFiniteError(ElasticCBError):
+    """A loss or a gradient holds NaN or infinity; names the variable."""
+
+
+class WireError(ElasticCBError):
+    """A message that breaks the protocol: wrong names, shapes, dtypes or sizes."""
+
+
+class ConnectionLostError(ElasticCBError):
+    """A process of the job could not be reached within the time allowed."""
+
+
+class JobFailedError(ElasticCBError):
+    """The job can't go on; carries the story of what failed."""
+
+
+class JobInterrupted(ElasticCBError):
+    """The user asked the job to end before it was done."""
+
+    exit_code = ExitCode.INTERRUPTED

@@ -1,0 +1,101 @@
+"""From the records of a reader, through the model file's `feed`, to batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from elasticcb.data import Reader, RecordStream, open_reader
+from elasticcb.errors import DataError, ModelFileError
+from elasticcb.model_spec import ModelSpec, user_traceback
+from elasticcb.settings import JobSettings
+
+
+class FeedPipeline:
+    """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
+
+    Args:
+        mode: "training", "evaluation" or "prediction".
+
+    Raises:
+        DataError: the data can't be read.
+        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+    """
+
+    def __init__(self, settings: JobSettings, spec: ModelSpec, mode: str) -> None:
+        origin = getattr(settings.data, mode if mode != "evaluation" else "validation")
+        self.reader: Reader = open_reader(
+            origin,
+            settings.data.reader_params,
+            custom=spec.custom_data_reader,
+            records_per_task=settings.training.records_per_task,
+        )
+        self._range = ("", 0, 0)
+        self._stream = RecordStream(self.reader, lambda: self._range)
+        feed = spec.feed or self.reader.default_feed()
+        if feed is None:
+            raise ModelFileError(
+                f"{spec.path} has no `{settings.model.feed}(dataset, mode, metadata)`, and the reader of {origin} "
+                "brings no default. Define one that turns records into (features, labels)."
+            )
+        raw = self._stream.dataset
+        fed = spec.call(feed, raw, mode, self.reader.metadata)
+        if not isinstance(fed, tf.data.Dataset):
+            raise ModelFileError(
+                f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
+            )
+        self.keeps_order = _keeps_order(raw, fed)
+        self.dataset = fed.batch(settings.training.minibatch_size).prefetch(2)
+
+    @property
+    def element_spec(self) -> Any:
+        """Of a batch."""
+        return self.dataset.element_spec
+
+    def batches(self, name: str, start: int, end: int) -> Iterator[Any]:
+        """The batches of records [start, end) of a source. Raises what the reader raised."""
+        self._range = (name, start, end)
+        try:
+            yield from self.dataset
+        except tf.errors.OpError as error:
+            self._stream.raise_error()
+            raise DataError(
+                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {error.message}",
+                user_traceback(error),
+            ) from error
+
+    def first_batch(self, records: int = 2) -> Any:
+        """A small batch from the start of the data, to build a model with."""
+        source = self.reader.sources()[0]
+        for batch in self.batches(source.name, 0, min(records, source.count)):
+            return batch
+        raise DataError(f"`feed` turned the first {records} records of {source.name} into no example.")
+
+
+def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
+    """Whether `fed` holds one example per record of `raw`, in its order.
+
+    Known for chains of maps and the like; anything else counts as no, and then a task that is taken
+    over starts at its beginning.
+    """
+    one_to_one = ("MapDataset", "PrefetchDataset", "CacheDataset", "OptionsDataset")
+    while fed is not raw:
+        if not any(name in type(fed).__name__ for name in one_to_one) or "FlatMap" in type(fed).__name__:
+            return False
+        inputs = fed._inputs()
+        if len(inputs) != 1:
+            return False
+        fed = inputs[0]
+    return True
+
+
+def records_in(batch: Any) -> int:
+    """How many records a batch of dense, ragged or sparse tensors holds."""
+    first = tf.nest.flatten(batch)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return int(first.nrows())
+    if isinstance(first, tf.SparseTensor):
+        return int(first.dense_shape[0])
+    return int(first.shape[0])

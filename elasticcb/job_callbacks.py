@@ -1,0 +1,39 @@
+"""The callbacks of a job: those of the model file and those that its settings call for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.settings import Command, JobSettings
+
+if TYPE_CHECKING:
+    import keras
+
+    from elasticcb.model_spec import ModelSpec
+
+
+def job_callbacks(spec: ModelSpec, settings: JobSettings) -> list[keras.callbacks.Callback]:
+    """New callback objects for one process of the job."""
+    from elasticcb.callbacks import SavedModelExporter
+
+    callbacks = spec.make_callbacks()
+    wants_export = settings.command is Command.TRAIN and settings.output
+    if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
+        # First, so that an uploader among the others finds the model.
+        callbacks.insert(0, SavedModelExporter())
+    return callbacks
+
+
+def callback_params(settings: JobSettings, worker_id: int = -1) -> dict[str, Any]:
+    """`callback.params`; `worker_id` is -1 on the master."""
+    return {
+        "batch_size": settings.training.minibatch_size,
+        "epochs": settings.training.num_epochs,
+        "steps": settings.training.max_step or None,
+        "verbose": 0,
+        "saved_model_path": settings.output or os.path.join(settings.directory, "saved_model"),
+        "checkpoint_path": settings.checkpoint.directory,
+        "job_directory": settings.directory,
+        "worker_id": worker_id,
+    }

@@ -1,0 +1,283 @@
+"""When evaluation rounds start, and what comes out of them; pure: no threads, clock, gRPC or Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import UsageError, WireError
+
+Array = npt.NDArray[Any]
+States = dict[str, list[Array]]  # by metric: one array per metric variable
+Merge = Callable[[str, list[list[Array]]], list[Array]]  # (metric, states of each task) -> states
+
+
+class RoundReason(str, Enum):
+    """Why a round is held."""
+
+    STEPS = "evaluation steps"  # `evaluation_steps` versions since the last one
+    EPOCH_END = "end of epoch"
+    TRAINING_END = "end of training"
+    REQUESTED = "requested"  # the job evaluates and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One evaluation round. `epoch` is the last epoch that ended before it, if it is held for an epoch."""
+
+    id: int  # from 1, rising
+    version: int  # of the model; all its tasks see the weights of this version
+    reason: RoundReason
+    epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDecision:
+    """Whether a round starts now, and why (not)."""
+
+    round: Round | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Whether the metric states of a task were taken, and why (not)."""
+
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The metrics of a whole round.
+
+    `states` holds the metric variables, in the shapes and dtypes in which they came. `outputs` holds for
+    each metric without mergeable state what its tasks sent (labels, predictions, weights), each joined
+    along axis 0 in the order of task ids.
+    """
+
+    states: States
+    outputs: States
+    tasks: int
+
+
+class EvaluationRounds:
+    """Starts rounds one at a time, and collects each task's metric states exactly once.
+
+    What asks for a round while one is running is remembered, and becomes one round after it.
+
+    Args:
+        evaluation_steps: model versions between rounds; 0: one round at the end of each epoch. At the
+            end of training there is always one, unless the last round saw exactly the same version.
+        start_version: the version that training starts from; the first round is due
+            `evaluation_steps` later.
+        merge: joins the states that the tasks of a round sent for one metric; by default they are added
+            up. With a function of one's own the states of all tasks are kept until the round is merged.
+    """
+
+    def __init__(
+        self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None
+    ) -> None:
+        if evaluation_steps < 0:
+            raise UsageError(f"evaluation_steps is {evaluation_steps}; expected 0 or more model versions.")
+        self._steps = evaluation_steps
+        self._merge = merge
+        self._last_version: int | None = None  # of the newest round
+        self._steps_from = start_version
+        self._next_id = 1
+        self._running: Round | None = None
+        self._pending: RoundReason | None = None
+        self._pending_epoch: int | None = None
+        self._training_ended = False
+        self._tasks: set[int] = set()
+        self._sums: dict[str, _Sums] = {}
+        self._states: dict[str, dict[int, list[Array]]] = {}
+        self._outputs: dict[str, dict[int, list[Array]]] = {}
+
+    @property
+    def running(self) -> Round | None:
+        return self._running
+
+    @property
+    def all_done(self) -> bool:
+        """Whether training has ended and no round is running or due: TRAIN_END may come."""
+        return self._training_ended and self._running is None
+
+    def is_due(self, version: int) -> bool:
+        """Whether `version_reached(version)` would start a round."""
+        return bool(self._steps) and self._running is None and version >= self._steps_from + self._steps
+
+    def version_reached(self, version: int) -> RoundDecision:
+        """The model has reached `version`."""
+        if not self._steps:
+            return RoundDecision(None, "rounds are held at the end of epochs")
+        if self._training_ended:
+            return RoundDecision(None, "training has ended")
+        due = self._steps_from + self._steps
+        if version < due:
+            return RoundDecision(None, f"version {version}; the next round is due at {due}")
+        return self._ask(RoundReason.STEPS, version)
+
+    def epoch_ended(self, epoch: int, version: int) -> RoundDecision:
+        """All tasks of `epoch` are done, and the model is at `version`."""
+        if self._steps:
+            return RoundDecision(None, f"rounds are held every {self._steps} versions")
+        self._pending_epoch = epoch
+        return self._ask(RoundReason.EPOCH_END, version)
+
+    def training_ended(self, version: int) -> RoundDecision:
+        """The last training task is done; `version` is the model's last."""
+        self._training_ended = True
+        if version == self._last_version:
+            return RoundDecision(None, f"round {self._next_id - 1} saw the last version, {version}")
+        return self._ask(RoundReason.TRAINING_END, version)
+
+    def requested(self, version: int) -> RoundDecision:
+        """Somebody wants a round, whatever the version."""
+        return self._ask(RoundReason.REQUESTED, version)
+
+    def collect(
+        self,
+        round_id: int,
+        task_id: int,
+        states: Mapping[str, Sequence[Array]],
+        outputs: Mapping[str, Sequence[Array]] | None = None,
+    ) -> Collected:
+        """Takes what one task of the running round brought; a second time for the same task is refused.
+
+        Args:
+            states: by metric, the arrays of `metric.variables` over the task's records.
+            outputs: by metric without a mergeable state, arrays with the task's records on axis 0.
+
+        Raises `WireError` when metrics or shapes differ from those of the round's other tasks; nothing
+        is taken then.
+        """
+        outputs = outputs or {}
+        if self._running is None or round_id != self._running.id:
+            return Collected(False, f"round {round_id} is not running")
+        if task_id in self._tasks:
+            return Collected(False, f"task {task_id} was counted in round {round_id} before")
+        self._check(task_id, states, outputs)
+        self._tasks.add(task_id)
+        for name, arrays in states.items():
+            if self._merge is None:
+                self._sums.setdefault(name, _Sums()).add(arrays)
+            else:
+                self._states.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
+        for name, arrays in outputs.items():
+            self._outputs.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
+        return Collected(True, f"task {task_id} is counted in round {round_id}")
+
+    def merged(self) -> Merged:
+        """The metrics over all tasks that were collected in the running round."""
+        if self._merge is None:
+            states = {name: sums.result() for name, sums in self._sums.items()}
+        else:
+            states = {
+                name: list(self._merge(name, [by_task[task] for task in sorted(by_task)]))
+                for name, by_task in self._states.items()
+            }
+        outputs = {
+            name: [
+                np.concatenate(pieces)
+                for pieces in zip(*(by_task[task] for task in sorted(by_task)), strict=True)
+            ]
+            for name, by_task in self._outputs.items()
+        }
+        return Merged(states, outputs, len(self._tasks))
+
+    def finish(self, version: int) -> RoundDecision:
+        """Ends the running round; the answer holds the next one if one became due meanwhile.
+
+        Args:
+            version: of the model now, which the next round will see.
+        """
+        self._running = None
+        self._tasks = set()
+        self._sums, self._states, self._outputs = {}, {}, {}
+        if self._pending is None:
+            return RoundDecision(None, "no other round is due")
+        return self._ask(self._pending, version)
+
+    def _ask(self, reason: RoundReason, version: int) -> RoundDecision:
+        if self._running is not None:
+            if self._pending is None or _WEIGHT[reason] > _WEIGHT[self._pending]:
+                self._pending = reason
+            return RoundDecision(None, f"round {self._running.id} is running; the next one follows it")
+        self._running = Round(self._next_id, version, reason, self._pending_epoch)
+        self._next_id += 1
+        self._last_version = self._steps_from = version
+        self._pending = self._pending_epoch = None
+        return RoundDecision(self._running, f"{reason.value}, version {version}")
+
+    def _check(
+        self, task_id: int, states: Mapping[str, Sequence[Array]], outputs: Mapping[str, Sequence[Array]]
+    ) -> None:
+        known = ({*self._sums, *self._states}, {*self._outputs})
+        if self._tasks and known != ({*states}, {*outputs}):
+            raise WireError(
+                f"Evaluation task {task_id} brought states of {sorted(states)} and outputs of "
+                f"{sorted(outputs)}; the other tasks of its round brought {sorted(known[0])} and "
+                f"{sorted(known[1])}. The model file must give the same metrics in every process."
+            )
+        for name, arrays in states.items():
+            expected = self._sums[name].shapes if name in self._sums else None
+            if name in self._states:
+                expected = [array.shape for array in next(iter(self._states[name].values()))]
+            # A merge function of one's own may know what to do with states of different shapes.
+            given = [np.shape(array) for array in arrays]
+            if expected is not None and (
+                len(given) != len(expected) or (not self._merge and given != expected)
+            ):
+                raise WireError(
+                    f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; "
+                    f"the other tasks of its round brought {expected}. The metric must have the same "
+                    "variables in every process."
+                )
+        for name, arrays in outputs.items():
+            if name not in self._outputs:
+                continue
+            first = next(iter(self._outputs[name].values()))
+            shapes = [np.shape(array) for array in arrays]
+            if [shape[1:] for shape in shapes] != [array.shape[1:] for array in first]:
+                raise WireError(
+                    f"Evaluation task {task_id} brought outputs of the shapes {shapes} "
+                    f"for metric {name!r}; the other tasks of its round brought "
+                    f"{[array.shape for array in first]}. All but axis 0 must agree."
+                )
+
+
+# Which of several reasons a round is named after.
+_WEIGHT = {reason: weight for weight, reason in enumerate(RoundReason)}
+
+
+class _Sums:
+    """Sums of a metric's variables, in double precision so that the order of tasks doesn't show."""
+
+    def __init__(self) -> None:
+        self._sums: list[Array] = []
+        self._dtypes: list[np.dtype[Any]] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def add(self, arrays: Sequence[Array]) -> None:
+        given = [np.asarray(array) for array in arrays]
+        if not self._dtypes:
+            self._dtypes = [array.dtype for array in given]
+            self.shapes = [array.shape for array in given]
+            self._sums = [np.zeros(array.shape, _wide(array.dtype)) for array in given]
+        for total, array in zip(self._sums, given, strict=True):
+            total += array.astype(total.dtype)
+
+    def result(self) -> list[Array]:
+        return [total.astype(dtype) for total, dtype in zip(self._sums, self._dtypes, strict=True)]
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind == "c":
+        return np.dtype(np.complex128)
+    return np.dtype(np.int64 if dtype.kind in "iub" else np.float64)

@@ -1,0 +1,474 @@
+"""Drives a job from its first process to its summary.
+
+The order of things in a training job:
+
+    processes start; the model is built; the servers get its weights
+    while there are training tasks:
+        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation round
+        at every `checkpoint_steps` versions: a checkpoint
+    waiting gradients are applied, the optimizer finalizes; the last evaluation round; a checkpoint
+    the TRAIN_END task
+    workers leave, servers are stopped
+
+A job that evaluates or predicts has one round, or the prediction tasks, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from elasticcb.cluster.base import ClusterBackend
+from elasticcb.errors import CheckpointError, JobInterrupted
+from elasticcb.master.evaluation import EvaluationRounds, Round
+from elasticcb.master.master import Cluster, Master
+from elasticcb.master.model_host import ModelHost
+from elasticcb.master.roster import Role
+from elasticcb.master.task import TaskState
+from elasticcb.master.task_queue import Milestone, MilestoneKind, TaskQueue
+from elasticcb.ps import checkpoint as checkpoints
+from elasticcb.ps.optimizer import may_split
+from elasticcb.ps_client import PSClient
+from elasticcb.settings import Command, JobSettings
+from elasticcb.status import JobStatus, SavedModelInput, Summary
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
+_LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
+_STOP_SECONDS = 3.0  # for processes that were told to end
+_STATUS_SECONDS = 0.5
+_RATE_SECONDS = 10.0  # records per second are over so long
+
+
+class Job:
+    """One job.
+
+    Args:
+        settings: of the job.
+        backend: runs its processes.
+        display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+    """
+
+    def __init__(self, settings: JobSettings, backend: ClusterBackend, display: Any) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._display = display
+        self._master = Master(settings, backend, display.message)
+        self._started = time.monotonic()
+        self._first_step: float | None = None
+        self._phase = "starting"
+        self._flat_metrics: dict[str, Any] = {}
+        self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
+        self._base_learning_rate: float | None = None
+        self._checkpoint_path = ""
+        self._checkpoint_due = settings.checkpoint.steps
+        self._records_evaluated = 0
+        self._over = False
+        self._next_status = 0.0
+        self._rate_points: deque[tuple[float, int]] = deque()
+
+    def run(self) -> Summary:
+        """Returns when the job is done.
+
+        Raises:
+            JobFailedError: it can't go on.
+            JobInterrupted: the user asked it to end.
+            ElasticCBError: the model file, the data or the checkpoint is not usable.
+        """
+        self._master.start()
+        try:
+            try:
+                self._start()
+                while not self._over:
+                    self._turn()
+            except KeyboardInterrupt:
+                self._interrupted()
+            self._wait_for_workers()
+            return self._summary()
+        finally:
+            self._stop()
+
+    # ------------------------------------------------------------ beginning and end
+
+    def _start(self) -> None:
+        self._master.tend()  # the processes start while the model is built here
+        self._host = ModelHost(self._settings)
+        self._wait_for(lambda: self._master.roster.complete(Role.PS), "parameter servers")
+        self._connect()
+        training = self._settings.training
+        self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
+        queue = TaskQueue(
+            training=self._host.sources.get("training", ()),
+            prediction=self._host.sources.get("prediction", ()),
+            records_per_task=training.records_per_task,
+            minibatch_size=training.minibatch_size,
+            num_epochs=training.num_epochs,
+            max_batches=training.max_step * (1 if training.use_async else training.grads_to_wait),
+            shuffle_seed=training.shuffle_seed,
+            max_retries=training.max_task_retries,
+            lease_seconds=training.lease_seconds,
+            hold_epochs=self._holds_epochs,
+        )
+        master = self._master
+        with master.changed:
+            master.version = self._ps.version
+            master.rounds = EvaluationRounds(
+                evaluation_steps=training.evaluation_steps,
+                start_version=self._ps.version,
+                merge=self._host.metrics.merge_states if self._host.merges_by_itself else None,
+            )
+            self._checkpoint_due += self._ps.version
+            master.queue = queue
+            master.cluster = Cluster(self._addresses(), self._host.variables, self._ps.split)
+            master.changed.notify_all()
+        self._queue = queue
+        if self._settings.command is Command.TRAIN:
+            self._call("on_train_begin")
+            self._call("on_epoch_begin", 0, {})
+            self._phase = "training"
+        elif self._settings.command is Command.EVALUATE:
+            self._phase = "evaluating"
+            self._begin_round(master.rounds.requested(master.version).round)
+        else:
+            self._phase = "predicting"
+            self._call("on_predict_begin")
+
+    def _connect(self) -> None:
+        """Hands the model to the servers: fresh weights, or those of a checkpoint."""
+        optimizer = self._host.optimizer
+        split = optimizer is not None and may_split(optimizer)
+        self._ps = PSClient(self._addresses(), self._host.variables, split)
+        folder = self._settings.checkpoint.directory_for_init
+        checkpoint = str(checkpoints.find_latest(folder)) if folder else ""
+        weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
+        self._ps.initialize(weights, checkpoint)
+        if checkpoint:
+            self._display.message(f"The model starts from {checkpoint}, version {self._ps.version}.")
+            self._host.set_weights(self._ps.pull(), self._ps)
+        self._adopt_learning_rate(self._ps.learning_rate)
+
+    def _addresses(self) -> list[str]:
+        return [member.address for member in self._master.roster.up(Role.PS)]
+
+    def _wait_for(self, condition: Any, what: str) -> None:
+        with self._master.changed:
+            while not condition():
+                self._phase = f"waiting for {what}"
+                self._master.tend()
+                self._show_status()
+                self._master.wait()
+
+    def _wait_for_workers(self) -> None:
+        """Lets the workers leave by themselves."""
+        give_up = time.monotonic() + _LEAVE_SECONDS
+        with self._master.changed:
+            while self._master.roster.up(Role.WORKER) and time.monotonic() < give_up:
+                self._master.wait()
+
+    def _interrupted(self) -> None:
+        """Drains, saves, and ends the job by raising `JobInterrupted`."""
+        self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
+        saved = ""
+        try:
+            if self._master.queue is not None and self._settings.command is Command.TRAIN:
+                self._drain()
+                if self._settings.checkpoint.directory:
+                    self._save_checkpoint()
+                    saved = f" The newest checkpoint is {self._checkpoint_path}."
+        except KeyboardInterrupt:
+            pass
+        raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
+
+    def _drain(self) -> None:
+        give_up = time.monotonic() + _DRAIN_SECONDS
+        with self._master.changed:
+            self._queue.stop_training("interrupted")
+            while self._queue.leases() and time.monotonic() < give_up:
+                self._master.wait()
+
+    def _stop(self) -> None:
+        self._master.close()  # servers leave by themselves now
+        self._backend.stop(_STOP_SECONDS)
+        self._master.stop()
+
+    # ------------------------------------------------------------ one turn of the loop
+
+    def _turn(self) -> None:
+        master = self._master
+        with master.changed:
+            master.tend()
+            milestones = self._queue.take_milestones()
+            due = self._settings.checkpoint.steps and master.version >= self._checkpoint_due
+            version = master.version
+            if not milestones and not due and not self._round_due():
+                self._show_status()
+                master.wait()
+                return
+        if self._first_step is None and version:
+            self._first_step = time.monotonic() - self._started
+        self._act_on(milestones)
+        if self._round_due():
+            self._begin_round(master.rounds.version_reached(master.version).round)
+        if due and not self._over:
+            self._save_checkpoint()
+
+    def _round_due(self) -> bool:
+        """Whether the model has passed the version of the next round."""
+        master = self._master
+        if not self._evaluates or self._queue.training_done or master.rounds.running is not None:
+            return False
+        return master.rounds.is_due(master.version)
+
+    @property
+    def _evaluates(self) -> bool:
+        return "evaluation" in self._host.sources
+
+    def _act_on(self, milestones: list[Milestone]) -> None:
+        kinds = {milestone.kind for milestone in milestones}
+        if MilestoneKind.TRAINING_DONE in kinds:
+            # Before the last epoch's round, which so sees the final weights.
+            self._master.version = self._ps.finish_training(finalize=True)
+        elif MilestoneKind.EPOCH_DONE in kinds and not self._settings.training.use_async:
+            self._master.version = self._ps.finish_training(finalize=False)
+        for milestone in milestones:
+            if milestone.kind is MilestoneKind.EPOCH_DONE:
+                self._epoch_done(milestone.number)
+            elif milestone.kind is MilestoneKind.TRAINING_DONE:
+                self._training_done()
+            elif milestone.kind is MilestoneKind.ROUND_DONE:
+                self._round_done()
+            elif milestone.kind is MilestoneKind.PREDICTION_DONE:
+                self._call("on_predict_end")
+                self._finish()
+            elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
+                self._finish()
+
+    def _finish(self) -> None:
+        with self._master.changed:
+            self._queue.finish()
+            self._master.changed.notify_all()
+        self._over = True
+
+    # ------------------------------------------------------------ epochs
+
+    def _epoch_done(self, epoch: int) -> None:
+        logs = self._host.training_logs(self._master.epoch_states.pop(epoch, {}))
+        logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
+        decision = None
+        if self._evaluates:
+            decision = self._master.rounds.epoch_ended(epoch, self._master.version)
+        if decision is not None and not self._settings.training.evaluation_steps:
+            self._epoch_logs[epoch] = logs  # `on_epoch_end` waits for the round
+            self._begin_round(decision.round)
+        else:
+            self._end_epoch(epoch, logs)
+
+    def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        if self._host.callbacks.wants("on_epoch_end"):
+            self._host.set_weights(self._ps.pull(), self._ps)
+        self._call("on_epoch_end", epoch, logs)
+        if not self._queue.training_done and epoch + 1 < self._settings.training.num_epochs:
+            self._call("on_epoch_begin", epoch + 1, {})
+        with self._master.changed:
+            self._queue.release_epoch(epoch)
+            self._master.changed.notify_all()
+
+    def _training_done(self) -> None:
+        self._phase = "finishing"
+        decision = self._master.rounds.training_ended(self._master.version)
+        if self._evaluates:
+            self._begin_round(decision.round)
+        if not self._evaluates or self._master.rounds.all_done:
+            self._end_training()
+
+    def _end_training(self) -> None:
+        if self._settings.checkpoint.directory:
+            self._save_checkpoint()
+        with self._master.changed:
+            self._queue.add_train_end()
+            self._master.changed.notify_all()
+
+    # ------------------------------------------------------------ evaluation rounds
+
+    def _begin_round(self, evaluation_round: Round | None) -> None:
+        if evaluation_round is None:
+            return
+        version = self._ps.snapshot(evaluation_round.id)
+        logger.info("Evaluation round %d begins at version %d (%s)",
+                    evaluation_round.id, version, evaluation_round.reason.value)  # fmt: skip
+        self._call("on_test_begin")
+        sources = self._host.sources["evaluation"]
+        self._records_evaluated = sum(count for _, count in sources)
+        with self._master.changed:
+            self._queue.add_evaluation(evaluation_round.id, sources)
+            self._master.changed.notify_all()
+
+    def _round_done(self) -> None:
+        rounds = self._master.rounds
+        finished = rounds.running
+        assert finished is not None
+        self._host.output_paths = self._master.output_paths
+        logs = self._host.round_logs(rounds.merged())
+        self._flat_metrics = {name: value for name, value in logs.items() if name != "metrics"}
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._flat_metrics.items())
+        self._display.message(f"Evaluation at version {finished.version}: {shown}")
+        if self._host.callbacks.wants("on_test_end"):
+            self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
+        self._call("on_test_end", {**logs, "version": finished.version})
+        self._ps.release_snapshot(finished.id)
+        for epoch in sorted(self._epoch_logs):
+            if finished.epoch is not None and epoch <= finished.epoch:
+                values = {f"val_{name}": value for name, value in self._flat_metrics.items()}
+                self._end_epoch(epoch, {**self._epoch_logs.pop(epoch), **values})
+        following = rounds.finish(self._master.version).round
+        if following is not None:
+            self._begin_round(following)
+        elif self._settings.command is Command.EVALUATE:
+            self._finish()
+        elif rounds.all_done and self._queue.training_done:
+            self._end_training()
+
+    # ------------------------------------------------------------ callbacks
+
+    def _call(self, hook: str, *args: Any) -> None:
+        """Runs a hook on the master, and carries out what it set on the model."""
+        callbacks = self._host.callbacks
+        if not callbacks.wants(hook):
+            return
+        callbacks.call(hook, *args)
+        if callbacks.stop_requested:
+            self._master.stop_training(callbacks.stop_reason)
+        rate = self._learning_rate()
+        if rate is not None and rate != self._base_learning_rate:
+            self._ps.set_learning_rate(rate)
+            self._base_learning_rate = rate
+
+    def _learning_rate(self) -> float | None:
+        """The optimizer's learning rate on the master; None when a schedule rules it."""
+        rate = getattr(self._host.optimizer, "_learning_rate", None)
+        return float(rate.value) if hasattr(rate, "assign") else None
+
+    def _adopt_learning_rate(self, rate: float) -> None:
+        if self._learning_rate() is not None and self._host.optimizer is not None:
+            self._host.optimizer.learning_rate = rate
+        self._base_learning_rate = self._learning_rate()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _save_checkpoint(self) -> None:
+        settings = self._settings.checkpoint
+        folder = checkpoints.begin_version(settings.directory, self._master.version)
+        answers = self._ps.save(str(folder))
+        version = int(answers[0].version)
+        with self._master.changed:
+            tasks = self._queue.to_dict()
+        path = checkpoints.write_manifest(
+            folder,
+            version=version,
+            specs=self._ps.specs,
+            parts=self._ps.partition,
+            files=[checkpoints.SavedFile(a.file, a.bytes, a.sha256) for a in answers],
+            extra={"job": self._settings.name, "tasks": tasks},
+        )
+        checkpoints.prune(settings.directory, settings.keep_max)
+        self._checkpoint_path = str(path)
+        if settings.steps:
+            self._checkpoint_due = (version // settings.steps + 1) * settings.steps
+        logger.info("Checkpoint %s is written", path)
+
+    # ------------------------------------------------------------ what people see
+
+    def _show_status(self) -> None:
+        now = time.monotonic()
+        if now < self._next_status:
+            return
+        self._next_status = now + _STATUS_SECONDS
+        self._display.update(self._status(now))
+
+    def _status(self, now: float) -> JobStatus:
+        master, training = self._master, self._settings.training
+        values: dict[str, Any] = {}
+        if master.queue is not None:
+            queue = master.queue
+            counts = queue.counts().values()
+            done = sum(queue.accounting.records_trained.values())
+            rate = self._rate(now, done)
+            values = {
+                "tasks_todo": sum(states[TaskState.TODO] for states in counts),
+                "tasks_doing": sum(states[TaskState.DOING] for states in counts),
+            }
+            if self._settings.command is Command.TRAIN:
+                total = queue.records_per_epoch * training.num_epochs
+                if training.max_step:
+                    per_version = training.minibatch_size * (1 if training.use_async else training.grads_to_wait)
+                    total = min(total, training.max_step * per_version)
+                values |= {
+                    "epoch": queue.epoch + 1,
+                    "epochs": training.num_epochs,
+                    "records_done": done,
+                    "records_total": total,
+                    "records_per_second": rate,
+                    "seconds_left": (total - done) / rate if rate else None,
+                }
+        return JobStatus(
+            command=self._settings.command,
+            phase="evaluating" if master.rounds.running is not None else self._phase,
+            version=master.version,
+            loss=master.loss,
+            metrics=self._flat_metrics,
+            workers_up=len(master.roster.up(Role.WORKER)),
+            workers_planned=self._settings.cluster.num_workers,
+            ps_up=len(master.roster.up(Role.PS)),
+            ps_planned=self._settings.cluster.num_ps,
+            **values,
+        )
+
+    def _rate(self, now: float, done: int) -> float:
+        points = self._rate_points
+        points.append((now, done))
+        while points[0][0] < now - _RATE_SECONDS and len(points) > 2:
+            points.popleft()
+        seconds = now - points[0][0]
+        return (done - points[0][1]) / seconds if seconds > 0 else 0.0
+
+    def _summary(self) -> Summary:
+        master, queue = self._master, self._queue
+        accounting = queue.accounting
+        predicted = 0
+        if self._settings.command is Command.PREDICT:
+            predicted = sum(count for _, count in self._host.sources["prediction"])
+        exported = self._settings.output if os.path.isdir(self._settings.output) else ""
+        return Summary(
+            command=self._settings.command,
+            seconds=time.monotonic() - self._started,
+            records_per_epoch=tuple(accounting.records_trained.get(e, 0) for e in sorted(accounting.records_trained)),
+            records_evaluated=self._records_evaluated,
+            records_predicted=predicted,
+            records_trained_more_than_once=accounting.records_handed_out_again,
+            tasks_retried=accounting.tasks_retried,
+            gradients_rejected=master.totals.gradients_rejected,
+            batches_skipped=master.totals.batches_skipped,
+            workers_lost=master.roster.lost_count(Role.WORKER),
+            workers_replaced=master.roster.replaced_count(Role.WORKER),
+            servers_lost=master.roster.lost_count(Role.PS),
+            servers_replaced=master.roster.replaced_count(Role.PS),
+            version=master.version,
+            metrics=self._flat_metrics,
+            stopped_early=queue.stop_reason or "",
+            seconds_to_first_step=self._first_step,
+            saved_model_path=exported,
+            saved_model_inputs=(),
+            checkpoint_path=self._checkpoint_path,
+            job_directory=self._settings.directory,
+            log_files=tuple(sorted(str(path) for path in Path(self._settings.directory, "logs").glob("*.log"))),
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,269 @@
+"""The one process that owns the tasks, the evaluation rounds and the job's state.
+
+gRPC threads feed the task queue under one lock. Everything slow (Keras, parameter servers, files,
+callbacks) happens in the thread that calls `run`, which wakes up when the queue reaches something.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elasticcb.cluster.base import ClusterBackend
+from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
+from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.processes import Processes
+from elasticcb.master.roster import Member, Role, Roster
+from elasticcb.master.servicer import MasterServicer
+from elasticcb.master.task import TaskType
+from elasticcb.master.task_queue import Answer, Decision, DecisionKind, Outcome, TaskQueue
+from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.rpc import Server
+from elasticcb.settings import JobSettings
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a worker must know of the servers."""
+
+    ps_addresses: Sequence[str]
+    variables: Sequence[VariableSpec]
+    split: bool
+
+
+@dataclass
+class Totals:
+    """What workers report beyond the task queue's own accounting."""
+
+    gradients_rejected: int = 0
+    batches_skipped: int = 0
+
+
+class Master:
+    """The job's state, as workers and servers see it through gRPC.
+
+    Args:
+        settings: of the job.
+        backend: starts and watches the processes.
+        say: shows a line to the user.
+
+    The thread that drives the job (`job.py`) uses the attributes below while holding `changed`.
+    """
+
+    def __init__(self, settings: JobSettings, backend: ClusterBackend, say: Any) -> None:
+        self.settings = settings
+        self.changed = threading.Condition(threading.RLock())
+        self.queue: TaskQueue | None = None  # None until the model is built
+        self.rounds = EvaluationRounds()
+        self.cluster: Cluster | None = None  # None until the servers hold the model
+        self.version = 0
+        self.loss: float | None = None  # mean over the batches of the last report
+        self.totals = Totals()
+        self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
+        self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
+        self.error: Exception | None = None  # found while answering a call; ends the job
+        cluster = settings.cluster
+        self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
+        self.processes = Processes(self.roster, backend, self._worker_lost, say)
+        # Each worker may have a long poll under way and two more calls; so may each server.
+        threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
+        self._server = Server(cluster.host, cluster.port, threads)
+        add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
+        self.closing = False  # the job is over
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def start(self) -> None:
+        self._server.start()
+
+    def close(self) -> None:
+        """Answers what waits, and tells everybody that the job is over."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self.close()
+        self._server.stop()
+
+    def wait(self, seconds: float = _TICK_SECONDS) -> None:
+        """Returns when something changed, at the latest after `seconds`; call it holding `changed`."""
+        self.changed.wait(seconds)
+
+    def tend(self) -> None:
+        """Looks after processes and leases. Raises what ends the job."""
+        with self.changed:
+            if self.error is not None:
+                raise self.error
+            if self.queue is not None:
+                if self.queue.failure is not None:
+                    raise self.queue.failure.to_error()
+                for lease in self.queue.expire(time.monotonic()):
+                    logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
+                    self._replace_hung(lease.worker)
+            self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
+            self.processes.start_missing(self.address)
+            if self.queue is not None and self.queue.failure is not None:
+                raise self.queue.failure.to_error()
+
+    # ------------------------------------------------------------ called by the servicer
+
+    def register(self, role: Role, index: int, address: str, pid: int, host: str) -> Member:
+        with self.changed:
+            member = self.roster.register(role, index, address, pid, host, time.monotonic())
+            logger.info("%s is there", member)
+            self.changed.notify_all()
+            return member
+
+    def wait_for_cluster(self, id: int, seconds: float) -> Cluster | None:
+        with self.changed:
+            self._seen(id)
+            self.changed.wait_for(lambda: self.cluster is not None or self.closing, seconds)
+            return self.cluster
+
+    def get_task(self, worker: int, held: Collection[int], seconds: float) -> Decision:
+        """Waits up to `seconds` for a task."""
+        give_up = time.monotonic() + seconds
+        with self.changed:
+            while True:
+                self._seen(worker)
+                now = time.monotonic()
+                if self.closing or self.queue is None:
+                    decision = Decision(DecisionKind.WAIT, None, "the master is starting or ending")
+                else:
+                    decision = self.queue.get_task(worker, now, held)
+                    self._notify_if_reached()
+                if decision.kind is not DecisionKind.WAIT or now >= give_up or self.closing:
+                    return decision
+                self.changed.wait(give_up - now)
+
+    def report_progress(
+        self, worker: int, lease: int, records_done: int, progressed: bool, version: int, loss: float | None
+    ) -> Answer:
+        with self.changed:
+            self._seen(worker)
+            self._reached_version(version)
+            if loss is not None:
+                self.loss = loss
+            if not lease or self.queue is None:
+                return Answer(True, "no task")
+            return self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed)
+
+    def report_done(
+        self,
+        worker: int,
+        lease: int,
+        version: int,
+        states: dict[str, list[Any]],
+        outputs: dict[str, Any],
+        gradients_rejected: int,
+        batches_skipped: int,
+    ) -> Outcome:
+        with self.changed:
+            assert self.queue is not None
+            self._seen(worker)
+            self._reached_version(version)
+            outcome = self.queue.report_done(worker, lease)
+            task = outcome.task
+            if outcome.accepted and not outcome.duplicate and task is not None:
+                self.totals.gradients_rejected += gradients_rejected
+                self.totals.batches_skipped += batches_skipped
+                if task.type is TaskType.TRAINING:
+                    self._add_epoch_states(task.epoch, states)
+                elif task.type is TaskType.EVALUATION:
+                    self._collect(task.evaluation_round, task.id, states, outputs)
+            self.changed.notify_all()
+            return outcome
+
+    def report_failed(self, worker: int, lease: int, error: str, traceback: str, fatal: bool) -> Outcome:
+        with self.changed:
+            assert self.queue is not None
+            self._seen(worker)
+            outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
+            logger.warning("Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
+            self.changed.notify_all()
+            return outcome
+
+    def stop_training(self, reason: str) -> None:
+        with self.changed:
+            if self.queue is not None:
+                self.queue.stop_training(reason)
+            logger.info("Training is asked to stop: %s", reason)
+            self.changed.notify_all()
+
+    def leave(self, id: int, error: str, traceback: str) -> None:
+        with self.changed:
+            member = self.roster.member(id)
+            if error and member is not None:
+                logger.warning("%s leaves: %s\n%s", member, error, traceback)
+                try:
+                    self.processes.lost(id, error)
+                except JobFailedError as failure:
+                    failure.user_traceback = traceback
+                    self.error = failure
+            elif member is not None:
+                self.roster.left(id)
+                if self.queue is not None:
+                    self.queue.worker_lost(id)
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------
+
+    def _seen(self, id: int) -> None:
+        sighting = self.roster.seen(id, time.monotonic())
+        if not sighting.accepted:
+            raise UsageError(f"The master refuses process {id}: {sighting.reason}.")
+
+    def _reached_version(self, version: int) -> None:
+        if version > self.version:
+            self.version = version
+            self.changed.notify_all()
+
+    def _notify_if_reached(self) -> None:
+        """Wakes the driving thread if `get_task` itself reached something, such as the end of an epoch."""
+        if self.queue is not None and self.queue.has_milestones:
+            self.changed.notify_all()
+
+    def _add_epoch_states(self, epoch: int, states: dict[str, list[Any]]) -> None:
+        total = self.epoch_states.setdefault(epoch, {})
+        for name, values in states.items():
+            before = total.get(name)
+            total[name] = [
+                np.asarray(value, np.float64) + (before[i] if before is not None else 0)
+                for i, value in enumerate(values)
+            ]
+
+    def _collect(self, round_id: int, task_id: int, states: dict[str, Any], outputs: dict[str, Any]) -> None:
+        if outputs:
+            self.output_paths = tuple(outputs)
+        try:
+            by_unit = {"": list(outputs.values())} if outputs else None
+            self.rounds.collect(round_id, task_id, states, by_unit)
+        except ElasticCBError as error:
+            self.error = error  # a task that is done but not counted: the round can't be right any more
+
+    def _worker_lost(self, worker: int) -> None:
+        if self.queue is not None:
+            for task in self.queue.worker_lost(worker):
+                logger.info("%s goes back", task)
+        self.changed.notify_all()
+
+    def _replace_hung(self, worker: int) -> None:
+        member = self.roster.member(worker)
+        if member is not None:
+            self.processes.kill(member)
+            self.processes.lost(worker, "it made no progress on its task")

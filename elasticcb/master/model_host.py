@@ -1,0 +1,85 @@
+"""The master's Keras side: the model that callbacks see, and the metrics that rounds end in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.placement import Place
+from elasticcb.feed import FeedPipeline
+from elasticcb.job_callbacks import callback_params, job_callbacks
+from elasticcb.master.evaluation import Merged
+from elasticcb.metrics import ModelMetrics, Transport, unflatten_outputs
+from elasticcb.model_spec import ModelSpec
+from elasticcb.model_weights import prime, variable_specs
+from elasticcb.ps_client import Blocks, PSClient, unpack_weights
+from elasticcb.settings import Command, JobSettings
+
+Sources = list[tuple[str, int]]
+
+_MODES = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
+
+
+class ModelHost:
+    """Builds the model once, and holds it for callbacks, metrics and the first weights.
+
+    Raises:
+        ModelFileError: the model file is not usable.
+        DataError: the data can't be read.
+    """
+
+    def __init__(self, settings: JobSettings) -> None:
+        self.spec = ModelSpec(settings.model)
+        self.model: keras.Model = self.spec.build_model()
+        if settings.command is Command.TRAIN:
+            self.spec.require_trainable(self.model)
+        self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
+        mode = _MODES[settings.command]
+        pipeline = FeedPipeline(settings, self.spec, mode)
+        self.sources: dict[str, Sources] = {mode: _sources(pipeline)}
+        if mode == "training" and settings.data.validation:
+            self.sources["evaluation"] = _sources(FeedPipeline(settings, self.spec, "evaluation"))
+        prime(self.model, pipeline.first_batch(), labelled=mode != "prediction")
+        self.metrics.reset()
+        self.variables = variable_specs(self.model)
+        self.callbacks = Dispatcher(
+            job_callbacks(self.spec, settings), Place.MASTER, callback_params(settings), self.model
+        )
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        return getattr(self.model, "optimizer", None)
+
+    @property
+    def merges_by_itself(self) -> bool:
+        """Whether some metric's states don't simply add up."""
+        return Transport.MERGE in self.metrics.transports().values()
+
+    def set_weights(self, blocks: Blocks, client: PSClient) -> None:
+        """Makes the model hold pulled weights."""
+        weights = unpack_weights(blocks, client.specs, client.partition)
+        for variable, value in zip(self.model.weights, weights, strict=True):
+            variable.assign(value)
+
+    def round_logs(self, merged: Merged) -> dict[str, Any]:
+        """`logs` of `on_test_end` from the states of all tasks of a round."""
+        outputs = merged.outputs.get("")
+        paths = self.output_paths
+        structure = unflatten_outputs(dict(zip(paths, outputs, strict=True))) if outputs else None
+        self.metrics.load(merged.states, structure)
+        return {"metrics": self.metrics.nested_results(), **self.metrics.results()}
+
+    output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
+
+    def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Training loss and metrics over the summed states of an epoch's tasks."""
+        self.metrics.load(states)
+        results = self.metrics.results()
+        return {name: value for name, value in results.items() if name in states or len(states) > 1}
+
+
+def _sources(pipeline: FeedPipeline) -> Sources:
+    return [(source.name, source.count) for source in pipeline.reader.sources()]

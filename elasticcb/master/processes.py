@@ -1,0 +1,92 @@
+"""The processes of the job: what the roster plans, the backend carries out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.errors import JobFailedError
+from elasticcb.master.roster import Consequence, LossDecision, Member, Role, Roster
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {Role.WORKER: "worker", Role.PS: "ps"}
+_ROLES = {name: role for role, name in _NAMES.items()}
+
+
+class Processes:
+    """Starts what the roster misses, and tells the roster what ended. Not thread-safe.
+
+    Args:
+        roster: the plan.
+        backend: carries it out.
+        on_worker_lost: called with the id of a worker whose leases must go back.
+        say: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        backend: ClusterBackend,
+        on_worker_lost: Callable[[int], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._roster = roster
+        self._backend = backend
+        self._on_worker_lost = on_worker_lost
+        self._say = say
+
+    def start_missing(self, master_address: str) -> None:
+        """Asks the backend for a process in every place that has none."""
+        for role, index in self._roster.to_start():
+            self._roster.requested(role, index)
+            self._backend.start(_NAMES[role], index, master_address)
+
+    def check(self, now: float, silence_seconds: float) -> None:
+        """Looks for processes that ended or fell silent.
+
+        Raises `JobFailedError` when the job can't go on without one of them.
+        """
+        for exit in self._backend.poll():
+            self._ended(exit)
+        if not self._backend.watches:
+            for member in self._roster.silent(now, silence_seconds):
+                self.lost(member.id, f"silent for {silence_seconds:.0f} s")
+
+    def kill(self, member: Member) -> None:
+        """Ends a process that hangs."""
+        self._backend.kill(_NAMES[member.role], member.index)
+
+    def lost(self, id: int, reason: str) -> None:
+        """A member is gone. Raises `JobFailedError` when the job can't go on without it."""
+        member = self._roster.member(id)
+        if member is None:
+            return
+        self._act(self._roster.lost(id, reason), member.id if member.role is Role.WORKER else None)
+
+    def _ended(self, exit: Exit) -> None:
+        role = _ROLES[exit.role]
+        member = next((m for m in self._roster.up(role) if m.index == exit.index), None)
+        if member is None and exit.failed and not exit.reason.startswith("killed"):
+            # It failed by its own code before it could register; another one would fail the same way.
+            raise JobFailedError(
+                f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"
+            )
+        decision = self._roster.place_lost(role, exit.index, exit.reason)
+        self._act(decision, member.id if member is not None and role is Role.WORKER else None)
+
+    def _act(self, decision: LossDecision, worker: int | None) -> None:
+        if worker is not None:
+            self._on_worker_lost(worker)
+        if decision.kind is Consequence.IGNORE and worker is None:
+            logger.debug("%s", decision.reason)
+            return
+        if decision.kind is Consequence.FAIL:
+            raise JobFailedError(decision.reason + "." + self._last_words(decision.role, decision.index))
+        logger.warning("%s", decision.reason)
+        self._say(decision.reason)
+
+    def _last_words(self, role: Role, index: int) -> str:
+        tail = self._backend.log_tail(_NAMES[role], index)
+        return f"\nThe last lines of its log:\n{tail}" if tail else ""

@@ -1,0 +1,266 @@
+"""The processes of a job: planned, requested, observed. Pure; it does not know what runs them.
+
+A place is (role, index); a member is one process that took a place. A member that is lost leaves its
+place to another, which gets an id of its own: ids are never used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from elasticcb.errors import UsageError
+
+
+class Role(str, Enum):
+    """What a process of the job does, besides the master."""
+
+    WORKER = "worker"
+    PS = "parameter server"
+
+
+class PlaceState(str, Enum):
+    """Where a place stands."""
+
+    PLANNED = "planned"  # somebody has to start a process for it
+    REQUESTED = "requested"  # that was asked for; it has not registered yet
+    UP = "up"
+    LEFT = "left"  # its process said goodbye; nobody takes its place
+    GIVEN_UP = "given up"  # its process was lost, and the restarts are used up
+
+
+_EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)
+
+
+class Consequence(str, Enum):
+    """What a loss leads to."""
+
+    RESTART = "restart"  # start another process in its place
+    FAIL = "fail"  # the job can't go on
+    IGNORE = "ignore"  # nothing is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that registered."""
+
+    id: int  # unique in the job, from 1
+    role: Role
+    index: int  # its place: 0 .. number of its role - 1
+    address: str  # where it serves, "host:port"; "" for a worker
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.role.value} {self.index} (id {self.id}, pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class LossDecision:
+    """What to do about a loss, and why. `index` is the place of the process."""
+
+    kind: Consequence
+    role: Role
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """Whether an id may take part in the job, and why not."""
+
+    accepted: bool
+    reason: str
+
+
+class Roster:
+    """Who is meant to run, who was asked for, and who is there.
+
+    Args:
+        num_workers: places of workers.
+        num_ps: places of parameter servers.
+        max_worker_restarts: workers that may be started in the place of lost ones, over the whole job.
+    """
+
+    def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int) -> None:
+        self._sizes = {Role.WORKER: num_workers, Role.PS: num_ps}
+        self._max_restarts = max_worker_restarts
+        self._places = {
+            (role, index): PlaceState.PLANNED for role, size in self._sizes.items() for index in range(size)
+        }
+        self._up: dict[int, Member] = {}
+        self._at: dict[tuple[Role, int], int] = {}  # place -> id of the member that is up
+        self._seen: dict[int, float] = {}
+        self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
+        self._next_id = 1
+        self._restarts = 0
+        self._lost = dict.fromkeys(Role, 0)
+        self._replaced = dict.fromkeys(Role, 0)
+        self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
+
+    # ------------------------------------------------------------ what is heard
+
+    def register(self, role: Role, index: int, address: str, pid: int, host: str, now: float) -> Member:
+        """A process says that it is there.
+
+        Args:
+            index: the place that it takes; -1: the first free one.
+            now: seconds.
+
+        A process that registers twice for the same place gets the same answer (its first one got lost).
+        Raises `UsageError` when there is no such place, or none is free.
+        """
+        if index == -1:
+            index = self._free_place(role)
+        elif not 0 <= index < self._sizes[role]:
+            raise UsageError(
+                f"A process wants to be {role.value} {index}; this job has {self._sizes[role]}, numbered "
+                "from 0. Give it one of these numbers, or none."
+            )
+        place = (role, index)
+        if place in self._at:
+            present = self._up[self._at[place]]
+            if (present.address, present.pid, present.host) == (address, pid, host):
+                self._seen[present.id] = now
+                return present
+            raise UsageError(
+                f"Process {pid} on {host} wants to be {role.value} {index}, which {present} is already. "
+                "Give it another number, or stop that one first."
+            )
+        member = Member(self._next_id, role, index, address, pid, host)
+        self._next_id += 1
+        self._up[member.id] = member
+        self._at[place] = member.id
+        self._seen[member.id] = now
+        self._places[place] = PlaceState.UP
+        if place in self._vacated:
+            self._vacated.remove(place)
+            self._replaced[role] += 1
+        return member
+
+    def seen(self, id: int, now: float) -> Sighting:
+        """A process gave a sign of life; refused when it is unknown, lost, or has left."""
+        if id not in self._up:
+            return Sighting(False, self._why_unknown(id))
+        self._seen[id] = max(now, self._seen[id])
+        return Sighting(True, "up")
+
+    def left(self, id: int) -> Sighting:
+        """A process says goodbye; nobody takes its place."""
+        member = self._remove(id, "it said goodbye")
+        if member is None:
+            return Sighting(False, self._why_unknown(id))
+        self._places[member.role, member.index] = PlaceState.LEFT
+        return Sighting(True, f"{member} left")
+
+    def lost(self, id: int, reason: str) -> LossDecision:
+        """A process is gone without a goodbye, or has been silent for too long.
+
+        Raises `UsageError` for an id that was never given out.
+        """
+        member = self._remove(id, reason)
+        if member is not None:
+            return self._decide(member.role, member.index, f"{member} was lost: {reason}")
+        if id not in self._gone:
+            raise UsageError(f"Process {id} was reported lost, but {self._why_unknown(id)}.")
+        gone, _ = self._gone[id]
+        return LossDecision(Consequence.IGNORE, gone.role, gone.index, self._why_unknown(id))
+
+    def place_lost(self, role: Role, index: int, reason: str) -> LossDecision:
+        """The process that was started for a place is gone, whether it had registered or not."""
+        place = (role, index)
+        if place in self._at:
+            return self.lost(self._at[place], reason)
+        if self._places.get(place) is not PlaceState.REQUESTED:
+            state = self._places[place].value if place in self._places else "not part of this job"
+            return LossDecision(Consequence.IGNORE, role, index, f"{role.value} {index} is {state}")
+        return self._decide(role, index, f"{role.value} {index} ended before it registered: {reason}")
+
+    def silent(self, now: float, silence_seconds: float) -> list[Member]:
+        """Members that were not seen for `silence_seconds` or more."""
+        return [member for id, member in self._up.items() if now - self._seen[id] >= silence_seconds]
+
+    # ------------------------------------------------------------ what is planned
+
+    def to_start(self) -> list[tuple[Role, int]]:
+        """Places for which a process has to be started."""
+        return [place for place, state in self._places.items() if state is PlaceState.PLANNED]
+
+    def requested(self, role: Role, index: int) -> None:
+        """Somebody was asked to start a process for this place."""
+        if self._places.get((role, index)) is PlaceState.PLANNED:
+            self._places[role, index] = PlaceState.REQUESTED
+
+    # ------------------------------------------------------------ what it knows
+
+    def member(self, id: int) -> Member | None:
+        """The member with this id if it is up."""
+        return self._up.get(id)
+
+    def up(self, role: Role) -> list[Member]:
+        """The members of a role that are up, by place."""
+        return sorted((m for m in self._up.values() if m.role is role), key=lambda member: member.index)
+
+    def complete(self, role: Role) -> bool:
+        """Whether every place of the role is taken."""
+        return len(self.up(role)) == self._sizes[role]
+
+    def state(self, role: Role, index: int) -> PlaceState:
+        return self._places[role, index]
+
+    def lost_count(self, role: Role) -> int:
+        return self._lost[role]
+
+    def replaced_count(self, role: Role) -> int:
+        """How many places of lost processes were taken again."""
+        return self._replaced[role]
+
+    # ------------------------------------------------------------
+
+    def _decide(self, role: Role, index: int, story: str) -> LossDecision:
+        self._lost[role] += 1
+        place = (role, index)
+        if role is Role.PS:
+            self._places[place] = PlaceState.GIVEN_UP
+            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
+        if self._restarts < self._max_restarts:
+            self._restarts += 1
+            self._places[place] = PlaceState.PLANNED
+            self._vacated.add(place)
+            reason = f"{story}; restart {self._restarts} of {self._max_restarts}"
+            return LossDecision(Consequence.RESTART, role, index, reason)
+        self._places[place] = PlaceState.GIVEN_UP
+        used_up = f"the {self._max_restarts} restarts (--max_worker_restarts) are used up"
+        others = sum(
+            state in _EXPECTED or state is PlaceState.UP
+            for (other, _), state in self._places.items()
+            if other is Role.WORKER
+        )
+        if others:
+            reason = f"{story}; {used_up}, {others} other workers go on"
+            return LossDecision(Consequence.IGNORE, role, index, reason)
+        return LossDecision(Consequence.FAIL, role, index, f"{story}; {used_up} and no worker is left")
+
+    def _free_place(self, role: Role) -> int:
+        free = [place for place in range(self._sizes[role]) if (role, place) not in self._at]
+        expected = [place for place in free if self._places[role, place] in _EXPECTED]
+        for place in expected + free:
+            return place
+        raise UsageError(
+            f"Another {role.value} wants to join, but all {self._sizes[role]} of this job are there. "
+            f"Start the job with more of them, or wait until one is lost."
+        )
+
+    def _remove(self, id: int, reason: str) -> Member | None:
+        member = self._up.pop(id, None)
+        if member is not None:
+            del self._at[member.role, member.index]
+            del self._seen[id]
+            self._gone[id] = (member, reason)
+        return member
+
+    def _why_unknown(self, id: int) -> str:
+        if id in self._gone:
+            member, reason = self._gone[id]
+            return f"{member} is no longer part of the job: {reason}"
+        return f"no process with the id {id} ever registered"

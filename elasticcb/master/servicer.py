@@ -1,0 +1,143 @@
+"""The `Master` service: messages in, calls on the master, messages out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.master.roster import Role
+from elasticcb.master.task import Lease, TaskType
+from elasticcb.master.task_queue import DecisionKind
+from elasticcb.metrics import from_metric_states
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
+
+if TYPE_CHECKING:
+    from elasticcb.master.master import Master
+
+_TYPES = {
+    TaskType.TRAINING: pb.TRAINING,
+    TaskType.EVALUATION: pb.EVALUATION,
+    TaskType.PREDICTION: pb.PREDICTION,
+    TaskType.TRAIN_END: pb.TRAIN_END,
+}
+_KINDS = {
+    DecisionKind.TASK: pb.GetTaskResponse.TASK,
+    DecisionKind.WAIT: pb.GetTaskResponse.WAIT,
+    DecisionKind.FINISHED: pb.GetTaskResponse.FINISHED,
+}
+_ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
+# Well below the callers' own deadline, so that an answer is always on its way.
+LONG_POLL_SECONDS = 10.0
+
+Answer = TypeVar("Answer")
+
+
+def _answered(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Turns this project's errors into gRPC statuses."""
+
+    def answer(self: MasterServicer, request: Any, context: grpc.ServicerContext) -> Answer:
+        try:
+            return function(self, request, context)
+        except WireError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ElasticCBError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+class MasterServicer(Generated):
+    """Thin: everything is decided by the master."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    @_answered
+    def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
+        return pb.GetSettingsResponse(settings=self._master.settings.to_json())
+
+    @_answered
+    def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
+        role = _ROLES.get(request.role)
+        if role is None:
+            raise WireError(f"Role {request.role} can't register; expected a worker or a parameter server.")
+        member = self._master.register(role, request.index, request.address, request.pid, request.host)
+        return pb.RegisterResponse(id=member.id, index=member.index)
+
+    @_answered
+    def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:
+        cluster = self._master.wait_for_cluster(request.id, LONG_POLL_SECONDS)
+        if cluster is None:
+            return pb.GetClusterResponse(ready=False)
+        return pb.GetClusterResponse(
+            ready=True,
+            ps_addresses=cluster.ps_addresses,
+            variables=[spec.to_message() for spec in cluster.variables],
+            split=cluster.split,
+        )
+
+    @_answered
+    def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
+        decision = self._master.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS)
+        task = None if decision.lease is None else _to_message(decision.lease)
+        return pb.GetTaskResponse(kind=_KINDS[decision.kind], task=task, reason=decision.reason)
+
+    @_answered
+    def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
+        answer = self._master.report_progress(
+            request.worker_id,
+            request.lease,
+            request.records_done,
+            request.progressed,
+            request.version,
+            request.loss if request.batches else None,
+        )
+        return pb.ReportProgressResponse(
+            accepted=answer.accepted, reason=answer.reason, over=self._master.closing
+        )
+
+    @_answered
+    def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
+        if not request.succeeded:
+            outcome = self._master.report_failed(
+                request.worker_id, request.lease, request.error, request.traceback, request.fatal
+            )
+        else:
+            states, outputs = from_metric_states(request.metrics)
+            outcome = self._master.report_done(
+                request.worker_id,
+                request.lease,
+                request.version,
+                states,
+                outputs,
+                request.gradients_rejected,
+                request.batches_skipped,
+            )
+        return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
+
+    @_answered
+    def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
+        self._master.stop_training(request.reason)
+        return pb.StopTrainingResponse()
+
+    @_answered
+    def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
+        self._master.leave(request.id, request.error, request.traceback)
+        return pb.LeaveResponse()
+
+
+def _to_message(lease: Lease) -> pb.Task:
+    task = lease.task
+    return pb.Task(
+        id=task.id,
+        lease=lease.id,
+        type=_TYPES[task.type],
+        shard=pb.Shard(name=task.shard.name, start=task.shard.start, end=task.shard.end),
+        epoch=task.epoch,
+        evaluation_round=task.evaluation_round,
+    )

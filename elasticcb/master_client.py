@@ -1,0 +1,150 @@
+"""The side of workers and parameter servers in the conversation with the master."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
+from elasticcb.rpc import Connection
+from elasticcb.settings import JobSettings
+
+_LONG_POLL_SECONDS = 60.0  # the master answers much earlier
+
+
+class MasterClient:
+    """Calls to the master, by one process that has registered.
+
+    Raises `ConnectionLostError` from any call when the master stays out of reach.
+    """
+
+    def __init__(self, address: str, patience_seconds: float = 30.0) -> None:
+        self._connection = Connection(address, "the master", patience_seconds)
+        self._stub = MasterStub(self._connection.channel)  # type: ignore[no-untyped-call]
+        self.id = 0
+
+    def settings(self) -> JobSettings:
+        """The job's settings; may be asked for before registering."""
+        answer = self._connection.call(self._stub.GetSettings, pb.GetSettingsRequest())
+        return JobSettings.from_json(answer.settings)
+
+    def register(self, role: int, index: int, address: str = "") -> int:
+        """Joins the job, ready to serve or to work; returns the place taken."""
+        request = pb.RegisterRequest(
+            role=role, index=index, address=address, pid=os.getpid(), host=socket.gethostname()
+        )
+        answer = self._connection.call(self._stub.Register, request)
+        self.id = answer.id
+        return int(answer.index)
+
+    def wait_for_cluster(self, stopped: Callable[[], bool] = lambda: False) -> Any:
+        """Waits until all parameter servers hold the model; returns the `GetClusterResponse`."""
+        while not stopped():
+            answer = self._connection.call(
+                self._stub.GetCluster, pb.GetClusterRequest(id=self.id), _LONG_POLL_SECONDS
+            )
+            if answer.ready:
+                return answer
+        return None
+
+    def get_task(self, leases: Iterable[int]) -> Any:
+        """The `GetTaskResponse`; waits for some time when there is nothing to do."""
+        request = pb.GetTaskRequest(worker_id=self.id, leases=leases)
+        return self._connection.call(self._stub.GetTask, request, _LONG_POLL_SECONDS)
+
+    def report_progress(self, progress: pb.ReportProgressRequest) -> Any:
+        progress.worker_id = self.id
+        return self._connection.call(self._stub.ReportProgress, progress)
+
+    def report_done(self, report: pb.ReportTaskRequest) -> Any:
+        report.worker_id, report.succeeded = self.id, True
+        return self._connection.call(self._stub.ReportTask, report)
+
+    def report_failed(self, lease: int, error: str, traceback: str, fatal: bool) -> Any:
+        request = pb.ReportTaskRequest(
+            worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal
+        )
+        return self._connection.call(self._stub.ReportTask, request)
+
+    def stop_training(self, reason: str) -> None:
+        self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
+
+    def stay_until_over(self, interval_seconds: float = 1.0) -> None:
+        """Gives signs of life until the job is over. Raises when the master is gone before that."""
+        over = threading.Event()
+        while not over.wait(interval_seconds):
+            if self.report_progress(pb.ReportProgressRequest()).over:
+                over.set()
+
+    def leave(self, error: str = "", traceback: str = "") -> None:
+        self._connection.call(
+            self._stub.Leave, pb.LeaveRequest(id=self.id, error=error, traceback=traceback), 5.0
+        )
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class ProgressReporter:
+    """Tells the master at intervals how far the present task is; a sign of life between tasks.
+
+    Args:
+        interval_seconds: between reports.
+    """
+
+    def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
+        self._client = client
+        self._interval = interval_seconds
+        self._lock = threading.Lock()
+        self._progress = pb.ReportProgressRequest()
+        self._wake = threading.Event()
+        self._stopped = False
+        self.lost_leases: set[int] = set()  # that the master took away
+        self.error: Exception | None = None  # why reporting ended
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def update(
+        self, lease: int, records_done: int, version: int, loss: float | None = None, urgent: bool = False
+    ) -> None:
+        """Notes progress, to be sent with the next report; at once if `urgent`."""
+        with self._lock:
+            progress = self._progress
+            progress.lease, progress.records_done, progress.version = lease, records_done, version
+            progress.progressed = True
+            if loss is not None and np.isfinite(loss):
+                progress.loss = (progress.loss * progress.batches + loss) / (progress.batches + 1)
+                progress.batches += 1
+        if urgent:
+            self._wake.set()
+
+    def clear(self) -> None:
+        """No task runs now."""
+        self.update(0, 0, self._progress.version)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            with self._lock:
+                progress = pb.ReportProgressRequest()
+                progress.CopyFrom(self._progress)
+                self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+            try:
+                answer = self._client.report_progress(progress)
+            except Exception as error:
+                self.error = error
+                return
+            if progress.lease and not answer.accepted:
+                self.lost_leases.add(progress.lease)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()

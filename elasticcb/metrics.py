@@ -1,0 +1,303 @@
+"""Metrics whose records are spread over workers: each record counts once, in whatever task it was.
+
+A worker accumulates the states of a task's metrics and sends them; the master merges the states of
+all tasks and reads the results. Statistics such as AUC so equal those of one process, which averages
+of per-batch results would not. How a metric travels is its `Transport`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics
+
+from elasticcb.errors import ModelFileError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.tensors import from_message, to_message
+
+logger = logging.getLogger(__name__)
+
+States = dict[str, list[np.ndarray]]
+
+
+class Transport(Enum):
+    """How the statistics of a metric get to the master."""
+
+    SUM = "sum"  # its variables add up: everything that Keras ships
+    MERGE = "merge"  # it brings `merge_state(metrics)`
+    OUTPUTS = "outputs"  # labels, predictions and weights travel, and the master updates the metric
+
+
+class MeanOfFunction(keras.metrics.Mean):
+    """The mean over records of `function(labels, predictions)`.
+
+    The function may give one number per record, or one for the batch, which then counts with the
+    batch's size.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
+        super().__init__(name=name)
+        self._function = function
+
+    def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:
+        value = keras.ops.cast(self._function(labels, predictions), self.dtype)
+        if len(value.shape):
+            super().update_state(value, sample_weight)
+        else:
+            super().update_state(value, keras.ops.shape(keras.tree.flatten(predictions)[0])[0])
+
+
+class ModelMetrics:
+    """The metrics of a model: its loss, those it was compiled with, and those of `eval_metrics_fn`.
+
+    Makes `model.compute_metrics` update and return the latter too, so that Keras's own `train_step`
+    and `test_step` feed them.
+
+    Args:
+        model: a model; its metrics must be built (`prime`) before states are read.
+        eval_metrics: `{name: metric or function}` or `{output: {name: metric or function}}`.
+    """
+
+    def __init__(self, model: keras.Model, eval_metrics: Mapping[str, Any]) -> None:
+        self._model = model
+        self._selected = list(_select_all(eval_metrics))
+        self._model_compute_metrics = model.compute_metrics
+        model.compute_metrics = self._compute_metrics  # type: ignore[method-assign]
+        self._warned: set[str] = set()
+
+    def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
+        for key, metric, output in self._selected:
+            labels, predictions, weight = _select(y, output), _select(y_pred, output), sample_weight
+            if isinstance(sample_weight, Mapping):
+                weight = sample_weight.get(output)
+            metric.update_state(labels, predictions, sample_weight=weight)
+            results[key] = metric.result()
+        return results
+
+    def units(self) -> dict[str, keras.metrics.Metric]:
+        """Metrics by a name that is the same in every process."""
+        found: dict[str, keras.metrics.Metric] = {}
+        for metric in self._model.metrics:
+            found[_unused(metric.name, found)] = metric
+        for key, metric, _ in self._selected:
+            found[_unused(key, found)] = metric
+        return found
+
+    def transports(self) -> dict[str, Transport]:
+        """How each unit travels."""
+        selected = {id(metric) for _, metric, _ in self._selected}
+        return {
+            name: self._transport(name, metric, id(metric) in selected) for name, metric in self.units().items()
+        }
+
+    def _transport(self, name: str, metric: keras.metrics.Metric, selected: bool) -> Transport:
+        if isinstance(metric, CompileMetrics):
+            leaves = metric.metrics
+            return Transport.SUM if all(map(_adds_up, leaves)) else Transport.OUTPUTS
+        if _adds_up(metric):
+            return Transport.SUM
+        if hasattr(metric, "merge_state"):
+            return Transport.MERGE
+        if selected:
+            return Transport.OUTPUTS
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "The metric %r (%s) is updated by the model itself and has no merge_state(metrics): the states "
+                "of different workers are added up.", name, type(metric).__name__,
+            )  # fmt: skip
+        return Transport.SUM
+
+    def reset(self) -> None:
+        """Back to no records; works inside a `tf.function`."""
+        for metric in self.units().values():
+            metric.reset_state()
+
+    def state_tensors(self) -> dict[str, list[Any]]:
+        """The present states as tensors, of all units that do not send outputs."""
+        transports = self.transports()
+        return {
+            name: [tf.convert_to_tensor(v.value) for v in metric.variables]
+            for name, metric in self.units().items()
+            if transports[name] is not Transport.OUTPUTS
+        }
+
+    def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+        """The state of one unit over the records of several tasks."""
+        metric = self.units()[name]
+        if self.transports()[name] is not Transport.MERGE:
+            return [np.sum(values, axis=0) for values in zip(*tasks, strict=True)]
+        total = _copy(metric)
+        for task in tasks:
+            other = _copy(metric)
+            _assign(other, task)
+            total.merge_state([other])
+        return [np.asarray(variable.value) for variable in total.variables]
+
+    def load(self, states: Mapping[str, Sequence[np.ndarray]], outputs: Any = None) -> None:
+        """Sets the metrics to statistics that came from workers.
+
+        Args:
+            states: by unit, values of its variables; a unit that is missing is reset.
+            outputs: `(labels, predictions[, sample_weight])` of all records, for units that need them.
+        """
+        self.reset()
+        transports = self.transports()
+        units = self.units()
+        for name, values in states.items():
+            _assign(units[name], values)
+        if outputs is None:
+            return
+        labels, predictions, weight = (*outputs, None)[:3]
+        for name, metric in units.items():
+            if transports[name] is Transport.OUTPUTS and isinstance(metric, CompileMetrics):
+                metric.update_state(labels, predictions, weight)
+        for key, metric, output in self._selected:
+            if transports[key] is Transport.OUTPUTS:
+                metric.update_state(_select(labels, output), _select(predictions, output), sample_weight=weight)
+
+    def results(self) -> dict[str, float]:
+        """Present results by name; a metric with several results contributes each of them."""
+        results: dict[str, Any] = {}
+        for metric in self._model.metrics:
+            result = metric.result()
+            results.update(result if isinstance(result, dict) else {metric.name: result})
+        for key, metric, _ in self._selected:
+            results[key] = metric.result()
+        return {name: to_number(value) for name, value in results.items()}
+
+    def nested_results(self) -> dict[str, Any]:
+        """As `results`, with the metrics of an output under the output's name."""
+        flat = self.results()
+        nested: dict[str, Any] = dict(flat)
+        for key, metric, output in self._selected:
+            if output is not None:
+                nested.pop(key, None)
+                nested.setdefault(output, {})[metric.name] = flat[key]
+        return nested
+
+
+def to_number(value: Any) -> Any:
+    """A Python number for a scalar, a list for an array."""
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array.tolist()
+
+
+def _select_all(
+    eval_metrics: Mapping[str, Any], output: str | None = None
+) -> Iterator[tuple[str, keras.metrics.Metric, str | None]]:
+    for name, metric in eval_metrics.items():
+        key = name if output is None else f"{output}_{name}"
+        if isinstance(metric, Mapping) and output is None:
+            yield from _select_all(metric, name)
+        elif isinstance(metric, keras.metrics.Metric):
+            metric.name = name
+            yield key, metric, output
+        elif callable(metric):
+            yield key, MeanOfFunction(metric, name), output
+        else:
+            raise ModelFileError(
+                f"eval_metrics_fn() gives {metric!r} as the metric {key!r}; expected a keras.metrics.Metric "
+                "or a function of (labels, predictions)."
+            )
+
+
+def _select(values: Any, output: str | None) -> Any:
+    if output is None or not isinstance(values, Mapping):
+        return values
+    if output not in values:
+        raise ModelFileError(
+            f"eval_metrics_fn() names the output {output!r}; the model's outputs and labels are: "
+            f"{', '.join(map(str, values))}."
+        )
+    return values[output]
+
+
+def _adds_up(metric: keras.metrics.Metric) -> bool:
+    """Whether summing its variables over tasks gives the statistics of all their records.
+
+    True for what Keras ships; a user's subclass stays so as long as it does not change how its state
+    is kept.
+    """
+    for kind in type(metric).__mro__:
+        if {"update_state", "reset_state", "merge_state"} & set(vars(kind)):
+            return kind.__module__.startswith("keras.") or kind is MeanOfFunction
+    return False
+
+
+def _copy(metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    return type(metric).from_config(metric.get_config())
+
+
+def _assign(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(metric.variables, values, strict=True):
+        variable.assign(value)
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate
+
+
+
+
+def to_metric_states(states: States, outputs: Sequence[Any]) -> list[pb.MetricState]:
+    """Metric states, and the outputs that some metrics need instead, as messages.
+
+    `outputs` are `(labels, predictions[, sample_weight])`, one per batch. They travel as arrays over all
+    batches, each named by its path in that structure.
+    """
+    messages = [
+        pb.MetricState(name=name, variables=[to_message(np.asarray(value)) for value in values])
+        for name, values in states.items()
+    ]
+    if outputs:
+        leaves = [dict(_flatten(batch)) for batch in outputs]
+        joined = {path: np.concatenate([batch[path] for batch in leaves]) for path in leaves[0]}
+        messages.append(pb.MetricState(outputs=[to_message(array, path) for path, array in joined.items()]))
+    return messages
+
+
+def from_metric_states(messages: Sequence[pb.MetricState]) -> tuple[States, dict[str, np.ndarray]]:
+    """The states by unit and the outputs by path, from `to_metric_states`."""
+    states = {m.name: [from_message(variable) for variable in m.variables] for m in messages if not m.outputs}
+    outputs = {tensor.name: from_message(tensor) for m in messages for tensor in m.outputs}
+    return states, outputs
+
+
+def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
+    """The structure of outputs whose arrays are named by their paths: "[0]", "[1].score"."""
+    if set(outputs) == {""}:
+        return outputs[""]
+    parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    for path, array in outputs.items():
+        kind, rest = path[0], path[1:]
+        key, _, below = rest.partition(_END)
+        parts.setdefault((kind, key), {})[below] = array
+    if all(kind == "[" for kind, _ in parts):
+        return tuple(unflatten_outputs(part) for part in parts.values())
+    return {key: unflatten_outputs(part) for (_, key), part in parts.items()}
+
+
+_END = "\x1f"  # ends a step of a path; no name of an output holds a unit separator
+
+
+def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(structure, Mapping):
+        for key, value in structure.items():
+            yield from _flatten(value, f"{path}.{key}{_END}")
+    elif isinstance(structure, (tuple, list)):
+        for index, value in enumerate(structure):
+            yield from _flatten(value, f"{path}[{index}{_END}")
+    else:
+        yield path, np.asarray(structure)

@@ -1,0 +1,253 @@
+"""The user's model file: imported by path, checked, and turned into a compiled Keras model.
+
+Importing this module imports Keras; the command line checks names without it (cli/validation.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from elasticcb.errors import ModelFileError
+from elasticcb.settings import ModelSettings
+
+_import_lock = threading.Lock()  # roles of `--cluster=inprocess` import the same file side by side
+
+
+def user_traceback(error: BaseException, file: str = "") -> str:
+    """The traceback of `error` without the frames of this package, as text.
+
+    The frames of TensorFlow and Keras are left out too when the user's own `file` is among the rest.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parent)
+    kept = [frame for frame in frames if not frame.filename.startswith(package)]
+    own = [frame for frame in kept if "site-packages" not in frame.filename]
+    if any(frame.filename == file for frame in own):
+        kept = own
+    return "".join(
+        ["Traceback (most recent call last):\n", *traceback.format_list(kept or list(frames))]
+        + traceback.format_exception_only(type(error), error)
+    )
+
+
+class ModelSpec:
+    """What a model file defines.
+
+    Args:
+        settings: where the file is and how its names are called.
+
+    Raises:
+        ModelFileError: the file can't be imported or lacks a needed name.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self.path, self._model_name = locate(settings)
+        self.module = _import(settings.zoo, settings.definition.rpartition(".")[0], self.path)
+        self._model_factory = self._get(self._model_name, needed=True)
+
+    @property
+    def feed(self) -> Callable[..., Any] | None:
+        return self._get(self._settings.feed)
+
+    @property
+    def custom_data_reader(self) -> Callable[..., Any] | None:
+        return self._get(self._settings.custom_data_reader)
+
+    def build_model(self) -> keras.Model:
+        """A new model, compiled with what the file brings; a model without a loss stays uncompiled."""
+        model = self.call(self._model_factory, **self._settings.params)
+        if not isinstance(model, keras.Model):
+            raise ModelFileError(
+                f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a "
+                "keras.Model (Sequential, functional or subclass)."
+            )
+        if not model.compiled:
+            self._compile(model)
+        return model
+
+    def make_optimizer(self) -> keras.optimizers.Optimizer:
+        """A new optimizer, as the file or its compiled model defines it."""
+        factory = self._get(self._settings.optimizer)
+        if factory is None:
+            model = self.call(self._model_factory, **self._settings.params)
+            optimizer = getattr(model, "optimizer", None)
+        else:
+            optimizer = self.call(factory)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ModelFileError(
+                f"{self.path} gives no usable optimizer: {optimizer!r}. Define "
+                f"`{self._settings.optimizer}()` that returns a keras.optimizers.Optimizer, or return a "
+                f"compiled model from {self._model_name}()."
+            )
+        return optimizer
+
+    def make_eval_metrics(self) -> dict[str, Any]:
+        """What `eval_metrics_fn()` returns; empty when the file has none."""
+        factory = self._get(self._settings.eval_metrics_fn)
+        metrics = {} if factory is None else self.call(factory)
+        if not isinstance(metrics, dict):
+            raise ModelFileError(
+                f"{self._settings.eval_metrics_fn}() in {self.path} returned {type(metrics).__name__}; "
+                "expected a dict {name: metric} or {output: {name: metric}}."
+            )
+        return metrics
+
+    def make_callbacks(self) -> list[keras.callbacks.Callback]:
+        """What `callbacks()` returns, and the file's `PredictionOutputsProcessor`; new objects each time."""
+        factory = self._get(self._settings.callbacks)
+        callbacks = [] if factory is None else list(self.call(factory) or [])
+        for callback in callbacks:
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise ModelFileError(
+                    f"{self._settings.callbacks}() in {self.path} returned {callback!r} in its list; "
+                    "expected keras.callbacks.Callback objects."
+                )
+        processor = self._get("PredictionOutputsProcessor")
+        # ElasticDL's way to receive predictions: a class of this name, not derived from Callback.
+        if inspect.isclass(processor) and not issubclass(processor, keras.callbacks.Callback):
+            from elasticcb.callbacks import PredictionOutputsProcessor
+
+            callbacks.append(PredictionOutputsProcessor(self.call(processor).process))
+        return callbacks
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of the model file; what it raises becomes a `ModelFileError`."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            name = getattr(function, "__name__", repr(function))
+            raise ModelFileError(
+                f"{name}() in {self.path} raised {type(error).__name__}: {error}",
+                user_traceback(error, str(self.path)),
+            ) from error
+
+    def _get(self, name: str, needed: bool = False) -> Any:
+        found = getattr(self.module, name, None)
+        if found is None and needed:
+            public = sorted(n for n, value in vars(self.module).items() if callable(value) and n[0] != "_")
+            raise ModelFileError(
+                f"{self.path} has no {name!r}; it has: {', '.join(public) or 'no functions'}. "
+                "--model_def names it as folder.module.function."
+            )
+        return found
+
+    def _compile(self, model: keras.Model) -> None:
+        loss = self._get(self._settings.loss)
+        optimizer = self._get(self._settings.optimizer)
+        if optimizer is None:
+            return  # good enough to predict with; `require_trainable` says so before training
+        if isinstance(loss, (str, keras.losses.Loss)):
+            model.compile(optimizer=self.make_optimizer(), loss=loss)
+            return
+        model.compile(optimizer=self.make_optimizer())
+        if loss is not None:
+            # Keras would call a compiled loss once per output; a model file's loss gets them all.
+            model.compute_loss = _make_compute_loss(model, loss, str(self.path))
+
+    def require_trainable(self, model: keras.Model) -> None:
+        """Raises `ModelFileError` unless `model` has an optimizer to train with."""
+        if not model.compiled:
+            raise ModelFileError(
+                f"The model of {self.path} can't be trained: it is not compiled, and the file has no "
+                f"`{self._settings.optimizer}()`. Define `{self._settings.loss}(labels, predictions)` and "
+                f"`{self._settings.optimizer}()`, or return a compiled model."
+            )
+
+
+def locate(settings: ModelSettings) -> tuple[Path, str]:
+    """The model file's path and the name of the model in it."""
+    module, _, name = settings.definition.rpartition(".")
+    path = Path(settings.zoo, *module.split(".")).with_suffix(".py")
+    if not module or not path.is_file():
+        raise ModelFileError(
+            f"--model_def={settings.definition} names the file {path}, which does not exist. Expected "
+            f"folder.module.function below --model_zoo={settings.zoo}."
+        )
+    return path.resolve(), name
+
+
+def _import(zoo: str, module: str, path: Path) -> ModuleType:
+    with _import_lock:
+        # The zoo for `import folder.helper`, the file's own folder for `import helper`.
+        for folder in (str(path.parent), str(Path(zoo).resolve())):
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
+        try:
+            found = sys.modules.get(module) or importlib.import_module(module)
+            if Path(getattr(found, "__file__", None) or "").resolve() == path:
+                return found
+        except ImportError:
+            pass  # an installed package may hide the folder; by path it works
+        except Exception as error:
+            raise _import_error(path, error) from error
+        return _import_by_path(re.sub(r"\W", "_", f"model_file_{path}"), path)
+
+
+def _import_by_path(name: str, path: Path) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_error(path, error) from error
+    return module
+
+
+def _import_error(path: Path, error: Exception) -> ModelFileError:
+    return ModelFileError(
+        f"The model file {path} can't be imported: {type(error).__name__}: {error}",
+        user_traceback(error, str(path)),
+    )
+
+
+def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -> Callable[..., Any]:
+    takes_weights = "sample_weight" in inspect.signature(loss).parameters
+
+    def compute_loss(
+        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        del x, training
+        if takes_weights:
+            value = loss(y, y_pred, sample_weight=sample_weight)
+        else:
+            value = loss(y, y_pred)
+            if sample_weight is not None:
+                value = _weigh(value, sample_weight, path)
+        total = keras.ops.mean(value)
+        for extra in model.losses:
+            total = total + keras.ops.sum(keras.ops.cast(extra, total.dtype))
+        return total
+
+    return compute_loss
+
+
+def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
+    if not value.shape.rank:
+        raise ModelFileError(
+            f"`feed` in {path} gives sample weights, but `loss` returns one number for the whole batch, so "
+            "they can't be applied. Return one loss per example, or take `sample_weight` as a third argument."
+        )
+    weight = keras.ops.cast(sample_weight, value.dtype)
+    while weight.shape.rank > value.shape.rank:
+        weight = keras.ops.squeeze(weight, -1)
+    while weight.shape.rank < value.shape.rank:
+        weight = keras.ops.expand_dims(weight, -1)
+    return value * weight

@@ -1,0 +1,1 @@
+"""Messages and stubs generated from `proto/elasticcb.proto` when the package is built."""

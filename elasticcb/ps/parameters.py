@@ -1,0 +1,372 @@
+"""One server's part of the model: weights, optimizer slots and non-trainable variables.
+
+Not thread-safe: the servicer lets one writer in at a time. What `weights`, `state` and `export` give
+away is never written again, so readers need no lock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
+from elasticcb.ps.checkpoint import Part
+from elasticcb.ps.optimizer import MakeOptimizer, ServerOptimizer, may_update_rows
+from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
+from elasticcb.ps.push import Push, Rows
+from elasticcb.ps.row_update import RowUpdate
+from elasticcb.tensors import dtype_of
+
+Array = npt.NDArray[Any]
+logger = logging.getLogger(__name__)
+
+
+class Snapshot(NamedTuple):
+    """The flat blocks, by dtype, as they were at one version. Read-only."""
+
+    version: int
+    state_version: int
+    weights: Mapping[str, Array]
+    state: Mapping[str, Array]
+
+
+class Parameters:
+    """The part of the model that `slices` name.
+
+    Args:
+        specs: all variables of the model.
+        slices: this server's part.
+        make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+        values: the part's arrays, each of its slice's shape, by variable.
+        version: of the model.
+
+    Attributes:
+        version: how many updates the weights have taken.
+        state_version: rises when a non-trainable variable changes.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        make_optimizer: MakeOptimizer | None,
+        values: Mapping[int, Array],
+        version: int = 0,
+    ) -> None:
+        self.specs, self.slices = specs, slices
+        self.version = self.state_version = version
+        self._parts = {part.variable: part for part in slices}
+        self._blocks: dict[str, Array] | None = None
+        self._state = _flat(values, specs, slices, trainable=False)
+        self._rate: tuple[int, float] | None = None
+        self._functions: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., Any]] = {}
+        self._row_updates: dict[int, RowUpdate] = {}
+        with tf.device("/CPU:0"):
+            self._variables = {
+                part.variable: _variable(specs[part.variable], values[part.variable])
+                for part in slices
+                if specs[part.variable].trainable
+            }
+            self.optimizer = (
+                ServerOptimizer(make_optimizer, self._variables, specs)
+                if make_optimizer is not None
+                else None
+            )
+        self._read = tf.function(
+            lambda: [tf.identity(variable.value) for variable in self._variables.values()], autograph=False
+        )
+
+    # -------------------------------------------------------------- reading
+
+    def weights(self) -> Mapping[str, Array]:
+        """The trainable part, flat, by dtype; made once per version."""
+        if self._blocks is None:
+            self._blocks = _flat(self._arrays(), self.specs, self.slices, trainable=True)
+        return self._blocks
+
+    def state(self) -> Mapping[str, Array]:
+        """The non-trainable part, flat, by dtype."""
+        return self._state
+
+    def snapshot(self) -> Snapshot:
+        """Copies nothing: blocks are replaced, never written."""
+        return Snapshot(self.version, self.state_version, self.weights(), self._state)
+
+    def _arrays(self) -> dict[int, Array]:
+        if not self._variables:
+            return {}
+        return {index: _view(tensor) for index, tensor in zip(self._variables, self._read(), strict=True)}
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate, or what the schedule says for the next update; 0 without an optimizer."""
+        if self.optimizer is None:
+            return 0.0
+        if self._rate is None or self._rate[0] != self.version:
+            self._rate = (self.version, self.optimizer.learning_rate)
+        return self._rate[1]
+
+    # -------------------------------------------------------------- writing
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets the base rate. Raises `ElasticCBError` when the optimizer has a schedule."""
+        self._need_optimizer().set_learning_rate(learning_rate)
+        self._rate = None
+
+    def check_learning_rate(self, push: Push) -> None:
+        """Raises `ElasticCBError` when `push` asks for a rate that can't be set."""
+        if push.learning_rate is not None and self._need_optimizer().has_schedule:
+            self._need_optimizer().set_learning_rate(push.learning_rate)
+
+    def apply(self, push: Push) -> None:
+        """Applies a checked push as one update; the version rises by one."""
+        optimizer = self._need_optimizer()
+        base = None
+        if push.learning_rate is not None and push.learning_rate != self.learning_rate:
+            base = self.learning_rate
+            optimizer.set_learning_rate(push.learning_rate)
+        try:
+            with tf.device("/CPU:0"):
+                self._apply_gradients(push)
+        finally:
+            if base is not None:
+                optimizer.set_learning_rate(base)
+        if any(delta.any() for delta in push.state.values()):
+            self._state = {
+                dtype: _frozen(_added(block, push.state[dtype])) for dtype, block in self._state.items()
+            }
+            self.state_version += 1
+        self.version += 1
+        self._blocks = None
+
+    def finalize(self) -> None:
+        """Lets the optimizer set the final weights (their moving average); a version of its own."""
+        if self.optimizer is not None and self.optimizer.optimizer.use_ema and self._variables:
+            self.optimizer.optimizer.finalize_variable_values(list(self._variables.values()))
+            self.version += 1
+            self._blocks = None
+
+    def _need_optimizer(self) -> ServerOptimizer:
+        if self.optimizer is None:
+            raise ElasticCBError(
+                "This parameter server was started without an optimizer, to evaluate or predict; it "
+                "takes no gradients."
+            )
+        return self.optimizer
+
+    def _apply_gradients(self, push: Push) -> None:
+        key = (push.dense, tuple(push.rows))
+        blocks = [tf.convert_to_tensor(block) for block in push.blocks.values()]
+        rows = [
+            (tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()
+        ]
+        function = self._functions.get(key)
+        if function is not None:
+            function(blocks, rows)
+            return
+        try:
+            self._functions[key] = self._first_call(push, blocks, rows)
+        except Exception as error:
+            raise ModelFileError(
+                f"The optimizer {self._need_optimizer().name} failed on a parameter server: "
+                f"{type(error).__name__}: {error}",
+                traceback.format_exc(),
+            ) from error
+
+    def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any]) -> Callable[..., Any]:
+        """Applies the push with a function made for its kind, and gives the function back."""
+        # The first call compiles. XLA makes updates some three times as fast, but can't compile every
+        # op that a user's optimizer may hold; it fails before anything is changed.
+        function = self._make_function(push, jit_compile=True)
+        try:
+            function(blocks, rows)
+        except tf.errors.OpError as error:
+            logger.warning(
+                "The optimizer %s runs without XLA, slower: %s", self._need_optimizer().name, error.message
+            )
+            function = self._make_function(push, jit_compile=False)
+            function(blocks, rows)
+        return function
+
+    def _make_function(self, push: Push, jit_compile: bool) -> Callable[..., Any]:
+        """The update as one compiled function of (flat gradients by dtype, [(ids, values)])."""
+        server = self._need_optimizer()
+        places = list(layout(self.specs, self.slices, True, push.dense))
+        order = {dtype: place for place, dtype in enumerate(push.blocks)}
+        by_rows = [index for index in push.rows if self._updates_rows(index)]
+        made_dense = [index for index in push.rows if index not in by_rows]
+        updates = {index: self._row_update(index) for index in by_rows}
+        targets = [self._variables[place.slice.variable] for place in places]
+        targets += [self._variables[index] for index in made_dense]
+
+        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> None:
+            gradients = [
+                tf.reshape(
+                    blocks[order[dtype]][offset : offset + part.elements],
+                    part.shape(self.specs[part.variable]),
+                )
+                for part, dtype, offset in places
+            ]
+            server.optimizer.apply([*gradients, *whole], targets)
+
+        compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
+
+        def update(blocks: list[tf.Tensor], rows: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
+            given = dict(zip(push.rows, rows, strict=True))
+            # All clones start from the iterations and the rate before this update.
+            for row_update in updates.values():
+                row_update.copy_shared()
+            if targets:
+                whole = [
+                    tf.scatter_nd(given[index][0][:, None], given[index][1], self._variables[index].shape)
+                    for index in made_dense
+                ]
+                compiled(blocks, whole)
+            for index, row_update in updates.items():
+                row_update.run(*given[index])
+            if not targets and updates:
+                next(iter(updates.values())).copy_shared_back()
+            elif not targets:
+                server.optimizer._iterations.assign_add(1)
+
+        blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
+        rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
+        function: Callable[..., Any] = tf.function(
+            update, input_signature=[blocks_signature, rows_signature], autograph=False
+        )
+        return function
+
+    def _updates_rows(self, index: int) -> bool:
+        # A constraint is a function of the whole variable.
+        return may_update_rows(self._need_optimizer().optimizer) and not self.specs[index].constraint
+
+    def _row_update(self, index: int) -> RowUpdate:
+        if index not in self._row_updates:
+            self._row_updates[index] = RowUpdate(self._need_optimizer(), index, self._variables[index])
+        return self._row_updates[index]
+
+    # -------------------------------------------------------------- checkpoints
+
+    def export(self) -> Part:
+        """Everything that a checkpoint holds of this server, as arrays that are never written again."""
+        weights = self._arrays()
+        for place in layout(self.specs, self.slices, False):
+            block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
+            weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
+        part = Part(version=self.version, weights=weights)
+        if self.optimizer is not None:
+            part.optimizer = self.optimizer.name
+            for slot in self.optimizer.slots:
+                part.slots[slot.variable, slot.name] = slot.value.numpy()
+            for slot in self.optimizer.extras:
+                part.extras[slot.variable, slot.name] = slot.value.numpy()
+            part.shared = {name: value.numpy() for name, value in self.optimizer.shared.items()}
+        return part
+
+    def restore_optimizer(self, part: Part) -> None:
+        """Sets slots and scalars to those of a checkpoint; the weights are set when this is made.
+
+        Raises `CheckpointError` when they are another optimizer's.
+        """
+        if self.optimizer is None:
+            return
+        if not part.optimizer:
+            logger.warning("The checkpoint holds no optimizer; %s starts afresh.", self.optimizer.name)
+            return
+        if part.optimizer != self.optimizer.name:
+            raise CheckpointError(
+                f"The checkpoint was written with the optimizer {part.optimizer}, the model file's is "
+                f"{self.optimizer.name}. Use the same optimizer, or start from weights alone: load them in "
+                "custom_model()."
+            )
+        missing = []
+        pairs = [((s.variable, s.name), s.value, part.slots) for s in self.optimizer.slots]
+        pairs += [((s.variable, s.name), s.value, part.extras) for s in self.optimizer.extras]
+        for key, target, source in pairs:
+            value = source.get(key)
+            if value is None:
+                missing.append(f"{key[1]} of {self.specs[key[0]].path}")
+            elif value.shape != tuple(target.shape):
+                raise CheckpointError(
+                    f"The optimizer's {key[1]} of {self.specs[key[0]].path!r} has the shape "
+                    f"{list(value.shape)} in the checkpoint and {list(target.shape)} in this job. The model "
+                    "or the optimizer's settings have changed since; use those of the checkpoint."
+                )
+            else:
+                target.assign(value)
+        for name, variable in self.optimizer.shared.items():
+            value = part.shared.get(name)
+            if value is None or value.shape != tuple(variable.shape):
+                missing.append(name)
+            else:
+                variable.assign(value)
+        if missing:
+            logger.warning(
+                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s.",
+                self.optimizer.name,
+                ", ".join(missing),
+            )
+        self._rate = None
+
+
+def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
+    *scopes, name = spec.path.split("/")
+    constraint = None
+    if spec.constraint:
+        try:
+            constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint))
+        except Exception as error:
+            raise ModelFileError(
+                f"The constraint of {spec.path!r} can't be made on a parameter server: {error}. Register its "
+                "class with keras.saving.register_keras_serializable."
+            ) from error
+    variable = keras.Variable(value, dtype=spec.dtype, trainable=True, name=name)
+    variable.constraint = constraint
+    # Optimizers look at names and paths (exclude_from_weight_decay, Muon); they are the model's.
+    variable._path = "/".join([*scopes, name])
+    return variable
+
+
+def _rows_signature(rows: Rows) -> tuple[tf.TensorSpec, tf.TensorSpec]:
+    return (
+        tf.TensorSpec([None], tf.int64),
+        tf.TensorSpec([None, *rows.values.shape[1:]], tf.as_dtype(rows.values.dtype)),
+    )
+
+
+def _flat(
+    arrays: Mapping[int, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool
+) -> dict[str, Array]:
+    sizes = block_sizes(specs, slices, trainable)
+    blocks = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+    for part, dtype, offset in layout(specs, slices, trainable):
+        blocks[dtype][offset : offset + part.elements] = arrays[part.variable].reshape(-1)
+    return {dtype: _frozen(block) for dtype, block in blocks.items()}
+
+
+def _frozen(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def _added(block: Array, delta: Array) -> Array:
+    added: Array = block ^ delta if block.dtype == np.bool_ else block + delta
+    return added
+
+
+def _view(tensor: tf.Tensor) -> Array:
+    """The tensor's array, without a copy where NumPy knows the dtype."""
+    array: Array
+    if tensor.dtype.is_numpy_compatible and tensor.dtype != tf.bfloat16 and tensor.shape.num_elements():
+        array = np.frombuffer(memoryview(tensor), tensor.dtype.as_numpy_dtype).reshape(tensor.shape)
+    else:
+        array = tensor.numpy()
+    return array

@@ -1,0 +1,271 @@
+"""The content of a push: read from its frame, checked as a whole, and averaged with others.
+
+Nothing here changes the model, so a push that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import WireError
+from elasticcb.ps.partition import Placed, Slice, VariableSpec, block_sizes, check_blocks, layout
+from elasticcb.tensors import dtype_of
+
+Array = npt.NDArray[Any]
+
+
+class Rows(NamedTuple):
+    """Gradients of some rows of one variable."""
+
+    ids: Array  # int64 [n], unique, counted from the start of this server's part
+    values: Array  # [n, *trailing dimensions], the variable's dtype
+
+
+@dataclass(frozen=True)
+class Push:
+    """What one server gets of a worker's step, or the mean of several of them."""
+
+    dense: tuple[int, ...]  # the variables whose gradients `blocks` holds, in the order of the model
+    blocks: Mapping[str, Array]  # dense gradients, flat, by dtype
+    rows: Mapping[int, Rows]  # by variable
+    state: Mapping[str, Array] = field(default_factory=dict)  # added to the non-trainable ones, flat
+    learning_rate: float | None = None  # for this update only
+
+
+class PushReader:
+    """Reads and checks the pushes for one server.
+
+    Args:
+        specs: all variables of the model.
+        slices: what this server holds.
+    """
+
+    def __init__(self, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> None:
+        self._specs = specs
+        self._slices = slices
+        self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
+
+    def read(
+        self, tensors: Mapping[str, Array], dense: Sequence[int], learning_rate: float | None = None
+    ) -> Push:
+        """The push in a frame.
+
+        Args:
+            tensors: "gradients/DTYPE", "rows/I/ids", "rows/I/values", "state/DTYPE".
+            dense: the variables whose gradients "gradients/…" holds; those that other servers hold
+                are passed over.
+
+        Raises `WireError`, which names the variable and says what was expected, for anything that
+        does not fit this server's part of the model.
+        """
+        blocks: dict[str, Array] = {}
+        state: dict[str, Array] = {}
+        pairs: dict[int, dict[str, Array]] = {}
+        for name, array in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "gradients":
+                blocks[rest] = array
+            elif kind == "state":
+                state[rest] = array
+            elif kind == "rows" and rest.partition("/")[2] in ("ids", "values"):
+                number, _, what = rest.partition("/")
+                pairs.setdefault(self._trainable(number), {})[what] = array
+            else:
+                raise WireError(
+                    f"A push holds a tensor named {name!r}; known are gradients/DTYPE, rows/INDEX/ids, "
+                    "rows/INDEX/values and state/DTYPE."
+                )
+        held = sorted(index for index in {self._trainable(index) for index in dense} if index in self._parts)
+        check_blocks(blocks, block_sizes(self._specs, self._slices, True, held), self._gradients_of(held))
+        if state:
+            sizes = block_sizes(self._specs, self._slices, False)
+            check_blocks(state, sizes, "The changes of the non-trainable variables")
+        rows = {index: self._rows(index, pair) for index, pair in sorted(pairs.items())}
+        for index in rows:
+            if index in held:
+                raise WireError(
+                    f"The push holds a dense gradient and rows of {self._specs[index].path!r} both; it must "
+                    "hold one of them."
+                )
+        if learning_rate is not None and not math.isfinite(learning_rate):
+            raise WireError(f"The push asks for the learning rate {learning_rate}; it must be finite.")
+        return Push(tuple(held), blocks, rows, state, learning_rate)
+
+    def non_finite(self, push: Push) -> str:
+        """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
+        for dtype, block in push.blocks.items():
+            if not _all_finite(block):
+                for placed in self.layout(push):
+                    part = block[placed.offset : placed.offset + placed.slice.elements]
+                    if placed.dtype == dtype and not np.isfinite(part).all():
+                        return self._specs[placed.slice.variable].path
+        for index, rows in push.rows.items():
+            if not _all_finite(rows.values.reshape(-1)):
+                return self._specs[index].path
+        if push.state:
+            for placed in layout(self._specs, self._slices, False):
+                part = push.state[placed.dtype][placed.offset : placed.offset + placed.slice.elements]
+                if not _all_finite(part):
+                    return self._specs[placed.slice.variable].path
+        return ""
+
+    def layout(self, push: Push) -> list[Placed]:
+        return list(layout(self._specs, self._slices, True, push.dense))
+
+    def mean(self, pushes: Sequence[Push]) -> Push:
+        """The mean of the gradients; a variable that a push lacks counts as zeros in it.
+
+        Changes of non-trainable variables: the mean of floating ones, the sum of counters. The
+        learning rate is the last one that was given.
+        """
+        if len(pushes) == 1:
+            return pushes[0]
+        count = len(pushes)
+        dense = tuple(sorted({index for push in pushes for index in push.dense}))
+        blocks = {
+            dtype: _mean([self._widened(push, dense, dtype, size) for push in pushes], count)
+            for dtype, size in block_sizes(self._specs, self._slices, True, dense).items()
+        }
+        rows: dict[int, Rows] = {}
+        for index in sorted({index for push in pushes for index in push.rows}):
+            given = [push.rows[index] for push in pushes if index in push.rows]
+            merged = _mean_rows(given, count)
+            if index in dense:
+                self._add_rows(blocks, dense, index, merged)
+            else:
+                rows[index] = merged
+        states = [push.state for push in pushes if push.state]
+        state = (
+            {dtype: _merge_state([s[dtype] for s in states], count) for dtype in states[0]} if states else {}
+        )
+        rates = [push.learning_rate for push in pushes if push.learning_rate is not None]
+        return Push(dense, blocks, rows, state, rates[-1] if rates else None)
+
+    def _widened(self, push: Push, dense: tuple[int, ...], dtype: str, size: int) -> Array:
+        if push.dense == dense:
+            return push.blocks[dtype]
+        block = np.zeros(size, dtype_of(dtype))
+        offsets = {placed.slice.variable: placed.offset for placed in self.layout(push)}
+        for part, part_dtype, offset in layout(self._specs, self._slices, True, dense):
+            if part_dtype == dtype and part.variable in offsets:
+                source = offsets[part.variable]
+                block[offset : offset + part.elements] = push.blocks[dtype][source : source + part.elements]
+        return block
+
+    def _add_rows(self, blocks: dict[str, Array], dense: tuple[int, ...], index: int, rows: Rows) -> None:
+        for part, dtype, offset in layout(self._specs, self._slices, True, dense):
+            if part.variable == index:
+                view = blocks[dtype][offset : offset + part.elements]
+                view.reshape(part.shape(self._specs[index]))[rows.ids] += rows.values
+
+    def _trainable(self, index: int | str) -> int:
+        try:
+            number = int(index)
+            if number < 0 or not self._specs[number].trainable:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise WireError(
+                f"The push names variable {index}; the model has {len(self._specs)} variables, and only "
+                "trainable ones have gradients."
+            ) from None
+        return number
+
+    def _rows(self, index: int, pair: dict[str, Array]) -> Rows:
+        spec = self._specs[index]
+        part = self._parts.get(index)
+        if part is None:
+            raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
+        if set(pair) != {"ids", "values"}:
+            raise WireError(
+                f"The push holds {sorted(pair)} of the rows of {spec.path!r}; it needs ids and values."
+            )
+        ids, values = pair["ids"], pair["values"]
+        if not spec.shape:
+            raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
+        first, last = part.row_range(spec)
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise WireError(f"Row ids of {spec.path!r}: int64[n] was expected, {_shown(ids)} was given.")
+        expected = (len(ids), *spec.shape[1:])
+        if values.dtype != dtype_of(spec.dtype) or values.shape != expected:
+            raise WireError(
+                f"Row gradients of {spec.path!r}: {spec.dtype}{list(expected)} was expected, "
+                f"{_shown(values)} was given."
+            )
+        if len(ids) and not (ids.min() >= 0 and ids.max() < last - first):
+            wrong = ids[(ids < 0) | (ids >= last - first)][0]
+            raise WireError(
+                f"Row id {wrong} of {spec.path!r} is out of range: this server holds {last - first} rows of "
+                f"it (rows {first} to {last} of {spec.rows}), counted from 0."
+            )
+        if len(ids) > 1:
+            ordered = np.sort(ids)
+            repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+            if len(repeated):
+                raise WireError(
+                    f"Row id {repeated[0]} of {spec.path!r} comes more than once; the worker adds up the "
+                    "gradients of a row before it pushes them."
+                )
+        return Rows(ids, values)
+
+    def _gradients_of(self, held: Sequence[int]) -> str:
+        paths = ", ".join(repr(self._specs[index].path) for index in held[:4])
+        more = f" and {len(held) - 4} more" if len(held) > 4 else ""
+        return f"Gradients of {paths or 'no variable'}{more}"
+
+
+def _shown(array: Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+def _all_finite(block: Array) -> bool:
+    if block.dtype.kind in "iub":
+        return True
+    if block.dtype in (np.float32, np.float64):
+        # One pass at memory speed. A sum of squares that overflows is looked at again, element by element.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if math.isfinite(np.dot(block, block)):
+                return True
+    return bool(np.isfinite(block).all())
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype to add up in: half precision is added up in single."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
+
+
+def _mean(blocks: Sequence[Array], count: int) -> Array:
+    dtype = blocks[0].dtype
+    total = blocks[0].astype(_wide(dtype))
+    for block in blocks[1:]:
+        total += block
+    total /= count
+    return total.astype(dtype, copy=False)
+
+
+def _mean_rows(given: Sequence[Rows], count: int) -> Rows:
+    ids = np.concatenate([rows.ids for rows in given])
+    values = np.concatenate([rows.values for rows in given])
+    dtype = values.dtype
+    order = np.argsort(ids, kind="stable")
+    ids, values = ids[order], values[order].astype(_wide(dtype), copy=False)
+    if not len(ids):
+        return Rows(ids, values.astype(dtype, copy=False))
+    starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
+    total = np.add.reduceat(values, starts, axis=0)
+    total /= count
+    return Rows(ids[starts], total.astype(dtype, copy=False))
+
+
+def _merge_state(deltas: Sequence[Array], count: int) -> Array:
+    if deltas[0].dtype.kind in "fcV":
+        return _mean(deltas, count)
+    merged = deltas[0]
+    for delta in deltas[1:]:
+        merged = merged ^ delta if merged.dtype == np.bool_ else merged + delta
+    return merged

@@ -1,0 +1,356 @@
+"""Answers the calls of `ParameterServer`: checks, asks the update policy, changes the parameters.
+
+One lock lets one call at a time read or change the model. Blocks of weights are made once per version
+and shared by all answers, so that the lock is held for little more than an update.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps import checkpoint
+from elasticcb.ps.optimizer import MakeOptimizer
+from elasticcb.ps.parameters import Parameters, Snapshot
+from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout, partition
+from elasticcb.ps.partition import block_sizes as sizes_of
+from elasticcb.ps.peers import Peers
+from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+from elasticcb.settings import TrainingSettings
+from elasticcb.tensors import Frame
+
+Array = npt.NDArray[Any]
+logger = logging.getLogger(__name__)
+
+
+class Verdict(NamedTuple):
+    """What is answered to a push, and again to its retry."""
+
+    status: int
+    reason: str = ""
+
+
+class _Staged(NamedTuple):
+    push: Push
+    version: int  # of the weights that it was computed on
+
+
+@dataclass
+class _Model:
+    """What `Initialize` brings."""
+
+    specs: Sequence[VariableSpec]
+    slices: Sequence[Slice]
+    index: int
+    num_ps: int
+    parameters: Parameters
+    reader: PushReader
+    peers: Peers
+    policy: UpdatePolicy
+    staged: dict[PushName, _Staged]  # synchronous mode: pushes that an update may name
+    answered: Answered[Verdict]
+    snapshots: dict[int, Snapshot]  # by evaluation round
+    rate_version: int = 0  # rises when the master sets the base rate
+
+
+class Servicer:
+    """The calls of one parameter server.
+
+    Args:
+        training: asynchronous or synchronous, and how many gradients make an update.
+        make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+    """
+
+    def __init__(self, training: TrainingSettings, make_optimizer: MakeOptimizer | None) -> None:
+        self._training = training
+        self._make_optimizer = make_optimizer
+        self._lock = threading.Lock()
+        self._model: _Model | None = None
+
+    def methods(self) -> dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]]:
+        """By method name: the header's type, and the function that answers."""
+        table: dict[str, tuple[type, Callable[[Frame[Any], Any], Frame[Any]]]] = {
+            "Exchange": (pb.ExchangeRequest, self._exchange),
+            "Apply": (pb.ApplyRequest, self._apply),
+            "Snapshot": (pb.SnapshotRequest, self._snapshot),
+            "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
+            "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
+        }
+        methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
+            name: (header, self._locked(function)) for name, (header, function) in table.items()
+        }
+        methods["Initialize"] = (pb.InitializeRequest, self._initialize)
+        methods["Save"] = (pb.SaveRequest, self._save)
+        return methods
+
+    def close(self) -> None:
+        with self._lock:
+            if self._model is not None:
+                self._model.peers.close()
+
+    def _locked(
+        self, function: Callable[[Frame[Any], Any], Frame[Any]]
+    ) -> Callable[[Frame[Any]], Frame[Any]]:
+        def answer(frame: Frame[Any]) -> Frame[Any]:
+            with self._lock:
+                return function(frame, self._initialized())
+
+        return answer
+
+    def _initialized(self) -> _Model:
+        if self._model is None:
+            raise ElasticCBError(
+                "This parameter server holds no model yet; the master has to call Initialize first. It may "
+                "have been restarted."
+            )
+        return self._model
+
+    # -------------------------------------------------------------- the model comes and goes
+
+    def _initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+        request = frame.header
+        specs = [VariableSpec.from_message(variable) for variable in request.variables]
+        if not 0 <= request.index < request.num_ps:
+            raise WireError(f"Initialize names server {request.index} of {request.num_ps}.")
+        slices = partition(specs, request.num_ps, request.split)[request.index]
+        part = None
+        if request.checkpoint:
+            part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
+            values, version = part.weights, part.version
+        else:
+            values, version = _values(frame.tensors, specs, slices), 0
+        parameters = Parameters(specs, slices, self._make_optimizer, values, version)
+        if part is not None:
+            parameters.restore_optimizer(part)
+        training = self._training
+        use_peers = request.index == 0 and not training.use_async
+        if use_peers and len(request.ps_addresses) != request.num_ps:
+            if request.num_ps > 1:
+                raise WireError(
+                    f"Initialize of the first of {request.num_ps} servers names {len(request.ps_addresses)} "
+                    "addresses; in synchronous mode it needs all of them, to pass updates on."
+                )
+            use_peers = False
+        model = _Model(
+            specs=specs,
+            slices=slices,
+            index=request.index,
+            num_ps=request.num_ps,
+            parameters=parameters,
+            reader=PushReader(specs, slices),
+            peers=Peers(list(request.ps_addresses)[1:] if use_peers else []),
+            policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
+            staged={},
+            answered=Answered(),
+            snapshots={},
+        )
+        with self._lock:
+            if self._model is not None:
+                self._model.peers.close()
+            self._model = model
+        logger.info(
+            "Holds %d slices of %d variables, %d of %d servers, version %d",
+            len(slices), len(specs), request.index, request.num_ps, version,
+        )  # fmt: skip
+        return Frame(pb.InitializeResponse(version=version, learning_rate=parameters.learning_rate), {})
+
+    def _save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
+        with self._lock:
+            model = self._initialized()
+            part = model.parameters.export()
+        # The arrays are never written again: others go on while the file is.
+        saved = checkpoint.save_part(frame.header.directory, part, model.slices, model.index, model.num_ps)
+        response = pb.SaveResponse(
+            file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version
+        )
+        return Frame(response, {})
+
+    # -------------------------------------------------------------- training
+
+    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: _Model) -> Frame[Any]:
+        request = frame.header
+        verdict = Verdict(pb.NO_PUSH)
+        if request.sequence:
+            verdict = self._push(request, frame.tensors, model)
+        elif frame.tensors:
+            raise WireError("A push needs a sequence number above 0; this one has none.")
+        parameters = model.parameters
+        response = pb.ExchangeResponse(
+            status=verdict.status,  # type: ignore[arg-type]
+            reason=verdict.reason,
+            version=parameters.version,
+            state_version=parameters.state_version,
+            learning_rate=parameters.learning_rate,
+            base_learning_rate_version=model.rate_version,
+        )
+        if not request.pull:
+            return Frame(response, {})
+        if request.snapshot:
+            pulled = _snapshot_of(model, request.snapshot)
+            response.version, response.state_version = pulled.version, pulled.state_version
+        else:
+            pulled = parameters.snapshot()
+        tensors: dict[str, Array] = {}
+        # Not "older than known": a server that was restored may stand at a lower version.
+        if pulled.version != request.known_version:
+            tensors |= {f"weights/{dtype}": block for dtype, block in pulled.weights.items()}
+        if pulled.state_version != request.known_state_version:
+            tensors |= {f"state/{dtype}": block for dtype, block in pulled.state.items()}
+        return Frame(response, tensors)
+
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: _Model) -> Verdict:
+        name = PushName(request.worker_id, request.sequence)
+        verdict = model.answered.find(name)
+        if verdict is not None:
+            return verdict
+        if model.answered.forgotten(name):
+            return Verdict(pb.ACCEPTED, "this push was answered long ago")
+        rate = request.learning_rate if request.has_learning_rate else None
+        push = model.reader.read(tensors, request.dense_variables, rate)
+        model.parameters.check_learning_rate(push)
+        verdict = self._judge(name, request, push, model)
+        model.answered.remember(name, verdict)
+        return verdict
+
+    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: _Model) -> Verdict:
+        reason = _non_finite(request, push, model)
+        if reason:
+            return Verdict(pb.NON_FINITE, reason)
+        follows = not model.policy.use_async and model.index > 0
+        if request.staged != follows:
+            raise WireError(
+                f"A push with staged={request.staged} came to server {model.index} of {model.num_ps} in "
+                f"{'asynchronous' if model.policy.use_async else 'synchronous'} mode. Only in synchronous "
+                "mode, and only to servers other than the first, pushes are staged."
+            )
+        present = model.parameters.version
+        if follows:
+            # Whether it is used, and when, the first server decides.
+            model.staged[name] = _Staged(push, request.version)
+            return Verdict(pb.ACCEPTED, "staged")
+        decision = model.policy.decide(name, request.version, present)
+        if decision.action is Action.STALE:
+            return Verdict(pb.STALE, decision.reason)
+        model.staged[name] = _Staged(push, request.version)
+        if decision.action is Action.APPLY:
+            self._update(decision.pushes, model)
+        return Verdict(pb.ACCEPTED, decision.reason)
+
+    def _update(self, names: Sequence[PushName], model: _Model) -> None:
+        """Applies the mean of staged pushes, on all servers when this is the first of several."""
+        push = model.reader.mean([model.staged[name].push for name in names])
+        # The others first: when one of them can't, this one has not changed, and the job stops whole.
+        model.peers.apply(names, model.parameters.version + 1, push.learning_rate)
+        try:
+            model.parameters.apply(push)
+        finally:
+            for name in names:
+                del model.staged[name]
+
+    def _apply(self, frame: Frame[pb.ApplyRequest], model: _Model) -> Frame[Any]:
+        request = frame.header
+        parameters = model.parameters
+        if request.version > parameters.version:  # else it is a retry of what was done
+            names = [PushName(push.worker_id, push.sequence) for push in request.pushes]
+            missing = [name for name in names if name not in model.staged]
+            if missing or request.version != parameters.version + 1:
+                raise ElasticCBError(
+                    f"Server {model.index} can't follow the first server to version {request.version}: it is "
+                    f"at version {parameters.version}, without {len(missing)} of {len(names)} pushes. It may "
+                    "have been restarted; start the job again from its last checkpoint."
+                )
+            push = model.reader.mean([model.staged[name].push for name in names])
+            parameters.apply(push)
+            for name in names:
+                del model.staged[name]
+            # What is too old now is refused by the first server, so nobody will name it.
+            for name, staged in list(model.staged.items()):
+                if model.policy.too_old(staged.version, parameters.version):
+                    del model.staged[name]
+        return Frame(pb.ApplyResponse(version=parameters.version), {})
+
+    def _finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: _Model) -> Frame[Any]:
+        names = model.policy.flush().pushes
+        if names:
+            self._update(names, model)
+        if frame.header.finalize:
+            model.parameters.finalize()
+            model.staged.clear()
+        return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
+
+    def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: _Model) -> Frame[Any]:
+        rate = frame.header.learning_rate
+        if not math.isfinite(rate):
+            raise WireError(f"The learning rate was to be set to {rate}; it must be finite.")
+        model.parameters.set_learning_rate(rate)
+        model.rate_version += 1
+        return Frame(pb.SetLearningRateResponse(), {})
+
+    # -------------------------------------------------------------- evaluation
+
+    def _snapshot(self, frame: Frame[pb.SnapshotRequest], model: _Model) -> Frame[Any]:
+        evaluation_round = frame.header.evaluation_round
+        if evaluation_round <= 0:
+            raise WireError(f"Snapshot names the evaluation round {evaluation_round}; they count from 1.")
+        if frame.header.release:
+            model.snapshots.pop(evaluation_round, None)
+            return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
+        if evaluation_round not in model.snapshots:
+            model.snapshots[evaluation_round] = model.parameters.snapshot()
+        return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+
+
+def _values(
+    tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
+) -> dict[int, Array]:
+    """The slices' arrays in the frame of an Initialize."""
+    values: dict[int, Array] = {}
+    for kind, trainable in (("weights", True), ("state", False)):
+        prefix = f"{kind}/"
+        blocks = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
+        check_blocks(blocks, sizes_of(specs, slices, trainable), f"Initialize, {kind}")
+        for part, dtype, offset in layout(specs, slices, trainable):
+            value = blocks[dtype][offset : offset + part.elements]
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                logger.warning("The initial %s holds NaN or infinity", specs[part.variable].path)
+            values[part.variable] = value.reshape(part.shape(specs[part.variable]))
+    return values
+
+
+def _snapshot_of(model: _Model, evaluation_round: int) -> Snapshot:
+    snapshot = model.snapshots.get(evaluation_round)
+    if snapshot is None:
+        kept = ", ".join(map(str, model.snapshots)) or "none"
+        raise ElasticCBError(
+            f"There is no snapshot of evaluation round {evaluation_round} (kept are: {kept}). The round is "
+            "over, or this server was restarted."
+        )
+    return snapshot
+
+
+def _non_finite(request: pb.ExchangeRequest, push: Push, model: _Model) -> str:
+    """Why a push holds NaN or infinity; "" when it does not."""
+    what = ""
+    if request.non_finite:
+        what = f"{request.non_finite!r}, as the worker found,"
+    elif not math.isfinite(request.loss):
+        return f"the loss is {request.loss}"
+    else:
+        path = model.reader.non_finite(push)
+        what = f"the gradient of {path!r}" if path else ""
+    if not what:
+        return ""
+    return (
+        f"{what} holds NaN or infinity (loss {request.loss:g}, version {request.version}); a smaller "
+        "learning rate, clipping of gradients or other inputs may help"
+    )

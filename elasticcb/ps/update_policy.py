@@ -1,0 +1,109 @@
+"""Decides what becomes of a push: applied now, kept for a larger update, refused, or known already.
+
+Pure: pushes in, decisions out, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+class PushName(NamedTuple):
+    """A push of a job; a retry has the same name."""
+
+    worker: int
+    sequence: int
+
+
+class Action(Enum):
+    APPLY = "apply"  # `pushes` become one update
+    WAIT = "wait"  # accepted; more are needed for an update
+    STALE = "stale"  # refused: computed on weights that are too old
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: Action
+    reason: str
+    pushes: tuple[PushName, ...] = ()  # of the update, in the order of their arrival
+
+
+class UpdatePolicy:
+    """Asynchronous: every push is an update. Synchronous: an update is the mean of several pushes.
+
+    Args:
+        use_async: which of the two.
+        grads_to_wait: pushes of an update, synchronous mode.
+        sync_version_tolerance: by how many versions the weights that a gradient was computed on may
+            be older than the present ones, synchronous mode.
+    """
+
+    def __init__(self, use_async: bool, grads_to_wait: int = 1, sync_version_tolerance: int = 0) -> None:
+        self.use_async = use_async
+        self.grads_to_wait = 1 if use_async else grads_to_wait
+        self.tolerance = sync_version_tolerance
+        self._waiting: list[PushName] = []
+
+    @property
+    def waiting(self) -> tuple[PushName, ...]:
+        return tuple(self._waiting)
+
+    def too_old(self, version: int, present: int) -> str:
+        """Why gradients of `version` can't be used on weights of version `present`; "" when they can."""
+        if self.use_async or present - self.tolerance <= version <= present:
+            return ""
+        if version > present:
+            return (
+                f"computed on version {version}, but the model is at version {present}: it was restored "
+                "from a checkpoint; pull and compute again"
+            )
+        return (
+            f"computed on version {version}, the model is at version {present}, and at most "
+            f"{self.tolerance} versions of difference are allowed; pull and compute again"
+        )
+
+    def decide(self, push: PushName, version: int, present: int) -> Decision:
+        """What becomes of a push of gradients of `version`, the model being at `present`."""
+        reason = self.too_old(version, present)
+        if reason:
+            return Decision(Action.STALE, reason)
+        self._waiting.append(push)
+        count = len(self._waiting)
+        if count < self.grads_to_wait:
+            return Decision(Action.WAIT, f"{count} of {self.grads_to_wait} gradients of the next update")
+        return self.flush()
+
+    def flush(self) -> Decision:
+        """Makes an update of what waits, however little it is."""
+        pushes, self._waiting = tuple(self._waiting), []
+        return Decision(Action.APPLY, f"the mean of {len(pushes)} gradients", pushes)
+
+
+class Answered(Generic[Answer]):
+    """What was answered to the latest pushes of each worker, so that a retry gets it again.
+
+    A worker retries only what it has just sent; `keep` answers for each are plenty.
+    """
+
+    def __init__(self, keep: int = 16) -> None:
+        self._keep = keep
+        self._answers: dict[int, OrderedDict[int, Answer]] = {}
+        self._dropped: dict[int, int] = {}  # highest sequence number that was forgotten
+
+    def find(self, push: PushName) -> Answer | None:
+        return self._answers.get(push.worker, OrderedDict()).get(push.sequence)
+
+    def forgotten(self, push: PushName) -> bool:
+        """Whether the push was answered so long ago that the answer is gone."""
+        return push.sequence <= self._dropped.get(push.worker, 0)
+
+    def remember(self, push: PushName, answer: Answer) -> None:
+        answers = self._answers.setdefault(push.worker, OrderedDict())
+        answers[push.sequence] = answer
+        while len(answers) > self._keep:
+            self._dropped[push.worker] = answers.popitem(last=False)[0]

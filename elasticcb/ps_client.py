@@ -1,0 +1,295 @@
+"""Pushes to and pulls from all parameter servers of a job; used by workers and by the master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
+from elasticcb.rpc import Connection
+from elasticcb.tensors import Array, Frame, dtype_of
+
+SERVICE = "elasticcb.ParameterServer"
+
+Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
+
+_METHODS = {
+    "Initialize": pb.InitializeResponse,
+    "Exchange": pb.ExchangeResponse,
+    "Snapshot": pb.SnapshotResponse,
+    "Save": pb.SaveResponse,
+    "FinishTraining": pb.FinishTrainingResponse,
+    "SetLearningRate": pb.SetLearningRateResponse,
+}
+
+
+@dataclass
+class Push:
+    """What a training step hands to the servers.
+
+    Attributes:
+        gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
+        dense_variables: indices of the variables whose gradients `gradients` holds.
+        rows: by variable index, unique row ids (int64, of the whole variable) and their gradients.
+        state_deltas: by server and dtype, what the step added to the non-trainable variables, flat.
+        loss: of the batch.
+        non_finite: the first variable (or "the loss") that holds NaN or infinity; "" if none does.
+    """
+
+    gradients: list[dict[str, Array]]
+    dense_variables: tuple[int, ...]
+    rows: dict[int, tuple[Array, Array]]
+    state_deltas: list[dict[str, Array]]
+    loss: float
+    non_finite: str = ""
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """The servers' answer to a push: `status` is a `pb.PushStatus`, `version` the model's after it."""
+
+    status: int
+    reason: str
+    version: int
+
+
+@dataclass
+class _Server:
+    connection: Connection
+    slices: Sequence[Slice]
+    calls: dict[str, Callable[..., Any]]
+    blocks: dict[str, Array] = field(default_factory=dict)
+    version: int = -1
+    state_version: int = -1
+
+
+class PSClient:
+    """All parameter servers of a job as one.
+
+    Args:
+        addresses: of the servers, by index.
+        specs: the model's weights.
+        split: whether variables may be cut between servers.
+        client_id: the worker's id; names the origin of pushes.
+        synchronous: pushes to several servers then are staged, and decided by the first server.
+
+    Its methods raise `ConnectionLostError` when a server stays out of reach, `WireError` when it
+    refuses a message.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        specs: Sequence[VariableSpec],
+        split: bool,
+        client_id: int = 0,
+        synchronous: bool = False,
+        patience_seconds: float = 30.0,
+    ) -> None:
+        self.specs = list(specs)
+        self.partition = partition(self.specs, len(addresses), split)
+        self.split = split
+        self.version = 0  # of the model, as the first server counts it
+        self.learning_rate = 0.0  # the base rate
+        self._client_id = client_id
+        self._staged = synchronous and len(addresses) > 1
+        self._sequence = 0
+        self._servers = [
+            self._connect(Connection(address, f"parameter server {index}", patience_seconds), slices)
+            for index, (address, slices) in enumerate(zip(addresses, self.partition, strict=True))
+        ]
+        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="ps-client")
+
+    @staticmethod
+    def _connect(connection: Connection, slices: Sequence[Slice]) -> _Server:
+        calls = {name: connection.frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
+        return _Server(connection, slices, calls)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The newest weights pulled."""
+        return [server.blocks for server in self._servers]
+
+    def pull(self) -> Blocks:
+        """Fetches what is newer than the weights at hand."""
+        self._exchange([self._request(server, None, pull=True) for server in self._servers])
+        return self.blocks
+
+    def pull_snapshot(self, evaluation_round: int) -> Blocks:
+        """The weights that the servers keep for an evaluation round."""
+
+        def pull(server: _Server) -> dict[str, Array]:
+            request = pb.ExchangeRequest(
+                pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round
+            )
+            return dict(self._call(server, "Exchange", request).tensors)
+
+        return list(self._pool.map(pull, self._servers))
+
+    def push(self, push: Push, learning_rate: float | None, pull: bool = True) -> PushResult:
+        """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.
+
+        Args:
+            learning_rate: for this push only; None takes the servers' base rate.
+        """
+        self._sequence += 1
+        frames = []
+        for index, server in enumerate(self._servers):
+            frame = self._request(server, push, pull)
+            frame.header.version = server.version
+            frame.header.staged = self._staged and index > 0
+            if learning_rate is not None:
+                frame.header.learning_rate = learning_rate
+                frame.header.has_learning_rate = True
+            tensors = dict(frame.tensors)
+            tensors |= {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
+            tensors |= {f"state/{dtype}": flat for dtype, flat in push.state_deltas[index].items()}
+            tensors |= self._rows_of(server, push.rows)
+            frames.append(Frame(frame.header, tensors))
+        headers = self._exchange(frames)
+        refused = next((header for header in headers if header.status == pb.NON_FINITE), headers[0])
+        return PushResult(refused.status, refused.reason, self.version)
+
+    def _request(self, server: _Server, push: Push | None, pull: bool) -> Frame[Any]:
+        header = pb.ExchangeRequest(
+            worker_id=self._client_id,
+            pull=pull,
+            known_version=server.version,
+            known_state_version=server.state_version,
+        )
+        if push is not None:
+            header.sequence = self._sequence
+            header.dense_variables.extend(push.dense_variables)
+            header.loss = push.loss
+            header.non_finite = push.non_finite
+        return Frame(header, {})
+
+    def _rows_of(
+        self, server: _Server, rows: Mapping[int, tuple[Array, Array]]
+    ) -> dict[str, Array]:
+        tensors: dict[str, Array] = {}
+        for part in server.slices:
+            if part.variable not in rows:
+                continue
+            ids, values = rows[part.variable]
+            first, last = part.row_range(self.specs[part.variable])
+            here = (ids >= first) & (ids < last)
+            if here.all():
+                here = slice(None)
+            tensors[f"rows/{part.variable}/ids"] = ids[here] - first
+            tensors[f"rows/{part.variable}/values"] = values[here]
+        return tensors
+
+    def _exchange(self, frames: Sequence[Frame[Any]]) -> list[Any]:
+        servers = list(zip(self._servers, frames, strict=True))
+        if len(servers) == 1:
+            answers = [self._call_frame(*servers[0])]
+        elif self._staged and frames[0].header.sequence:
+            # The first server decides, and applies what the others have staged by then.
+            others = list(self._pool.map(lambda pair: self._call_frame(*pair), servers[1:]))
+            answers = [self._call_frame(*servers[0]), *others]
+            if frames[0].header.pull:
+                self._exchange([self._request(server, None, pull=True) for server in self._servers])
+        else:
+            answers = list(self._pool.map(lambda pair: self._call_frame(*pair), servers))
+        first = answers[0].header
+        self.version, self.learning_rate = first.version, first.learning_rate
+        for server, answer in zip(self._servers, answers, strict=True):
+            if any(name.startswith("weights/") for name in answer.tensors):
+                server.version = answer.header.version
+            if any(name.startswith("state/") for name in answer.tensors):
+                server.state_version = answer.header.state_version
+            server.blocks = {**server.blocks, **answer.tensors}
+        return [answer.header for answer in answers]
+
+    def _call(self, server: _Server, method: str, header: Any, deadline_seconds: float = 60.0) -> Frame[Any]:
+        return self._call_frame(server, Frame(header, {}), method, deadline_seconds)
+
+    @staticmethod
+    def _call_frame(
+        server: _Server, frame: Frame[Any], method: str = "Exchange", deadline_seconds: float = 60.0
+    ) -> Frame[Any]:
+        answer: Frame[Any] = server.connection.call(server.calls[method], frame, deadline_seconds)
+        return answer
+
+    # ------------------------------------------------------------ what only the master says
+
+    def initialize(self, weights: Sequence[Array], checkpoint: str = "") -> None:
+        """Gives the servers the model: `weights` in the order of the specs, or a checkpoint version's folder."""
+        variables = [spec.to_message() for spec in self.specs]
+
+        def initialize(index: int) -> Any:
+            server = self._servers[index]
+            header = pb.InitializeRequest(
+                variables=variables, num_ps=len(self._servers), index=index, split=self.split,
+                checkpoint=checkpoint, ps_addresses=[s.connection.address for s in self._servers],
+            )  # fmt: skip
+            tensors = {} if checkpoint else pack_weights(weights, self.specs, server.slices)
+            return self._call_frame(server, Frame(header, tensors), "Initialize", 300.0).header
+
+        answers = list(self._pool.map(initialize, range(len(self._servers))))
+        self.version, self.learning_rate = answers[0].version, answers[0].learning_rate
+
+    def snapshot(self, evaluation_round: int) -> int:
+        """Makes every server keep its present weights for the round; returns their version."""
+        answers = self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
+        return int(answers[0].version)
+
+    def release_snapshot(self, evaluation_round: int) -> None:
+        """Lets the servers forget the weights kept for the round."""
+        self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
+
+    def save(self, directory: str) -> list[Any]:
+        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
+        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory), 600.0)
+
+    def finish_training(self, finalize: bool) -> int:
+        """Applies gradients that wait for more, and finalizes the optimizer; returns the version after it."""
+        answers = self._on_all("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
+        return int(answers[0].version)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets the base rate on every server."""
+        self._on_all("SetLearningRate", lambda: pb.SetLearningRateRequest(learning_rate=learning_rate))
+
+    def _on_all(self, method: str, header: Callable[[], Any], deadline_seconds: float = 60.0) -> list[Any]:
+        return [
+            frame.header
+            for frame in self._pool.map(
+                lambda server: self._call(server, method, header(), deadline_seconds), self._servers
+            )
+        ]
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._pool.shutdown(wait=False)
+        for server in self._servers:
+            server.connection.close()
+
+
+def pack_weights(
+    weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
+) -> dict[str, Array]:
+    """One server's part of `weights`, as it travels."""
+    trainable = pack(weights, specs, slices, trainable=True)
+    state = pack(weights, specs, slices, trainable=False)
+    return {f"weights/{d}": flat for d, flat in trainable.items()} | {
+        f"state/{d}": flat for d, flat in state.items()
+    }
+
+
+def unpack_weights(
+    blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
+) -> list[Array]:
+    """The whole weights from all servers' blocks, in the order of `specs`."""
+    weights = [np.empty(spec.shape, dtype_of(spec.dtype)) for spec in specs]
+    for server, slices in zip(blocks, parts, strict=True):
+        for prefix, trainable in (("weights/", True), ("state/", False)):
+            found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}
+            unpack(found, specs, slices, trainable, weights)
+    return weights

@@ -1,0 +1,145 @@
+"""What each process of a job runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.cluster.base import ClusterBackend
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.cluster.inprocess import InProcessCluster
+from elasticcb.cluster.local import LocalCluster, follow_parent
+from elasticcb.errors import ElasticCBError
+from elasticcb.logs import setup_logging
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.settings import ClusterKind, JobSettings
+
+if TYPE_CHECKING:
+    from elasticcb.status import Summary
+
+logger = logging.getLogger(__name__)
+
+
+def run_master(settings: JobSettings, display: Any) -> Summary:
+    """Runs a whole job: its master in this process, the others where the cluster backend puts them.
+
+    Args:
+        settings: of the job; its directory exists.
+        display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+
+    Raises:
+        JobInterrupted: SIGINT or SIGTERM came.
+        ElasticCBError: the job failed.
+    """
+    logs = Path(settings.directory, "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    setup_logging("master", settings.log_level, str(logs / "master.log"))
+    _quiet_tensorflow(settings.log_level)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # The model that callbacks see lives here, but nothing is computed with it.
+        _hide_gpus(settings)
+    backend = _make_backend(settings, display)
+    from elasticcb.master.job import Job
+
+    try:
+        summary = Job(settings, backend, display).run()
+    except ElasticCBError as error:
+        logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
+        raise
+    display.finish(summary)
+    return summary
+
+
+def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None) -> None:
+    """Joins the job of the master at `master_address` as a worker, and works until it is over."""
+    if parent_pid is not None:
+        follow_parent(parent_pid)
+    from elasticcb.master_client import MasterClient
+
+    client = MasterClient(master_address)
+    settings = client.settings()
+    if threading.current_thread() is threading.main_thread():
+        setup_logging(f"worker-{index}" if index >= 0 else "worker", settings.log_level)
+        _quiet_tensorflow(settings.log_level)
+    from elasticcb.worker.worker import Worker
+
+    with _Farewell(client):
+        Worker(settings, client, index).run()
+
+
+def run_ps(
+    master_address: str, index: int = -1, host: str = "127.0.0.1", parent_pid: int | None = None
+) -> None:
+    """Joins the job of the master at `master_address` as a parameter server, until it is ended."""
+    if parent_pid is not None:
+        follow_parent(parent_pid)
+    from elasticcb.master_client import MasterClient
+
+    client = MasterClient(master_address)
+    settings = client.settings()
+    if threading.current_thread() is threading.main_thread():
+        setup_logging(f"ps-{index}" if index >= 0 else "ps", settings.log_level)
+        _quiet_tensorflow(settings.log_level)
+    from elasticcb.model_spec import ModelSpec
+    from elasticcb.ps.server import PSServer
+
+    with _Farewell(client):
+        spec = ModelSpec(settings.model)
+        server = PSServer(settings, spec.make_optimizer, host)
+        server.start()
+        client.register(pb.PS, index, server.address)
+        try:
+            client.stay_until_over()
+        finally:
+            server.stop()
+
+
+class _Farewell:
+    """Tells the master how a process ended, when it ended by itself."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._client.leave()
+        elif isinstance(error, Exception) and self._client.id:
+            text = str(error) if isinstance(error, ElasticCBError) else f"{type(error).__name__}: {error}"
+            logger.error("%s", text, exc_info=error)
+            try:
+                self._client.leave(text, getattr(error, "user_traceback", ""))
+            except ElasticCBError:
+                logger.debug("The master is gone too")
+        self._client.close()
+
+
+def _make_backend(settings: JobSettings, display: Any) -> ClusterBackend:
+    kind = settings.cluster.kind
+    if kind is ClusterKind.INPROCESS:
+        return InProcessCluster({"worker": run_worker, "ps": run_ps})
+    if kind is ClusterKind.EXTERNAL:
+        return ExternalCluster(display.message)
+    return LocalCluster(settings.directory, settings.log_level)
+
+
+def _hide_gpus(settings: JobSettings) -> None:
+    if settings.cluster.kind is ClusterKind.LOCAL:
+        from elasticcb.cluster.local import visible_gpus
+
+        if visible_gpus():
+            import tensorflow as tf
+
+            tf.config.set_visible_devices([], "GPU")
+
+
+def _quiet_tensorflow(log_level: str) -> None:
+    if log_level != "DEBUG":
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,0 +1,156 @@
+"""gRPC as this project uses it: servers on free ports, clients with deadlines and retries, frames."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+
+from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
+from elasticcb.tensors import Frame, encode_frame, frame_decoder
+
+logger = logging.getLogger(__name__)
+
+# Weights travel in one message; gRPC's own limit of 4 MB would refuse them.
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    # Long polls are quiet for seconds; a dead machine must be noticed all the same.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+]
+
+# A call that failed with one of these may be sent again: it did not reach the handler, or the handler
+# recognizes a repeated call.
+_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+class Server:
+    """A gRPC server on a free port.
+
+    Args:
+        host: interface to listen on.
+        port: 0 takes any free one.
+        threads: how many calls it answers at once; a long poll takes one all the while.
+
+    Raises `ConnectionLostError` when the port is taken.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16) -> None:
+        self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
+        self.grpc_server = grpc.server(self._pool, options=_OPTIONS)
+        try:
+            self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConnectionLostError(
+                f"Can't listen on {host}:{port}: {error}. Another process may hold the port; "
+                "choose another one, or 0 for any that is free."
+            ) from error
+        self.address = f"{host}:{self.port}"
+
+    def start(self) -> None:
+        self.grpc_server.start()
+
+    def stop(self, grace_seconds: float = 1.0) -> None:
+        """Ends calls under way after `grace_seconds`, then returns."""
+        self.grpc_server.stop(grace_seconds).wait()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def frame_handlers(service: str, methods: dict[str, tuple[type, Callable[..., Frame[Any]]]]) -> Any:
+    """Handlers of a service whose messages are frames.
+
+    Args:
+        service: the service's full name, "elasticcb.ParameterServer".
+        methods: by method name, the request's header type and a function from the request frame to
+            the response frame. An `ElasticCBError` that it raises reaches the caller as a gRPC status.
+    """
+
+    def handler(header_type: type, function: Callable[..., Frame[Any]]) -> Any:
+        decode = frame_decoder(header_type)
+
+        def answer(data: bytes, context: grpc.ServicerContext) -> Frame[Any]:
+            try:
+                return function(decode(data))
+            except WireError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            except ElasticCBError as error:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise AssertionError("abort raises")
+
+        return grpc.unary_unary_rpc_method_handler(answer, None, encode_frame)
+
+    handlers = {name: handler(*method) for name, method in methods.items()}
+    return grpc.method_handlers_generic_handler(service, handlers)
+
+
+class Connection:
+    """A channel to one server, whose calls have deadlines and are repeated on transient failures.
+
+    Args:
+        address: "host:port".
+        name: what the server is, for messages: "the master", "parameter server 1".
+        patience_seconds: how long to go on trying before `ConnectionLostError`.
+    """
+
+    def __init__(self, address: str, name: str, patience_seconds: float = 30.0) -> None:
+        self.address = address
+        self._name = name
+        self._patience = patience_seconds
+        self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+
+    def frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Any]:
+        """The multi-callable of a method whose messages are frames."""
+        return self.channel.unary_unary(
+            f"/{service}/{method}",
+            request_serializer=encode_frame,
+            response_deserializer=frame_decoder(response_type),
+        )
+
+    def call(self, method: Callable[..., Any], request: Any, deadline_seconds: float = 60.0) -> Any:
+        """Calls `method` until it answers.
+
+        Raises:
+            ConnectionLostError: the server was out of reach for longer than the patience.
+            WireError: the server refused the message.
+            ElasticCBError: the server could not do what was asked; the message is the server's.
+        """
+        give_up = time.monotonic() + self._patience
+        pause = 0.05
+        while True:
+            try:
+                return method(request, timeout=deadline_seconds)
+            except grpc.RpcError as error:
+                code, details = error.code(), error.details()  # type: ignore[attr-defined]
+                if code is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
+                if code is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise ElasticCBError(details) from None
+                if code not in _TRANSIENT:
+                    raise ConnectionLostError(
+                        f"A call to {self._name} at {self.address} failed: {code.name}: {details}"
+                    ) from None
+                if time.monotonic() + pause > give_up:
+                    raise ConnectionLostError(
+                        f"{self._name} at {self.address} has not answered for {self._patience:.0f} s "
+                        f"({code.name}: {details})."
+                    ) from None
+                logger.debug("%s at %s: %s, trying again", self._name, self.address, code.name)
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, 2.0)
+
+    def start_call(self, method: Callable[..., Any], request: Any, deadline_seconds: float = 60.0) -> Any:
+        """Starts a call and returns its future, without retries."""
+        return method.future(request, timeout=deadline_seconds)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.channel.close()

@@ -1,0 +1,166 @@
+"""Typed, frozen settings of a job: in seconds and bytes, validated once, sent to every process.
+
+Nothing below the command line sees flags. `JobSettings.to_json` travels from the master to the
+workers and the parameter servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from elasticcb.errors import UsageError
+
+
+class Command(str, Enum):
+    """What a job does."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+
+
+class ClusterKind(str, Enum):
+    """Who starts the processes of a job."""
+
+    LOCAL = "local"  # processes on this machine
+    INPROCESS = "inprocess"  # threads of this process, for debugging
+    EXTERNAL = "external"  # the user, by hand, anywhere
+
+
+class NonFinite(str, Enum):
+    """What a NaN or an infinity in a loss or a gradient leads to."""
+
+    STOP = "stop"  # the job fails
+    SKIP = "skip"  # the batch is passed over, and counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Where the model file is, and what its names are."""
+
+    zoo: str  # folder that is put on the import path
+    definition: str  # "package.module.custom_model", relative to `zoo`
+    params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of `custom_model`
+    loss: str = "loss"
+    optimizer: str = "optimizer"
+    feed: str = "feed"
+    eval_metrics_fn: str = "eval_metrics_fn"
+    callbacks: str = "callbacks"
+    custom_data_reader: str = "custom_data_reader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """Origins of records: a path, glob, folder, list of those joined by commas, or URL; "" is none."""
+
+    training: str = ""
+    validation: str = ""
+    prediction: str = ""
+    reader_params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The loop over tasks and batches."""
+
+    minibatch_size: int = 64  # records
+    num_minibatches_per_task: int = 8
+    num_epochs: int = 1
+    max_step: int = 0  # model versions; 0: no limit
+    evaluation_steps: int = 0  # model versions between evaluation rounds; 0: at the end of each epoch
+    get_model_steps: int = 1  # batches between pulls
+    log_loss_steps: int = 100  # model versions between log lines; 0: never
+    shuffle_seed: int = 0  # of the order of shards in each epoch
+    use_async: bool = True
+    grads_to_wait: int = 1  # gradients per update, synchronous mode
+    sync_version_tolerance: int = 0  # how many versions old a gradient may be, synchronous mode
+    non_finite: NonFinite = NonFinite.STOP
+    max_task_retries: int = 3
+    lease_seconds: float = 300.0  # a task without progress for so long is taken away
+
+    @property
+    def records_per_task(self) -> int:
+        return self.minibatch_size * self.num_minibatches_per_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When and where checkpoints are written, and which one to start from."""
+
+    directory: str = ""  # "": none are written
+    steps: int = 0  # model versions between checkpoints; 0: only at the end
+    keep_max: int = 3  # newest that are kept; 0: all
+    directory_for_init: str = ""  # a checkpoint folder, or the folder of one version; "": fresh weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """How many processes, and who starts them."""
+
+    kind: ClusterKind = ClusterKind.LOCAL
+    num_workers: int = 1
+    num_ps: int = 1
+    host: str = "127.0.0.1"  # interface to listen on
+    port: int = 0  # of the master; 0: any free one
+    max_worker_restarts: int = 10  # over the whole job
+    silence_seconds: float = 30.0  # a process that nobody watches is lost after so much silence
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """Everything that a process of the job needs to know."""
+
+    command: Command
+    name: str
+    directory: str  # logs and results of the job, absolute
+    model: ModelSettings
+    data: DataSettings = DataSettings()
+    training: TrainingSettings = TrainingSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    output: str = ""  # folder of the exported SavedModel; "": no export
+    log_level: str = "INFO"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSettings:
+        """Raises `UsageError` when `text` comes from another release's settings."""
+        try:
+            return _build(cls, json.loads(text))
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"These job settings can't be read ({error}). All processes of a job must run the same "
+                "release of elasticcb."
+            ) from error
+
+
+# Fields that are not JSON values themselves.
+_NESTED: dict[tuple[type, str], type] = {
+    (JobSettings, "command"): Command,
+    (JobSettings, "model"): ModelSettings,
+    (JobSettings, "data"): DataSettings,
+    (JobSettings, "training"): TrainingSettings,
+    (JobSettings, "checkpoint"): CheckpointSettings,
+    (JobSettings, "cluster"): ClusterSettings,
+    (ClusterSettings, "kind"): ClusterKind,
+    (TrainingSettings, "non_finite"): NonFinite,
+}
+
+
+def _build(kind: type, values: dict[str, Any]) -> Any:
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = _NESTED.get((kind, name))
+        if nested is None:
+            arguments[name] = value
+        elif issubclass(nested, Enum):
+            arguments[name] = nested(value)
+        else:
+            arguments[name] = _build(nested, value)
+    return kind(**arguments)

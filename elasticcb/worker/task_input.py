@@ -1,0 +1,134 @@
+"""Tasks and their batches, fetched ahead of the computation.
+
+A thread asks the master for tasks and reads their records, so that the next task's first batch is at
+hand when the present task ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.feed import FeedPipeline, records_in
+from elasticcb.master_client import MasterClient
+from elasticcb.proto import elasticcb_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MODES = {pb.TRAINING: "training", pb.EVALUATION: "evaluation", pb.PREDICTION: "prediction"}
+
+
+@dataclass(frozen=True)
+class TaskStarted:
+    """A task was handed to this worker."""
+
+    task: Any
+    counts_progress: bool = False  # whether the n-th record out of `feed` is the n-th of the shard
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the task that started last."""
+
+    data: Any
+    records: int
+
+
+@dataclass(frozen=True)
+class TaskRead:
+    """All batches of the task have come, or an error ended them."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """No task will come any more; with an error when the master was lost."""
+
+    error: Exception | None = None
+
+
+Event = TaskStarted | Batch | TaskRead | Finished
+
+
+class TaskInput:
+    """Iterates over events: tasks as they start, their batches, their ends."""
+
+    def __init__(
+        self, client: MasterClient, make_pipeline: Callable[[str], FeedPipeline], buffer_batches: int = 4
+    ) -> None:
+        self._client = client
+        self._make_pipeline = make_pipeline
+        self._pipelines: dict[str, FeedPipeline] = {}
+        self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
+        self._leases: set[int] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="input", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Event]:
+        while True:
+            event = self._events.get()
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    def release(self, lease: int) -> None:
+        """The task of `lease` was reported: this worker holds it no longer."""
+        self._leases.discard(lease)
+
+    def stop(self) -> None:
+        """Asks for no further task."""
+        self._stopped.set()
+
+    def _put(self, event: Event) -> None:
+        while not self._stopped.is_set():
+            try:
+                return self._events.put(event, timeout=0.5)
+            except queue.Full:
+                continue
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            while not self._stopped.is_set():
+                answer = self._client.get_task(sorted(self._leases))
+                if answer.kind == pb.GetTaskResponse.FINISHED:
+                    break
+                if answer.kind == pb.GetTaskResponse.TASK:
+                    self._leases.add(answer.task.lease)
+                    self._read(answer.task)
+        except Exception as caught:
+            error = caught
+        self._put(Finished(error))
+
+    def _read(self, task: Any) -> None:
+        if task.type not in MODES:
+            self._put(TaskStarted(task))
+            self._put(TaskRead())
+            return
+        started = False
+        try:
+            mode = MODES[task.type]
+            if mode not in self._pipelines:
+                self._pipelines[mode] = self._make_pipeline(mode)
+            pipeline = self._pipelines[mode]
+            self._put(TaskStarted(task, pipeline.keeps_order))
+            started = True
+            for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end):
+                self._put(Batch(data, records_in(data)))
+                if self._stopped.is_set():
+                    return
+        except Exception as error:
+            if not isinstance(error, ElasticCBError):
+                logger.exception("Reading a task failed")
+            if not started:
+                self._put(TaskStarted(task))
+            self._put(TaskRead(error))
+        else:
+            self._put(TaskRead())

@@ -1,0 +1,309 @@
+"""Takes tasks, runs their batches, reports what came of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.placement import Place
+from elasticcb.errors import (
+    CallbackError,
+    ConnectionLostError,
+    ElasticCBError,
+    ModelFileError,
+    NonFiniteError,
+)
+from elasticcb.feed import FeedPipeline
+from elasticcb.job_callbacks import callback_params, job_callbacks
+from elasticcb.metrics import ModelMetrics, States, Transport, to_metric_states
+from elasticcb.model_spec import ModelSpec, user_traceback
+from elasticcb.model_weights import prime, variable_specs
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps_client import Blocks, PSClient
+from elasticcb.settings import Command, JobSettings, NonFinite
+from elasticcb.master_client import MasterClient, ProgressReporter
+from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
+from elasticcb.worker.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_FIRST_MODE = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
+# Doing the task again would end the same way.
+_FATAL = (NonFiniteError, ModelFileError)
+
+
+class Worker:
+    """One worker of a job.
+
+    Args:
+        settings: of the job.
+        client: of the master; the worker registers with it once its model is built.
+        index: the place to take; -1 lets the master choose.
+    """
+
+    def __init__(self, settings: JobSettings, client: MasterClient, index: int = -1) -> None:
+        self._settings = settings
+        self._client = client
+        self._index = index
+        self._spec = ModelSpec(settings.model)
+        self._model = self._spec.build_model()
+        self._metrics = ModelMetrics(self._model, self._spec.make_eval_metrics())
+        self._pipelines: dict[str, FeedPipeline] = {}
+        self._task: Any = None
+        self._skip_rest = False  # of the present task: it failed or was taken away
+        self._records_done = 0
+        self._counts_progress = False
+        self._report = pb.ReportTaskRequest()
+        self._states: States = {}  # metric states of the present task
+        self._outputs: list[Any] = []
+        self._batch_index = 0  # within the task type, on this worker
+        self._evaluation_round = 0
+        self._assigned: Blocks | None = None  # what the model's variables hold
+        self._local_steps = 0
+        self._last_version = 0
+        self._base_learning_rate: float | None = None
+
+    def run(self) -> None:
+        """Works until the master says that nothing will come any more.
+
+        Raises:
+            ConnectionLostError: the master or a server is out of reach.
+            ElasticCBError: the model file, or the cluster, is not usable.
+        """
+        first_mode = _FIRST_MODE[self._settings.command]
+        pipeline = self._pipeline(first_mode)
+        prime(self._model, pipeline.first_batch(), labelled=first_mode != "prediction")
+        self._metrics.reset()
+        self._transports = self._metrics.transports()
+        self._client.register(pb.WORKER, self._index)
+        self._progress = ProgressReporter(self._client)
+        cluster = self._client.wait_for_cluster()
+        self._ps = PSClient(
+            cluster.ps_addresses,
+            self._check_variables(cluster),
+            cluster.split,
+            client_id=self._client.id,
+            synchronous=not self._settings.training.use_async,
+        )
+        self._trainer = Trainer(self._model, self._metrics, self._ps.partition)
+        self._ps.pull()
+        self._adopt_base_learning_rate()
+        params = callback_params(self._settings, worker_id=self._client.id)
+        spec = pipeline.element_spec
+        params["features_spec"] = spec if first_mode == "prediction" else spec[0]
+        self._callbacks = Dispatcher(
+            job_callbacks(self._spec, self._settings), Place.WORKER, params, self._model
+        )
+        self._input = TaskInput(self._client, self._pipeline)
+        try:
+            self._loop(self._input)
+        finally:
+            self._input.stop()
+            self._progress.stop()
+            self._ps.close()
+
+    def _pipeline(self, mode: str) -> FeedPipeline:
+        if mode not in self._pipelines:
+            self._pipelines[mode] = FeedPipeline(self._settings, self._spec, mode)
+        return self._pipelines[mode]
+
+    def _check_variables(self, cluster: Any) -> list[Any]:
+        specs = [VariableSpec.from_message(message) for message in cluster.variables]
+        own = variable_specs(self._model)
+        for index in range(max(len(specs), len(own))):
+            expected, found = specs[index : index + 1], own[index : index + 1]
+            if [(s.shape, s.dtype) for s in expected] != [(s.shape, s.dtype) for s in found]:
+                raise ModelFileError(
+                    f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on the "
+                    f"master. {self._spec.path} must build the same model in every process."
+                )
+        return specs
+
+    def _loop(self, events: TaskInput) -> None:
+        for event in events:
+            if isinstance(event, Finished):
+                if event.error is not None:
+                    raise event.error
+                break
+            try:
+                if isinstance(event, TaskStarted):
+                    self._start_task(event)
+                elif isinstance(event, Batch) and not self._skip_rest:
+                    self._run_batch(event)
+                elif isinstance(event, TaskRead) and not self._skip_rest:
+                    if event.error is not None:
+                        raise event.error
+                    self._finish_task()
+            except ConnectionLostError:
+                raise
+            except Exception as error:
+                self._fail_task(error)
+        if self._settings.command is Command.PREDICT:
+            self._callbacks.call("on_predict_end")
+
+    # ------------------------------------------------------------ the life of a task
+
+    def _start_task(self, event: TaskStarted) -> None:
+        self._task, self._counts_progress = event.task, event.counts_progress
+        self._skip_rest = False
+        self._records_done = 0
+        self._report = pb.ReportTaskRequest(lease=event.task.lease)
+        self._states, self._outputs = {}, []
+        if self._settings.command is Command.TRAIN:
+            self._callbacks.call("on_train_begin")
+        if event.task.type == pb.EVALUATION:
+            self._start_evaluation(event.task.evaluation_round)
+        elif event.task.type == pb.PREDICTION:
+            self._show(self._ps.blocks)
+            self._callbacks.call("on_predict_begin")
+        elif event.task.type == pb.TRAIN_END:
+            self._show(self._ps.pull())
+            self._callbacks.call("on_train_end", {})
+
+    def _start_evaluation(self, evaluation_round: int) -> None:
+        if evaluation_round != self._evaluation_round:
+            self._evaluation_round, self._batch_index = evaluation_round, 0
+        self._show(self._ps.pull_snapshot(evaluation_round))
+        self._metrics.reset()
+
+    def _run_batch(self, batch: Batch) -> None:
+        if self._task.lease in self._progress.lost_leases:
+            logger.warning("The lease of task %d was taken away; leaving the rest to others", self._task.id)
+            self._abandon_task()
+            return
+        loss: float | None = None
+        if self._task.type == pb.TRAINING:
+            loss = self._train(batch)
+        elif self._task.type == pb.EVALUATION:
+            self._evaluate(batch)
+        else:
+            self._predict(batch)
+        self._records_done += batch.records
+        done = self._records_done if self._counts_progress else 0
+        self._progress.update(
+            self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone()
+        )
+
+    def _passed_a_milestone(self) -> bool:
+        """Whether the master has something to do at the present version."""
+        last, self._last_version = self._last_version, self._ps.version
+        every = (self._settings.training.evaluation_steps, self._settings.checkpoint.steps)
+        return any(steps and self._last_version // steps > last // steps for steps in every)
+
+    def _finish_task(self) -> None:
+        self._progress.clear()
+        if self._task.type == pb.EVALUATION:
+            self._states = {
+                name: [tensor.numpy() for tensor in values]
+                for name, values in self._metrics.state_tensors().items()
+            }
+        self._report.version = self._ps.version
+        self._report.metrics.extend(to_metric_states(self._states, self._outputs))
+        answer = self._client.report_done(self._report)
+        if not answer.accepted:
+            logger.warning("The report of task %d was refused: %s", self._task.id, answer.reason)
+        self._input.release(self._task.lease)
+
+    def _fail_task(self, error: Exception) -> None:
+        fatal = isinstance(error, _FATAL) or (
+            isinstance(error, CallbackError) and self._task.type != pb.TRAIN_END
+        )
+        if isinstance(error, ElasticCBError):
+            message, trace = str(error), error.user_traceback
+        else:
+            message = f"{type(error).__name__}: {error}"
+            trace = user_traceback(error, str(self._spec.path))
+        logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
+        self._client.report_failed(self._task.lease, message, trace, fatal)
+        self._abandon_task()
+
+    def _abandon_task(self) -> None:
+        self._skip_rest = True
+        self._progress.clear()
+        self._input.release(self._task.lease)
+
+    # ------------------------------------------------------------ batches
+
+    def _train(self, batch: Batch) -> float:
+        callbacks = self._callbacks
+        if callbacks.wants("on_train_batch_begin"):
+            self._show(self._ps.blocks)
+            version = self._ps.version
+            callbacks.call("on_train_batch_begin", version, {"batch": version, "size": batch.records})
+            self._check_stop()
+        while True:
+            result = self._trainer.train(batch.data, self._ps.blocks)
+            self._assigned = None  # the step may have changed non-trainable variables
+            self._local_steps += 1
+            pull = self._local_steps % self._settings.training.get_model_steps == 0
+            answer = self._ps.push(result.push, self._changed_learning_rate(), pull)
+            if answer.status != pb.STALE:
+                break
+            self._report.gradients_rejected += 1
+            self._ps.pull()
+        if answer.status == pb.NON_FINITE:
+            if self._settings.training.non_finite is NonFinite.STOP:
+                raise NonFiniteError(answer.reason)
+            logger.warning("Batch skipped: %s", answer.reason)
+            self._report.batches_skipped += 1
+            return float("nan")
+        self._adopt_base_learning_rate()
+        self._add_states(result.states)
+        if callbacks.wants("on_train_batch_end"):
+            self._show(self._ps.blocks)
+            callbacks.call("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
+            self._check_stop()
+        return result.push.loss
+
+    def _evaluate(self, batch: Batch) -> None:
+        self._callbacks.call("on_test_batch_begin", self._batch_index, {"size": batch.records})
+        logs, outputs = self._trainer.evaluate(batch.data)
+        if Transport.OUTPUTS in self._transports.values():
+            self._outputs.append(outputs)
+        self._callbacks.call("on_test_batch_end", self._batch_index, {"size": batch.records, **logs})
+        self._batch_index += 1
+
+    def _predict(self, batch: Batch) -> None:
+        self._callbacks.call("on_predict_batch_begin", self._batch_index, {"size": batch.records})
+        predictions = self._trainer.predict(batch.data)
+        self._callbacks.call("on_predict_batch_end", self._batch_index, {"predictions": predictions})
+        self._batch_index += 1
+
+    def _add_states(self, states: States) -> None:
+        """Adds a training batch's metric states to the task's, where they add up."""
+        for name, values in states.items():
+            if self._transports[name] is Transport.SUM:
+                total = self._states.setdefault(name, [np.zeros_like(value) for value in values])
+                self._states[name] = [old + new for old, new in zip(total, values, strict=True)]
+
+    def _show(self, blocks: Blocks) -> None:
+        """Makes `callback.model` hold `blocks`."""
+        if self._assigned is not blocks:
+            self._trainer.assign(blocks)
+            self._assigned = blocks
+
+    def _check_stop(self) -> None:
+        if self._callbacks.stop_requested:
+            self._client.stop_training(f"model.stop_training was set on worker {self._client.id}")
+
+    def _changed_learning_rate(self) -> float | None:
+        """The optimizer's learning rate if a callback changed it."""
+        rate = _settable_learning_rate(self._model)
+        return None if rate == self._base_learning_rate else rate
+
+    def _adopt_base_learning_rate(self) -> None:
+        """A new base rate (from a checkpoint, or set on the master) becomes the rate here too."""
+        base = self._ps.learning_rate
+        if base != self._base_learning_rate and _settable_learning_rate(self._model) is not None:
+            self._model.optimizer.learning_rate = base
+            self._base_learning_rate = base
+
+
+def _settable_learning_rate(model: Any) -> float | None:
+    """The optimizer's learning rate; None when a schedule rules it."""
+    rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
+    return float(rate.value) if hasattr(rate, "assign") else None

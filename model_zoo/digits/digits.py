@@ -1,0 +1,97 @@
+"""Handwritten digits, 8x8 pixels, that come with scikit-learn: a model file that needs no download.
+
+The smallest complete example: a model, its loss and optimizer, where records come from, how they
+become features and labels, what is measured, and a callback.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from elasticcb.callbacks import LearningRateScheduler
+from elasticcb.data import Reader, Source
+
+
+def custom_model():
+    return keras.Sequential(
+        [
+            keras.Input((8, 8), name="image"),
+            keras.layers.Reshape((8, 8, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10, name="logits"),
+        ]
+    )
+
+
+def loss(labels, predictions):
+    return keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
+
+
+def optimizer():
+    return keras.optimizers.Adam()
+
+
+def feed(dataset, mode, metadata):
+    def to_example(record):
+        features = {"image": tf.cast(record["image"], tf.float32) / metadata.extra["brightest"]}
+        return features if mode == "prediction" else (features, record["label"])
+
+    return dataset.map(to_example)
+
+
+def eval_metrics_fn():
+    return {"accuracy": keras.metrics.SparseCategoricalAccuracy()}
+
+
+def callbacks():
+    # Halve the learning rate after 150 updates of the model, and again after 250.
+    return [LearningRateScheduler(lambda version: 1e-3 * 0.5 ** ((version > 150) + (version > 250)))]
+
+
+def custom_data_reader(data_origin):
+    return DigitsReader(data_origin)
+
+
+class DigitsReader(Reader):
+    """`--training_data=train` and `--validation_data=test`: 1437 and 360 images.
+
+    Records are dicts: "image" (8x8 float32, 0 to 16) and "label" (int64).
+    """
+
+    def __init__(self, split):
+        digits = load_digits()
+        images = digits.images.astype(np.float32)
+        labels = digits.target.astype(np.int64)
+        parts = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
+        if split not in ("train", "test"):
+            raise ValueError(f"The digits come as 'train' and 'test'; --training_data={split!r} is neither.")
+        first = 0 if split == "train" else 1
+        self._split = split
+        self._images, self._labels = parts[first], parts[first + 2]
+
+    def sources(self):
+        return [Source(self._split, len(self._labels))]
+
+    def read(self, name, start, end):
+        for index in range(start, end):
+            yield {"image": self._images[index], "label": self._labels[index]}
+
+    def read_chunks(self, name, start, end, size=256):
+        for index in range(start, end, size):
+            chunk = slice(index, min(index + size, end))
+            yield {"image": self._images[chunk], "label": self._labels[chunk]}
+
+    @property
+    def element_spec(self):
+        return {"image": tf.TensorSpec((8, 8), tf.float32), "label": tf.TensorSpec((), tf.int64)}
+
+    @property
+    def metadata(self):
+        from elasticcb.data import Metadata
+
+        return Metadata(column_names=("image", "label"), extra={"brightest": 16.0})

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import keras
+import pytest
+
+from elasticcb.callbacks import Dispatcher, Place
+from elasticcb.errors import CallbackError, ConnectionLostError, ModelFileError
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+class Recorder(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def on_train_begin(self, logs=None):
+        self.calls.append(("on_train_begin", logs))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.calls.append(("on_train_batch_begin", batch, logs))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("on_test_end", logs))
+
+
+def test_only_overridden_hooks_of_the_place_are_wanted_and_called(model) -> None:
+    recorder = Recorder()
+    dispatcher = Dispatcher([recorder, keras.callbacks.Callback()], Place.WORKER, {"batch_size": 8}, model)
+    assert dispatcher.wants("on_train_batch_begin")
+    assert not dispatcher.wants("on_test_end")
+    assert not dispatcher.wants("on_train_batch_end")
+    dispatcher.call("on_train_begin", {})
+    dispatcher.call("on_train_batch_begin", 7, {"batch": 0, "size": 8})
+    dispatcher.call("on_test_end", {})
+    assert recorder.calls == [
+        ("on_train_begin", {}),
+        ("on_train_batch_begin", 7, {"batch": 0, "size": 8}),
+    ]
+    assert recorder.params == {"batch_size": 8}
+    assert recorder.model is model
+
+
+def test_training_begins_once_in_a_process(model) -> None:
+    recorder = Recorder()
+    dispatcher = Dispatcher([recorder], Place.MASTER, {}, model)
+    dispatcher.call("on_train_begin", {})
+    dispatcher.call("on_train_begin", {})
+    assert recorder.calls == [("on_train_begin", {})]
+
+
+def test_beginning_that_failed_is_tried_again_for_that_callback_alone(model) -> None:
+    class Slow(keras.callbacks.Callback):
+        attempts = 0
+
+        def on_train_begin(self, logs=None):
+            self.attempts += 1
+            if self.attempts == 1:
+                raise OSError("not yet")
+
+    recorder, slow = Recorder(), Slow()
+    dispatcher = Dispatcher([recorder, slow], Place.MASTER, {}, model)
+    with pytest.raises(CallbackError, match="not yet"):
+        dispatcher.call("on_train_begin", {})
+    for _ in range(2):
+        dispatcher.call("on_train_begin", {})
+    assert slow.attempts == 2
+    assert recorder.calls == [("on_train_begin", {})]
+
+
+def test_hook_that_is_not_of_keras_is_a_mistake_of_the_caller(model) -> None:
+    with pytest.raises(KeyError):
+        Dispatcher([], Place.MASTER, {}, model).call("on_task_end")
+
+
+def test_failing_hook_is_told_with_callback_hook_process_version_and_the_users_traceback(model) -> None:
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            try:
+                {}["first"]
+            except KeyError as error:
+                raise ValueError("no such thing") from error
+
+    dispatcher = Dispatcher([Broken()], Place.WORKER, {"worker_id": 3}, model)
+    with pytest.raises(CallbackError) as caught:
+        dispatcher.call("on_train_batch_end", 12, {})
+    assert str(caught.value) == (
+        "Callback Broken failed in on_train_batch_end on worker 3 (model version 12): "
+        "ValueError: no such thing"
+    )
+    assert "elasticcb/callbacks/dispatch.py" not in caught.value.user_traceback
+    assert caught.value.user_traceback.count("test_dispatch.py") == 2
+    assert "KeyError: 'first'" in caught.value.user_traceback
+    assert caught.value.user_traceback.endswith("ValueError: no such thing\n")
+
+
+@pytest.mark.parametrize(
+    ("hook", "args", "where"),
+    [
+        ("on_epoch_end", (2, {}), r"the master \(epoch 2\):"),
+        ("on_test_end", ({"version": 40},), r"the master \(model version 40\):"),
+        ("on_test_begin", ({},), "the master:"),
+    ],
+)
+def test_failing_hook_on_the_master_tells_epoch_or_version(model, hook, args, where) -> None:
+    def fail(self, *args):
+        raise RuntimeError("boom")
+
+    broken = type("Broken", (keras.callbacks.Callback,), {hook: fail})()
+    with pytest.raises(CallbackError, match=where):
+        Dispatcher([broken], Place.MASTER, {}, model).call(hook, *args)
+
+
+def test_lost_connection_inside_a_hook_stays_one(model) -> None:
+    class Reader(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            raise ConnectionLostError("parameter server 0 is gone")
+
+    with pytest.raises(ConnectionLostError):
+        Dispatcher([Reader()], Place.MASTER, {}, model).call("on_test_end", {})
+
+
+def test_failing_set_model_is_an_error_of_the_callback(model) -> None:
+    class Broken(keras.callbacks.Callback):
+        def set_model(self, model):
+            raise RuntimeError("wrong model")
+
+    with pytest.raises(
+        CallbackError, match="Broken failed in set_model on a worker: RuntimeError: wrong model"
+    ):
+        Dispatcher([Broken()], Place.WORKER, {}, model)
+
+
+def test_own_set_model_and_set_params_need_not_call_the_base(model) -> None:
+    class Own(keras.callbacks.Callback):
+        def __init__(self):  # without super().__init__(), as in many user classes
+            self.seen = []
+
+        def set_model(self, model):
+            self.seen.append("model")
+
+        def set_params(self, params):
+            self.seen.append("params")
+
+        def on_test_begin(self, logs=None):
+            self.seen.append("begin")
+
+    own = Own()
+    Dispatcher([own], Place.MASTER, {}, model).call("on_test_begin", {})
+    assert own.seen == ["model", "params", "begin"]
+
+
+def test_stop_training_set_in_a_hook_is_requested_with_its_reason(model) -> None:
+    class Stopper(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    model.stop_training = True  # left over from an earlier use of the model
+    dispatcher = Dispatcher([Stopper()], Place.MASTER, {}, model)
+    dispatcher.call("on_epoch_end", 0, {})
+    assert not dispatcher.stop_requested
+    dispatcher.call("on_epoch_end", 1, {})
+    assert dispatcher.stop_requested
+    assert dispatcher.stop_reason == "Stopper.on_epoch_end set model.stop_training (epoch 1)"
+    dispatcher.call("on_epoch_end", 2, {})
+    assert dispatcher.stop_requested
+
+
+def test_stock_early_stopping_and_csv_logger_work_on_the_master(model, tmp_path) -> None:
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1)
+    logger = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    dispatcher = Dispatcher([stopping, logger], Place.MASTER, {"epochs": 9}, model)
+    dispatcher.call("on_train_begin", {})
+    for epoch, loss in enumerate([1.0, 0.5, 0.6]):
+        dispatcher.call("on_epoch_end", epoch, {"loss": loss, "val_loss": loss})
+    dispatcher.call("on_train_end", {})
+    assert dispatcher.stop_requested
+    assert (tmp_path / "log.csv").read_text().split() == [
+        "epoch,loss,val_loss",
+        "0,1.0,1.0",
+        "1,0.5,0.5",
+        "2,0.6,0.6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "hint"),
+    [
+        (keras.callbacks.History, r"Call the class: History\(\)"),
+        (len, "Derive its class"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_callback_is_refused_with_a_hint(model, item, hint) -> None:
+    with pytest.raises(ModelFileError, match=f"Item 1 .*{hint}"):
+        Dispatcher([keras.callbacks.Callback(), item], Place.MASTER, {}, model)
+
+
+def test_what_needs_the_export_goes_after_it_in_whichever_order(model) -> None:
+    order = []
+
+    class Late(keras.callbacks.Callback):
+        after_export = True
+
+        def on_train_end(self, logs=None):
+            order.append("late")
+
+    class Early(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            order.append("early")
+
+    Dispatcher([Late(), Early()], Place.WORKER, {}, model).call("on_train_end", {})
+    assert order == ["early", "late"]

@@ -1,0 +1,114 @@
+"""The command as the shell sees it, and its documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import elasticcb
+from elasticcb.cli.main import elasticcb as group
+from elasticcb.cli.main import main
+from elasticcb.cli.options import options_of
+from elasticcb.cli.reference import update
+from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
+from elasticcb.settings import Command
+
+REPOSITORY = Path(elasticcb.__file__).parent.parent
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "elasticcb.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+
+
+def test_help_and_version_end_well():
+    result = shell("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, f"elasticcb, version {elasticcb.__version__}")
+    result = shell()
+    assert result.returncode == ExitCode.DONE
+    for command in ("train", "evaluate", "predict", "master", "ps", "worker"):
+        assert command in result.stdout
+
+
+def test_wrong_usage_ends_with_its_code_and_without_a_traceback(tmp_path):
+    result = shell("train", f"--model_zoo={tmp_path}")
+    assert result.returncode == ExitCode.WRONG_USAGE
+    assert not result.stdout
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_traceback_is_shown_to_those_who_ask(tmp_path):
+    for flags, environment in (([], {"ELASTICCB_DEBUG": "1"}), (["--log-level=debug"], {})):
+        result = shell("train", f"--model_zoo={tmp_path}", *flags, **environment)
+        assert result.returncode == ExitCode.WRONG_USAGE
+        assert "Traceback" in result.stderr
+
+
+def test_checking_flags_imports_neither_tensorflow_nor_keras_nor_grpc():
+    code = (
+        "import sys; from elasticcb.cli.main import main\n"
+        "codes = [main(['--help']), main(['train', '--help']), main(['train', '--num_ps=0'])]\n"
+        "heavy = {'tensorflow', 'keras', 'grpc'} & set(sys.modules)\n"
+        "sys.exit(f'{codes} {heavy}' if heavy or codes != [0, 0, 2] else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", list(Command))
+def test_help_is_grouped_and_states_every_flag_with_its_default(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command.value, "--help"]) == ExitCode.DONE
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    for option in options_of([command]):
+        assert f"─ {option.panel} ─" in text
+        start = re.compile(rf"│ +--{option.name}[ ,]")
+        line = next(line for line in text.splitlines() if start.match(line))
+        assert option.metavar in line
+        assert option.help[:40] in line
+        if option.default is not None:
+            assert f"[default: {option.default}]" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ElasticCBError("it broke"), 1),
+        (ModelFileError("it broke", "Traceback (of the user)\n  File model.py"), 1),
+        (JobInterrupted("it broke"), 130),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("it broke"), 1),
+    ],
+)
+def test_how_a_command_ends_gives_the_exit_code(error, code, capsys, monkeypatch):
+    def end() -> None:
+        raise error
+
+    monkeypatch.setattr(group.commands["ps"], "callback", lambda **_: end())
+    monkeypatch.delenv("ELASTICCB_DEBUG", raising=False)
+    assert main(["ps", "--master=localhost:1"]) == code
+    text = capsys.readouterr().err
+    # The project's traceback is for the project's own faults.
+    assert ("Traceback (most recent call last)" in text) == isinstance(error, ZeroDivisionError)
+    assert "it broke" in text or text.strip() == "Interrupted."
+    if isinstance(error, ModelFileError):
+        assert text.endswith("File model.py\n")
+
+
+def test_the_reference_in_the_docs_is_that_of_the_code():
+    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == update(page), "run: python -m elasticcb.cli.reference docs/cli.md"
+    for code in ExitCode:
+        assert f"| {code.value} | `{code.name}` |" in page

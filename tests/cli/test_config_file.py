@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+CONFIG = """\
+# a job
+model-zoo: ../zoo
+model_def: linear.linear.custom_model
+training_data: [../data/train.csv, ../data/test.csv]
+model_params: {units: 64, rate: 1e-3, sizes: [1, 2]}
+num_ps_pods: 2
+num_workers: 3
+use_async: false
+prediction_data: ../data/test.csv
+"""
+
+
+@pytest.fixture
+def job(workplace):
+    return workplace.write("jobs_to_run/job.yaml", CONFIG)
+
+
+def test_a_config_file_holds_the_same_names(workplace, job):
+    settings = workplace.settings("--config", str(job))
+    assert settings.cluster.num_ps == 2
+    assert settings.cluster.num_workers == 3
+    assert settings.training.use_async is False
+    assert settings.model.params == {"units": 64, "rate": 0.001, "sizes": [1, 2]}
+
+
+def test_the_command_line_wins_over_the_file(workplace, job):
+    settings = workplace.settings("--num-workers=5", "--config", str(job), "--model_params=units=1")
+    assert settings.cluster.num_workers == 5
+    assert settings.cluster.num_ps == 2
+    assert settings.model.params == {"units": 1}
+
+
+def test_relative_paths_in_the_file_are_relative_to_the_file(workplace, job, monkeypatch, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    job.write_text(CONFIG + "output: export\ncheckpoint_dir: ../checkpoints\n")
+    settings = workplace.settings("--config", str(job), "--job_dir=mine")
+    root = workplace.root
+    assert settings.model.zoo == f"{root}/zoo"
+    assert settings.data.training == f"{root}/data/train.csv,{root}/data/test.csv"
+    assert settings.output == f"{root}/jobs_to_run/export"
+    assert settings.checkpoint.directory == f"{root}/checkpoints"
+    assert settings.directory == f"{elsewhere}/mine"  # the command line's own
+
+
+def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
+    message = complaint("predict", "--config", str(job))
+    assert "--checkpoint_dir_for_init is missing" in message
+    assert "num_epochs" not in message
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("num_wokers: 2", "job.yaml:10: there is no flag 'num_wokers'. Did you mean num_workers?"),
+        ("config: other.yaml", "there is no flag 'config'"),
+        ("num_ps: 1", "job.yaml:10: 'num_ps' is given a second time"),
+        ("output:", "job.yaml:10: output has no value"),
+        ("num_epochs: [1, 2]", "job.yaml:10: num_epochs is given a list. Expected one value."),
+        ("validation_data: {a: b}", "is given a mapping. Expected a path, or a list of paths"),
+        ("num_epochs: two", "'two' is not a valid integer. (in "),
+        ("num_epochs: 2.5", "'2.5' is not a valid integer"),
+        ("num_epochs: 0", "job.yaml) can't be. Expected at least 1."),
+        ('validation_data: ""', "job.yaml) is empty"),
+        ("data_reader_params: {1: 2}", "1 can't be the name of an argument"),
+        ("data_reader_params: {a: !!binary aGk=}", "'a' holds b'hi'. Expected text, numbers"),
+        ("x: [1", "this is no YAML"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_with_its_place(workplace, job, complaint, line, expected):
+    job.write_text(CONFIG + line + "\n")
+    assert expected in complaint("train", "--config", str(job))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"- a\n", "holds no flags"),
+        (b"\xff\xfe\x00", "can't be read"),
+        (None, "can't be read: No such file or directory"),
+        (b"", "--model_zoo is missing"),
+    ],
+)
+def test_a_file_that_is_no_config_is_told(workplace, complaint, content, expected):
+    path = workplace.root / "other.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert expected in complaint("train", f"--config={path}")

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display
+from elasticcb.cli.summary import format_seconds, summary_lines
+from elasticcb.settings import Command, JobSettings, ModelSettings
+from elasticcb.status import JobStatus, SavedModelInput, Summary
+
+STATUS = JobStatus(
+    command=Command.TRAIN,
+    phase="training",
+    epoch=2,
+    epochs=3,
+    records_done=1500,
+    records_total=3000,
+    records_per_second=812.4,
+    version=47,
+    loss=0.123456789,
+    metrics={"accuracy": 0.95123},
+    workers_up=1,
+    workers_planned=2,
+    ps_up=1,
+    ps_planned=1,
+    tasks_todo=12,
+    tasks_doing=2,
+    seconds_left=75.0,
+)
+SUMMARY = Summary(
+    command=Command.TRAIN,
+    seconds=61.2,
+    records_per_epoch=(1500, 1500),
+    records_evaluated=297,
+    records_trained_more_than_once=64,
+    tasks_retried=1,
+    gradients_rejected=2,
+    workers_lost=1,
+    workers_replaced=1,
+    version=47,
+    metrics={"accuracy": 0.95},
+    saved_model_path="/tmp/my export",
+    checkpoint_path="/tmp/checkpoints/version-47",
+    job_directory="/tmp/jobs/digits",
+    log_files=("master.log", "worker-0.log"),
+)
+
+
+class Clock:
+    """Shows the time it is set to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_come_at_intervals_and_only_when_something_changed():
+    clock, stream = Clock(), io.StringIO()
+    display = PlainDisplay("digits", stream, interval=2.0, clock=clock)
+    moments = [(0.0, 0), (1.0, 1), (2.5, 2), (5.0, 2), (9.0, 3)]
+    for clock.now, version in moments:
+        display.update(dataclasses.replace(STATUS, version=version))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("version ")[1].split(",")[0] for line in lines[1:]] == ["2", "3"]
+    assert len(lines) == 3
+
+
+def test_a_new_phase_is_told_at_once():
+    stream = io.StringIO()
+    display = PlainDisplay("digits", stream, clock=Clock())
+    display.update(STATUS)
+    display.update(dataclasses.replace(STATUS, phase="evaluating"))
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [
+        "[digits] training",
+        "[digits] evaluating",
+    ]
+
+
+def test_a_plain_line_holds_all_figures():
+    stream = io.StringIO()
+    PlainDisplay("digits", stream).update(STATUS)
+    assert stream.getvalue() == (
+        "[digits] training: epoch 2/3, 50% (1,500/3,000 records), 812 records/s, version 47, loss 0.12346, "
+        "accuracy 0.95123, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
+    )
+
+
+def test_the_live_display_shows_the_figures_and_leaves_the_summary_unbroken():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
+    display = LiveDisplay("digits", console)
+    display.update(STATUS)
+    display.message("worker 1 was lost [and this is no markup]")
+    display.update(dataclasses.replace(STATUS, version=48))
+    display.finish(SUMMARY)
+    display.close()
+    shown = stream.getvalue()
+    assert "epoch 2/3" in shown
+    assert "[and this is no markup]" in shown
+    assert "  saved_model_cli show --dir '/tmp/my export' --tag_set serve" in shown
+
+
+def test_a_display_that_is_closed_early_gives_the_terminal_back():
+    stream = io.StringIO()
+    display = LiveDisplay("digits", Console(file=stream, force_terminal=True, width=60))
+    display.close()
+    display.update(STATUS)
+    display.update(STATUS)
+    display.close()
+    assert "\x1b[?25l" not in stream.getvalue()  # the cursor was never hidden
+
+
+def test_output_that_is_no_terminal_gets_plain_lines():
+    model = ModelSettings(zoo="/zoo", definition="a.b")
+    settings = JobSettings(command=Command.TRAIN, name="a", directory="/job", model=model)
+    assert isinstance(make_display(settings), PlainDisplay)
+
+
+def test_the_summary_states_the_exact_accounting():
+    text = "\n".join(summary_lines(SUMMARY))
+    for label, value in {
+        "records trained in epoch 1": "1,500",
+        "records trained in epoch 2": "1,500",
+        "records trained more than once": "at most 64",
+        "records evaluated, once each": "297",
+        "tasks tried again": "1",
+        "gradients rejected as too old": "2",
+        "batches skipped (NaN or infinity)": "0",
+        "workers lost": "1, of them replaced: 1",
+        "parameter servers lost": "0, of them replaced: 0",
+        "model version": "47",
+    }.items():
+        assert f"  {label:<34}{value}\n" in text
+    assert "Newest checkpoint: /tmp/checkpoints/version-47" in text
+    assert "  worker-0.log" in text
+
+
+def test_the_summarys_python_lines_are_python():
+    inputs = (SavedModelInput(name="image", dtype="float32", shape=(None, 8, 8)),)
+    odd = (SavedModelInput(name="hours-per-week", dtype="string", shape=(None, 1)),)
+    for known, expected in (
+        ((), "structured_input_signature"),
+        (inputs, "image=tf.zeros([1, 8, 8], 'float32')"),
+        (odd, "**{'hours-per-week': tf.zeros([1, 1], 'string')}"),
+    ):
+        lines = summary_lines(dataclasses.replace(SUMMARY, saved_model_inputs=known))
+        start = lines.index("  import tensorflow as tf")
+        code = "\n".join(line.strip() for line in lines[start : start + 3])
+        compile(code, "summary", "exec")
+        assert expected in code
+
+
+def test_a_prediction_is_summed_up_without_training_figures():
+    text = "\n".join(summary_lines(Summary(command=Command.PREDICT, seconds=1.0, records_predicted=1797)))
+    assert "records predicted                 1,797" in text
+    assert "gradients" not in text
+    assert "evaluated" not in text
+
+
+def test_seconds_are_told_in_the_unit_that_fits():
+    assert [format_seconds(s) for s in (0.42, 59.9, 75, 3700)] == ["0.4 s", "59.9 s", "1:15", "1:01:40"]

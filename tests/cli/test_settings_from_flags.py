@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from elasticcb.cli.options import OPTIONS, defaults
+from elasticcb.settings import (
+    CheckpointSettings,
+    ClusterKind,
+    ClusterSettings,
+    Command,
+    JobSettings,
+    NonFinite,
+    TrainingSettings,
+)
+
+
+def test_only_the_needed_flags_give_the_defaults_of_the_settings(workplace):
+    settings = workplace.settings(*workplace.train)
+    assert settings.command is Command.TRAIN
+    assert settings.training == TrainingSettings()
+    assert settings.checkpoint == CheckpointSettings()
+    assert settings.cluster == ClusterSettings()
+    assert settings.model.zoo == str(workplace.root / "zoo")
+    assert settings.model.definition == "linear.linear.custom_model"
+    assert settings.data.training == str(workplace.root / "data/train.csv")
+    assert settings.name == "linear"
+
+
+def test_settings_made_from_flags_travel_as_json(workplace):
+    settings = workplace.settings(*workplace.train, "--model_params=units=64", "--cluster=external")
+    assert JobSettings.from_json(settings.to_json()) == settings
+
+
+def test_every_flag_has_its_place_in_the_settings():
+    known = set(defaults()) | {"name", "directory", "model.zoo", "model.definition"}
+    known |= {"model.params", "data.reader_params"}  # their default is made anew each time
+    assert {option.field for option in OPTIONS} <= known
+    assert len({option.field for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_dashes_and_underscores_are_the_same(workplace):
+    settings = workplace.settings(
+        "--model-zoo=zoo",
+        "--model_def=linear.linear.custom_model",
+        "--training-data=data/train.csv",
+        "--num-workers",
+        "3",
+        "--grads-to_wait=2",
+        "--use-async=false",
+    )
+    assert settings.cluster.num_workers == 3
+    assert settings.training.grads_to_wait == 2
+    assert settings.training.use_async is False
+
+
+@pytest.mark.parametrize("flag", ["--num_ps", "--num-ps", "--num_ps_pods", "--num-ps-pods"])
+def test_num_ps_has_two_names(workplace, flag):
+    assert workplace.settings(*workplace.train, f"{flag}=4").cluster.num_ps == 4
+
+
+def test_all_kinds_of_values_reach_the_settings(workplace):
+    settings = workplace.settings(
+        *workplace.train,
+        "--feed=my_feed",
+        "--minibatch_size=32",
+        "--lease_seconds=2.5",
+        "--non_finite=SKIP",
+        "--cluster=inprocess",
+        "--checkpoint_dir=new/checkpoints",
+        "--keep_checkpoint_max=0",
+        "--output=export",
+        "--job_name=mine",
+        "--log_level=warning",
+        "--max_step=100",
+    )
+    assert settings.model.feed == "my_feed"
+    assert settings.training.minibatch_size == 32
+    assert settings.training.lease_seconds == 2.5
+    assert settings.training.non_finite is NonFinite.SKIP
+    assert settings.training.max_step == 100
+    assert settings.cluster.kind is ClusterKind.INPROCESS
+    assert settings.checkpoint.directory == str(workplace.root / "new/checkpoints")
+    assert settings.checkpoint.keep_max == 0
+    assert settings.output == str(workplace.root / "export")
+    assert settings.name == "mine"
+    assert settings.log_level == "WARNING"
+
+
+def test_params_are_read_as_yaml_scalars(workplace):
+    text = "units=64; rate=1e-3;flag=true;off=no;none=null;name='007';sep=';';when=12:30;day=2024-01-02;e="
+    settings = workplace.settings(*workplace.train, "--model_params", text)
+    assert settings.model.params == {
+        "units": 64,
+        "rate": 0.001,
+        "flag": True,
+        "off": "no",
+        "none": None,
+        "name": "007",
+        "sep": ";",
+        "when": "12:30",
+        "day": "2024-01-02",
+        "e": "",
+    }
+
+
+def test_a_list_of_origins_and_a_glob_become_absolute(workplace):
+    settings = workplace.settings(
+        *workplace.flags("--training_data=data/train.csv, data/*.csv,s3://bucket/x")
+    )
+    root = workplace.root
+    assert settings.data.training == f"{root}/data/train.csv,{root}/data/*.csv,s3://bucket/x"
+
+
+def test_a_name_for_a_reader_of_the_users_own_stays_as_it_is(workplace):
+    flags = workplace.flags("--training_data=data", "--validation_data=sales", model="table.custom_model")
+    settings = workplace.settings(*flags)
+    assert (settings.data.training, settings.data.validation) == ("data", "sales")
+    # What is clearly a path is one all the same.
+    flags = workplace.flags("--training_data=./data,data/train.csv", model="table.custom_model")
+    root = workplace.root
+    assert workplace.settings(*flags).data.training == f"{root}/data,{root}/data/train.csv"
+
+
+def test_each_job_gets_a_folder_of_its_own(workplace):
+    folders = [workplace.settings(*workplace.train).directory for _ in range(3)]
+    assert len(set(folders)) == 3
+    for folder in folders:
+        pattern = rf"{re.escape(str(workplace.root))}/jobs/linear-\d{{8}}-\d{{6}}(-\d)?"
+        assert re.fullmatch(pattern, folder)
+
+
+def test_the_jobs_folder_can_be_named(workplace):
+    settings = workplace.settings(*workplace.train, "--job_dir=runs/one")
+    assert settings.directory == str(workplace.root / "runs/one")
+    assert (workplace.root / "runs/one").is_dir()
+
+
+def test_evaluate_and_predict_start_from_a_checkpoint(workplace):
+    for command, flags in ((Command.EVALUATE, workplace.evaluate), (Command.PREDICT, workplace.predict)):
+        settings = workplace.settings(*flags, command=command)
+        assert settings.command is command
+        assert settings.checkpoint.directory_for_init == str(workplace.root / "checkpoints")
+    version = str(workplace.root / "checkpoints/version-10")
+    flags = [*workplace.predict, f"--checkpoint_dir_for_init={version}"]
+    assert workplace.settings(*flags, command=Command.PREDICT).checkpoint.directory_for_init == version

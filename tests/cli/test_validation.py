@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def test_a_missing_flag_is_told_with_what_it_is_for(workplace, complaint):
+    assert "--training_data is missing: the records to train on." in complaint("train", *workplace.flags())
+    message = complaint("predict", *workplace.flags())
+    assert "--prediction_data is missing" in message
+    assert "--checkpoint_dir_for_init is missing" in message
+
+
+def test_all_that_is_wrong_is_told_at_once(workplace, complaint):
+    message = complaint("train", "--model_zoo=zoo", "--num_ps=0", "--evaluation_steps=5", "--port=70000")
+    assert "for 5 reasons" in message
+    for name in ("--model_def", "--training_data", "--num_ps=0", "--evaluation_steps=5", "--port=70000"):
+        assert name in message
+
+
+def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
+    complaint("train", *workplace.train, "--num_ps=0", "--checkpoint_dir=new", "--output=export")
+    assert sorted(os.listdir(workplace.root)) == ["checkpoints", "data", "zoo"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--num_ps=0"],
+            "--num_ps=0 can't be. Expected at least 1. The weights live on the parameter servers.",
+        ),
+        (["--num_ps_pods=0"], "--num_ps=0 can't be."),
+        (["--num_workers=0"], "--num_workers=0 can't be. Expected at least 1."),
+        (["--minibatch_size=-1"], "Expected at least 1."),
+        (["--num_epochs=0"], "--num_epochs=0 can't be."),
+        (["--max_step=-5"], "Expected at least 0."),
+        (["--lease_seconds=0"], "Expected more than 0."),
+        (["--lease_seconds=nan"], "Expected more than 0."),
+        (["--lease_seconds=inf"], "Expected a finite number."),
+        (["--port=70000"], "Expected at most 65535."),
+        (["--job_name=a/b"], "can't name a folder"),
+        (["--host=10.0.0.1 x"], "is no address"),
+        (["--num_workers=two"], "'two' is not a valid integer"),
+        (["--num_workers=2.5"], "'2.5' is not a valid integer"),
+        (["--use_async=maybe"], "'maybe' is not a valid boolean"),
+        (["--cluster=locl"], "'locl' is not one of"),
+        (["--model_params=units"], "'units' is not of the form NAME=VALUE"),
+        (["--model_params=a=1;a=2"], "'a' is given twice"),
+        (["--num_wokers=2"], "--num_workers"),
+        (["stray"], "unexpected extra argument"),
+        (["--prediction_data=data/test.csv"], "No such option"),
+        (["--training_data="], '--training_data is empty ("")'),
+        (["--training_data=data/train.csv,,"], "holds an empty part"),
+        (["--output="], "--output is empty"),
+        (["--evaluation_steps=5"], "nothing to evaluate on. Add --validation_data"),
+        (["--grads_to_wait=2"], "Add --use_async=false, or leave out --grads_to_wait"),
+        (["--sync_version_tolerance=1"], "Add --use_async=false"),
+        (["--use_async=true", "--grads_to_wait=1"], "Add --use_async=false"),
+        (["--use_async=false", "--get_model_steps=3"], "makes weights 2 versions old"),
+        (["--checkpoint_steps=5"], "Add --checkpoint_dir, or leave out --checkpoint_steps"),
+        (["--keep_checkpoint_max=5"], "Add --checkpoint_dir, or leave out --keep_checkpoint_max"),
+        (["--output=s3://bucket/model"], "is a URL. Expected a folder of this machine. To send the export"),
+        (["--output=data/train.csv"], "which is not a folder"),
+        (["--output=data/train.csv/model"], "stands in its way"),
+        (["--output=data"], "holds files that are no SavedModel"),
+        (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
+        (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
+        (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
+        (["--checkpoint_dir_for_init=data"], "holds no finished checkpoint"),
+    ],
+)
+def test_wrong_flags_are_caught_before_anything_starts(workplace, complaint, flags, expected):
+    assert expected in complaint("train", *workplace.train, *flags)
+
+
+def test_an_export_replaces_an_earlier_savedmodel_but_not_the_checkpoints_in_it(workplace, complaint):
+    workplace.write("export/saved_model.pb", "")
+    assert workplace.settings(*workplace.train, "--output=export").output.endswith("/export")
+    message = complaint("train", *workplace.train, "--output=export", "--checkpoint_dir=export/checkpoints")
+    assert "neither inside the other" in message
+
+
+def test_synchronous_mode_takes_its_flags(workplace):
+    flags = ["--use_async=false", "--grads_to_wait=4", "--get_model_steps=3", "--sync_version_tolerance=0"]
+    assert workplace.settings(*workplace.train, *flags).training.grads_to_wait == 4
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cant_be_written_to_is_found_out_before(workplace, complaint):
+    (workplace.root / "locked").mkdir(mode=0o500)
+    assert "can't be written to" in complaint(
+        "train", *workplace.train, "--checkpoint_dir=locked/checkpoints"
+    )
+
+
+@pytest.mark.parametrize(
+    ("zoo", "model", "expected"),
+    [
+        ("zo", "linear.linear.custom_model", "which does not exist. Expected the folder"),
+        ("data/train.csv", "linear.linear.custom_model", "which is a file"),
+        ("zoo", "custom_model", "is not of the form FOLDER.FILE.NAME"),
+        ("zoo", "linear/linear.custom_model", "is not of the form FOLDER.FILE.NAME"),
+        ("zoo", "linear.linar.custom_model", "Did you mean linear.linear"),
+        ("zoo", "linear.custom_model", "Did you mean linear.linear"),
+        ("zoo", "linear.linear.custm_model", "Did you mean custom_model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_with_what_is(workplace, complaint, zoo, model, expected):
+    flags = [f"--model_zoo={zoo}", f"--model_def={model}", "--training_data=data/train.csv"]
+    assert expected in complaint("train", *flags)
+
+
+def test_a_name_that_a_flag_asks_for_must_be_in_the_model_file(workplace, complaint):
+    message = complaint("train", *workplace.train, "--loss=los")
+    assert "does not define 'los', which --loss names. Did you mean loss?" in message
+
+
+def test_names_that_only_running_the_file_shows_are_let_through(workplace):
+    workplace.write("zoo/star.py", "from linear.linear import *\n")
+    flags = workplace.flags("--training_data=anything", "--loss=other", model="star.custom_model")
+    assert workplace.settings(*flags).model.loss == "other"
+
+
+def test_a_syntax_error_in_the_model_file_is_told_with_its_line(workplace, complaint):
+    path = workplace.write("zoo/broken.py", "import keras\n\ndef custom_model(:\n    pass\n")
+    message = complaint("train", *workplace.flags("--training_data=x", model="broken.custom_model"))
+    assert f"{path}:3: the model file holds a syntax error" in message
+    assert "def custom_model(:" in message
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        ("data/trian.csv", "does not exist. Did you mean"),
+        ("nowhere/train.csv", "The path exists up to"),
+        ("data/*.tfrecord", "matches no file"),
+        ("data/train.csv,data/missing.csv", "missing.csv, which does not exist"),
+    ],
+)
+def test_data_that_is_not_there_is_told_before(workplace, complaint, origin, expected):
+    assert expected in complaint("train", *workplace.flags(f"--training_data={origin}"))
+
+
+def test_an_empty_data_folder_is_told_before(workplace, complaint):
+    (workplace.root / "empty").mkdir()
+    assert "which is empty" in complaint("train", *workplace.flags("--training_data=empty"))
+
+
+def test_the_master_command_checks_the_flags_for_its_job(workplace, complaint):
+    message = complaint("master", "--command=evaluate", *workplace.evaluate, "--num_epochs=3")
+    assert "--num_epochs means nothing to `evaluate`, only to: train" in message
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1", "::1:5"]
+)
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_a_role_checks_the_form_of_its_masters_address(complaint, role, address):
+    assert "HOST:PORT" in complaint(role, "--master", address) or "brackets" in complaint(
+        role, f"--master={address}"
+    )
+
+
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_a_role_needs_a_master(complaint, role):
+    assert "--master" in complaint(role)
+
+
+def test_an_unknown_command_is_wrong_usage(complaint):
+    assert "trian" in complaint("trian")

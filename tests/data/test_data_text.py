@@ -1,0 +1,242 @@
+"""Text, CSV and TSV files: indexing, seeking, and each way in which they can be wrong."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticcb.data import open_reader
+from elasticcb.data.files import MemoryContent
+from elasticcb.data.text_index import Dialect, index_records
+from elasticcb.errors import DataError, UsageError
+
+
+def records_of(path: Path, **params: object) -> list[bytes]:
+    reader = open_reader(str(path), params)
+    return [
+        bytes(record) for source in reader.sources() for record in reader.read(source.name, 0, source.count)
+    ]
+
+
+def written(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_records_are_the_raw_lines_without_their_ends(tmp_path: Path) -> None:
+    assert records_of(written(tmp_path / "a.csv", "1,a\r\n2,b\n3,c")) == [b"1,a", b"2,b", b"3,c"]
+
+
+def test_a_range_of_records_equals_that_part_of_a_full_read(tmp_path: Path) -> None:
+    randomness = random.Random(1)
+    lines = [f"{i},{'x' * randomness.randrange(300)}" for i in range(5000)]
+    path = written(tmp_path / "a.csv", "\n".join(lines) + "\n")
+    reader = open_reader(str(path))
+    everything = list(reader.read(str(path), 0, 5000))
+    assert everything == [line.encode() for line in lines]
+    for _ in range(50):
+        start, end = sorted(randomness.choices(range(5001), k=2))
+        assert list(reader.read(str(path), start, end)) == everything[start:end]
+
+
+def test_chunks_have_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", "line\n" * 10)
+    chunks = list(open_reader(str(path)).read_chunks(str(path), 1, 10, 4))
+    assert [len(chunk) for chunk in chunks] == [4, 4, 1]
+
+
+def test_a_quoted_field_may_hold_line_breaks_delimiters_and_doubled_quotes(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '1,"a\nb,""c"""\n2,"d"\n')
+    assert records_of(path) == [b'1,"a\nb,""c"""', b'2,"d"']
+
+
+_FIELD = st.text(st.sampled_from('ab,"\n\r \té'), max_size=6)
+
+
+@given(
+    rows=st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(_FIELD, min_size=n, max_size=n), min_size=1)),
+    block_bytes=st.integers(1, 40),
+    line_end=st.sampled_from(["\n", "\r\n"]),
+    last_line_ends=st.booleans(),
+)
+def test_what_the_csv_module_writes_is_found_again_wherever_blocks_are_cut(
+    rows: list[list[str]], block_bytes: int, line_end: str, last_line_ends: bool
+) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator=line_end).writerows(rows)
+    data = text.getvalue().encode()
+    if not last_line_ends:
+        data = data.removesuffix(line_end.encode())
+    content = MemoryContent("memory", data)
+    content.block_bytes = block_bytes
+    offsets, fields = index_records(content, Dialect(b",", b'"', True))
+    assert fields == len(rows[0])
+    found = [
+        next(csv.reader(io.StringIO(data[a:b].decode().rstrip("\r\n"), newline="")))
+        for a, b in zip(offsets[:-1], offsets[1:], strict=True)
+    ]
+    assert found == rows
+
+
+@given(
+    data=st.binary(max_size=60).map(lambda b: bytes(b"a\n\r,"[i % 4] for i in b)),
+    block_bytes=st.integers(1, 9),
+)
+def test_lines_without_fields_are_found_wherever_blocks_are_cut(data: bytes, block_bytes: int) -> None:
+    content = MemoryContent("memory", data)
+    content.block_bytes = block_bytes
+    offsets, _ = index_records(content, Dialect(b"", b"", True))
+    found = [data[a:b].rstrip(b"\r\n") for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    expected = [line.rstrip(b"\r") for line in data.split(b"\n") if line.removesuffix(b"\r")]
+    assert found == expected
+
+
+def test_empty_lines_at_the_end_are_no_records(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "1,2\n\n3,4\n\n\r\n\n")
+    assert records_of(path) == [b"1,2", b"3,4"]
+    assert records_of(path, skip_blank_lines=False) == [b"1,2", b"", b"3,4"]
+
+
+def test_the_header_is_no_record_and_names_the_columns(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '\ufeffage,"job, or not"\n1,2\n3,4\n')
+    reader = open_reader(str(path), {"header": True})
+    assert reader.metadata.column_names == ("age", "job, or not")
+    assert records_of(path, header=True) == [b"1,2", b"3,4"]
+
+
+def test_given_columns_reach_the_metadata(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.data", "1|2\n")
+    reader = open_reader(
+        str(path), {"delimiter": "|", "columns": ["a", "b"], "column_dtypes": {"a": "int64"}}
+    )
+    assert reader.metadata.column_names == ("a", "b")
+    assert reader.metadata.column_dtypes == {"a": "int64"}
+
+
+def test_tab_separated_files_are_split_at_tabs(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tsv", "1\ta,b\n2\tc\n")
+    assert records_of(path) == [b"1\ta,b", b"2\tc"]
+    with pytest.raises(DataError, match=r"record 1 \(line 2\) has 1 field, but the first record has 2"):
+        records_of(written(tmp_path / "b.tsv", "1\ta\n2,b\n"))
+
+
+def test_other_encodings_arrive_as_utf8(tmp_path: Path) -> None:
+    assert records_of(written(tmp_path / "a.csv", "1,é\n".encode("latin-1")), encoding="latin-1") == [
+        "1,é".encode()
+    ]
+    assert records_of(written(tmp_path / "b.csv", "1,é\n2,ü".encode("utf-16")), encoding="utf-16") == [
+        "1,é".encode(),
+        "2,ü".encode(),
+    ]
+    with pytest.raises(DataError, match=r"c.csv, line 2, is not in the encoding cp1252"):
+        records_of(written(tmp_path / "c.csv", b"1,a\n2,\x81\n"), encoding="cp1252")
+
+
+@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_compressed_files_are_read(tmp_path: Path, ending: str, compress: object) -> None:
+    path = written(tmp_path / f"a.csv{ending}", compress(b"1,2\n3,4\n"))  # type: ignore[operator]
+    assert records_of(path) == [b"1,2", b"3,4"]
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv.gz", gzip.compress(b"1,2\n" * 1000)[:-20])
+    with pytest.raises(DataError, match=r"a\.csv\.gz can't be decompressed.*write it again"):
+        records_of(path)
+
+
+def test_a_ragged_row_is_named_with_its_record_and_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", 'x,y\n1,"a\nb"\n\n2,c,d\n')
+    with pytest.raises(DataError, match=r"a\.csv, record 1 \(line 5\) has 3 fields, but the header has 2"):
+        records_of(path, header=True)
+    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields, but 3 columns are named"):
+        records_of(path, columns=["a", "b", "c"])
+
+
+def test_a_ragged_row_far_into_a_file_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "1,2\n" * 700_000 + "1\n" + "1,2\n" * 10)
+    with pytest.raises(DataError, match=r"record 700000 \(line 700001\) has 1 field"):
+        open_reader(str(path)).sources()
+
+
+def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "a.csv", "1,2\n")
+    written(tmp_path / "b.csv", "1,2,3\n")
+    with pytest.raises(DataError, match=r"b\.csv holds 3 columns, but .*a\.csv holds 2 columns"):
+        open_reader(str(tmp_path)).sources()
+
+
+def test_a_quote_that_is_never_closed_names_its_record(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '1,2\n3,"x\n4,5\n')
+    with pytest.raises(DataError, match=r"record 1 \(line 2\), is not closed.*quote=''"):
+        records_of(path)
+
+
+def test_a_quote_in_the_middle_of_a_field_is_refused_or_ordinary(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '1,2\n3,5" pipe\n4,6" pipe\n')
+    with pytest.raises(DataError, match=r"a\.csv, line 2, has a quote inside a field"):
+        records_of(path)
+    assert records_of(path, quote="") == [b"1,2", b'3,5" pipe', b'4,6" pipe']
+
+
+def test_a_quoted_field_right_after_the_byte_order_mark_is_read(tmp_path: Path) -> None:
+    assert records_of(written(tmp_path / "a.csv", '\ufeff"1",2\n')) == [b'"1",2']
+
+
+def test_a_value_of_the_wrong_dtype_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "age,name\n1,a\n,b\n1.5,c\n")
+    reader = open_reader(str(path), {"header": True, "column_dtypes": {"age": "int64", "name": "str"}})
+    assert len(list(reader.read(str(path), 0, 2))) == 2
+    with pytest.raises(DataError, match=r"a\.csv, record 2 \(line 4\), column age: '1.5' is no int64"):
+        list(reader.read(str(path), 1, 3))
+
+
+def test_a_header_taken_for_a_record_gets_a_hint(tmp_path: Path) -> None:
+    reader = open_reader(str(written(tmp_path / "a.csv", "age\n1\n")), {"column_dtypes": {0: "float32"}})
+    with pytest.raises(DataError, match=r"'age' is no float32.*header=True"):
+        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
+
+
+def test_a_value_out_of_its_dtypes_range_is_named(tmp_path: Path) -> None:
+    reader = open_reader(str(written(tmp_path / "a.csv", "1\n300\n")), {"column_dtypes": {0: "uint8"}})
+    with pytest.raises(DataError, match=r"record 1 .*'300' is no uint8"):
+        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"delimiter": "::"}, "delimiter is '::'.*one ASCII character"),
+        ({"encoding": "utf-99"}, "which Python does not know"),
+        ({"columns": "abc"}, "Expected a list of names"),
+        ({"column_dtypes": {"b": "int64"}, "columns": ["a"]}, "names the column 'b'. The columns are a"),
+        ({"column_dtypes": {0: "datetime64"}}, "'datetime64'. Expected NumPy's name"),
+        ({"delimiter": "", "header": True}, "Give `delimiter`"),
+        ({"delimeter": ";"}, "Did you mean 'delimiter'"),
+    ],
+)
+def test_wrong_parameters_are_explained(tmp_path: Path, params: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        records_of(written(tmp_path / "a.csv", "1\n"), **params)
+
+
+def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "1\n2\n")
+    with pytest.raises(DataError, match=r"Records \[1, 3\) of .*a\.csv were asked for, but it has 2"):
+        list(open_reader(str(path)).read(str(path), 1, 3))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", "line\n" * 100)
+    reader = open_reader(str(path))
+    reader.sources()
+    written(path, "line\n" * 10)
+    with pytest.raises(DataError, match=r"a\.txt ends at byte 50, and had 500"):
+        list(reader.read(str(path), 0, 100))

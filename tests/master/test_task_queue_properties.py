@@ -1,0 +1,315 @@
+"""Whatever workers do, no record is lost, none is counted twice, and the job comes to its end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
+from elasticcb.master.task_queue import DecisionKind, MilestoneKind, TaskQueue
+
+LEASE_SECONDS = 100.0
+WORKERS = st.integers(0, 3)
+SOURCES = st.lists(st.integers(0, 37), min_size=1, max_size=3).map(
+    lambda counts: [(f"s{place}", count) for place, count in enumerate(counts)]
+)
+
+
+class TaskQueueMachine(RuleBasedStateMachine):
+    """Four places for workers that take tasks, report, hang, die and lose answers in any order.
+
+    `credited` counts, from outside, every record by (type, epoch or round, source, index) that an accepted
+    report covers for the first time in its lease; the queue must make each exactly 1.
+    """
+
+    @initialize(
+        training=SOURCES,
+        prediction=SOURCES,
+        batch=st.integers(1, 4),
+        batches_per_task=st.integers(1, 4),
+        epochs=st.integers(1, 3),
+        max_batches=st.one_of(st.just(0), st.integers(1, 30)),
+        hold=st.booleans(),
+        limit=st.sampled_from([1, 1000]),
+        seed=st.integers(0, 5),
+    )
+    def start(self, training, prediction, batch, batches_per_task, epochs, max_batches, hold, limit, seed):
+        self.training, self.prediction, self.epochs = training, prediction, epochs
+        self.batch, self.max_batches, self.hold = batch, max_batches, hold
+        self.queue = TaskQueue(
+            training=training,
+            prediction=prediction,
+            records_per_task=batch * batches_per_task,
+            minibatch_size=batch,
+            num_epochs=epochs,
+            max_batches=max_batches,
+            shuffle_seed=seed,
+            max_retries=limit,
+            max_losses=limit,
+            lease_seconds=LEASE_SECONDS,
+            hold_epochs=hold,
+        )
+        self.now = 0.0
+        self.ids = {place: place for place in range(4)}  # place -> id of the worker there
+        self.next_worker = 4
+        self.held: dict[int, list[Lease]] = {place: [] for place in range(4)}
+        self.progress: dict[int, int] = {}  # lease -> records reported
+        self.done: list[tuple[int, Lease]] = []  # (worker, lease)
+        self.dead: list[tuple[int, Lease]] = []
+        self.credited: Counter = Counter()
+        self.handed_out: set = set()  # training records that were ever handed out
+        self.batches: dict[int, int] = {}  # task -> batches when first handed out
+        self.rounds: dict[int, list] = {}
+        self.milestones: list = []
+        self.stopped = False
+
+    # ---- what happens
+
+    @rule(place=WORKERS, answer_lost=st.booleans())
+    def take(self, place, answer_lost):
+        kind = self.take_one(place, answer_lost)
+        if self.queue.failure is not None:
+            assert kind is DecisionKind.FINISHED
+
+    def take_one(self, place, answer_lost=False):
+        decision = self.queue.get_task(self.ids[place], self.now, [lease.id for lease in self.held[place]])
+        assert decision.reason
+        if decision.lease is None:
+            assert decision.kind is not DecisionKind.TASK
+            return decision.kind
+        lease = decision.lease
+        task = lease.task
+        assert lease.worker == self.ids[place]
+        assert task.type is TaskType.TRAIN_END or task.shard.records > 0
+        for other in (lease for leases in self.held.values() for lease in leases):
+            assert other.task.id != task.id, "two workers hold the same task"
+        self.check_turn(task.type)
+        if task.type is TaskType.TRAINING:
+            self.batches.setdefault(task.id, -(-task.shard.records // self.batch))
+            self.handed_out.update(self.records(task))
+        if not answer_lost:
+            self.held[place].append(lease)
+            self.progress[lease.id] = 0
+        return decision.kind
+
+    def check_turn(self, kind):
+        """Nothing that goes first was left behind, as far as it is to be seen from outside."""
+        counts = self.queue.counts()
+        for earlier in HANDING_OUT_ORDER[: HANDING_OUT_ORDER.index(kind)]:
+            if earlier is TaskType.TRAINING and self.hold:
+                continue  # a held epoch is to do, but not yet to be handed out
+            assert counts[earlier][TaskState.TODO] == 0 or self.max_batches
+
+    @rule(place=WORKERS, pick=st.integers(0, 9), part=st.floats(0, 1))
+    def report_progress(self, place, pick, part):
+        if not self.held[place]:
+            return
+        lease = self.held[place][pick % len(self.held[place])]
+        before = self.progress[lease.id]
+        done = before + round((lease.task.shard.records - before) * part)
+        assert self.queue.report_progress(self.ids[place], lease.id, done, self.now).accepted
+        self.progress[lease.id] = done
+        if lease.task.type is not TaskType.EVALUATION:
+            self.credit(lease, before, done)
+
+    @rule(place=WORKERS, pick=st.integers(0, 9))
+    def report_done(self, place, pick):
+        if not self.held[place]:
+            return
+        lease = self.held[place].pop(pick % len(self.held[place]))
+        outcome = self.queue.report_done(self.ids[place], lease.id)
+        assert outcome.accepted
+        assert not outcome.duplicate
+        assert outcome.task == lease.task
+        start = 0 if lease.task.type is TaskType.EVALUATION else self.progress[lease.id]
+        self.credit(lease, start, lease.task.shard.records)
+        self.done = [*self.done[-5:], (self.ids[place], lease)]
+
+    @rule(pick=st.integers(0, 9))
+    def report_done_again(self, pick):
+        if self.done:
+            worker, lease = self.done[pick % len(self.done)]
+            assert self.queue.report_done(worker, lease.id).duplicate
+
+    @rule(pick=st.integers(0, 99), done=st.booleans())
+    def report_too_late(self, pick, done):
+        if not self.dead:
+            return
+        worker, lease = self.dead[pick % len(self.dead)]
+        refused = self.queue.accounting.reports_refused
+        if done:
+            assert not self.queue.report_done(worker, lease.id).accepted
+        else:
+            assert not self.queue.report_progress(worker, lease.id, 0, self.now).accepted
+        assert self.queue.accounting.reports_refused == refused + 1
+
+    @rule(place=WORKERS, pick=st.integers(0, 9))
+    def report_failed(self, place, pick):
+        if self.held[place]:
+            lease = self.held[place].pop(pick % len(self.held[place]))
+            outcome = self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback")
+            assert outcome.accepted
+            self.dead.append((self.ids[place], lease))
+
+    @rule(place=WORKERS)
+    def lose_worker(self, place):
+        self.queue.worker_lost(self.ids[place])
+        self.dead += [(self.ids[place], lease) for lease in self.held[place]]
+        self.held[place] = []
+        self.ids[place] = self.next_worker
+        self.next_worker += 1
+
+    @rule(seconds=st.sampled_from([1.0, 40.0, LEASE_SECONDS]))
+    def let_time_pass(self, seconds):
+        self.now += seconds
+        over = {lease.id for lease in self.queue.expire(self.now)}
+        for place, leases in self.held.items():
+            gone = [lease for lease in leases if lease.id in over]
+            self.dead += [(self.ids[place], lease) for lease in gone]
+            self.held[place] = [lease for lease in leases if lease.id not in over]
+        if seconds == LEASE_SECONDS:
+            assert not any(self.held.values())
+
+    @precondition(lambda self: len(self.rounds) < 3)
+    @rule(sources=SOURCES)
+    def add_round(self, sources):
+        number = len(self.rounds) + 1
+        self.rounds[number] = sources
+        self.queue.add_evaluation(number, sources)
+
+    @rule()
+    def release_epochs(self):
+        self.queue.release_epoch(sum(m.kind is MilestoneKind.EPOCH_DONE for m in self.milestones) - 1)
+
+    @precondition(lambda self: len(self.handed_out) > 20)
+    @rule()
+    def stop_training(self):
+        self.stopped |= not self.queue.training_done
+        self.queue.stop_training("enough")
+
+    @rule()
+    def add_train_end(self):
+        self.queue.add_train_end()
+
+    @precondition(lambda self: self.queue.failure is None and not self.rounds)
+    @rule()
+    def save_and_restore(self):
+        self.queue = TaskQueue.from_dict(json.loads(json.dumps(self.queue.to_dict())))
+        self.held = {place: [] for place in self.held}
+        self.done, self.dead = [], []
+
+    # ---- what must hold
+
+    @invariant()
+    def milestones_come_once(self):
+        self.milestones += self.queue.take_milestones()
+        assert len(self.milestones) == len(set(self.milestones))
+        epochs = [m.number for m in self.milestones if m.kind is MilestoneKind.EPOCH_DONE]
+        assert epochs == list(range(len(epochs)))
+        for milestone in self.milestones:
+            if milestone.kind is MilestoneKind.ROUND_DONE:
+                self.check_round(milestone.number)
+
+    def check_round(self, number):
+        for name, count in self.rounds[number]:
+            assert all(self.credited[TaskType.EVALUATION, number, name, r] == 1 for r in range(count))
+
+    @invariant()
+    def nothing_is_counted_twice(self):
+        assert all(count == 1 for count in self.credited.values())
+        trained = Counter(key[1] for key in self.credited if key[0] is TaskType.TRAINING)
+        assert self.queue.accounting.records_trained == dict(trained)
+
+    @invariant()
+    def max_batches_is_kept(self):
+        assert not self.max_batches or sum(self.batches.values()) <= self.max_batches
+
+    @invariant()
+    def doing_is_what_workers_hold(self):
+        """All but the leases whose answers got lost."""
+        leases = {lease.id for lease in self.queue.leases()}
+        assert leases >= {lease.id for held in self.held.values() for lease in held}
+        doing = sum(states[TaskState.DOING] for states in self.queue.counts().values())
+        assert doing == len(leases)
+
+    def teardown(self):
+        """One more worker does all that is left, and the job is done."""
+        if not hasattr(self, "queue"):
+            return
+        for place in self.held:
+            self.lose_worker(place)
+        self.queue.add_train_end()
+        self.queue.finish()
+        for _ in range(2000):
+            self.milestones_come_once()
+            self.release_epochs()
+            if self.take_one(0) is not DecisionKind.TASK:
+                break
+            self.report_done(0, 0)
+        assert self.queue.get_task(99_999, self.now).kind is DecisionKind.FINISHED
+        self.nothing_is_counted_twice()
+        if self.queue.failure is None:
+            self.check_the_end()
+
+    def check_the_end(self):
+        assert not self.queue.leases()
+        counts = self.queue.counts()
+        assert all(states[TaskState.TODO] == states[TaskState.DOING] == 0 for states in counts.values())
+        for number in self.rounds:
+            self.check_round(number)
+        for name, count in self.prediction:
+            assert all(self.credited[TaskType.PREDICTION, 0, name, r] == 1 for r in range(count))
+        kinds = Counter(m.kind for m in self.milestones)
+        assert kinds[MilestoneKind.TRAINING_DONE] == kinds[MilestoneKind.PREDICTION_DONE] == 1
+        assert kinds[MilestoneKind.TRAIN_END_DONE] == 1
+        assert kinds[MilestoneKind.ROUND_DONE] == len(self.rounds)
+        trained = {key for key in self.credited if key[0] is TaskType.TRAINING}
+        everything = {
+            (TaskType.TRAINING, epoch, name, r)
+            for epoch in range(self.epochs)
+            for name, count in self.training
+            for r in range(count)
+        }
+        if self.stopped:
+            assert trained <= everything
+            self.check_dropped(trained)
+        elif self.max_batches:
+            assert trained == self.handed_out
+            assert trained == everything or sum(self.batches.values()) == self.max_batches
+        else:
+            assert trained == everything
+            assert kinds[MilestoneKind.EPOCH_DONE] == (self.epochs if everything else 0)
+
+    def check_dropped(self, trained):
+        """Of an epoch that was begun, each record was either trained or dropped (or cut by max_batches)."""
+        dropped = self.queue.accounting.records_dropped
+        size = sum(count for _, count in self.training)
+        for epoch in {key[1] for key in trained}:
+            known = sum(key[1] == epoch for key in trained) + dropped.get(epoch, 0)
+            assert known == size or (self.max_batches and known < size)
+
+    # ---- helpers
+
+    def credit(self, lease, start, end):
+        first = lease.task.shard.start
+        for record in list(self.records(lease.task))[start:end]:
+            self.credited[record] += 1
+        assert lease.task.type is TaskType.TRAIN_END or first + end <= lease.task.shard.end
+
+    def records(self, task):
+        number = task.evaluation_round if task.type is TaskType.EVALUATION else task.epoch
+        return [(task.type, number, task.shard.name, r) for r in range(task.shard.start, task.shard.end)]
+
+
+TestTaskQueueKeepsItsPromises = TaskQueueMachine.TestCase
+TestTaskQueueKeepsItsPromises.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

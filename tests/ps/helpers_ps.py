@@ -1,0 +1,139 @@
+"""Models, optimizers and pushes that the parameter servers' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
+from elasticcb.ps.push import Push, PushReader, Rows
+from elasticcb.tensors import Frame, dtype_of
+
+SPECS = (
+    VariableSpec("embedding/embeddings", (12, 4), "float32", True),
+    VariableSpec("dense/kernel", (4, 6), "float32", True),
+    VariableSpec("dense/bias", (6,), "float32", True),
+    VariableSpec("norm/moving_mean", (6,), "float32", False),
+    VariableSpec("norm/count", (), "int64", False),
+)
+TRAINABLE = [index for index, spec in enumerate(SPECS) if spec.trainable]
+
+
+class Signed(keras.optimizers.Optimizer):
+    """A user's own optimizer: momentum on the signs of the gradient."""
+
+    def build(self, variables: list[Any]) -> None:
+        super().build(variables)
+        self.memory = [self.add_variable_from_reference(v, name="memory") for v in variables]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        memory = self.memory[self._get_variable_index(variable)]
+        self.assign(memory, 0.9 * memory + keras.ops.sign(gradient))
+        self.assign_sub(variable, learning_rate * memory)
+
+
+def initial_values(specs: Sequence[VariableSpec] = SPECS, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [
+        (generator.normal(size=spec.shape) * 10 + 1).astype(dtype_of(spec.dtype))
+        if spec.dtype.startswith("int")
+        else generator.normal(size=spec.shape).astype(dtype_of(spec.dtype))
+        for spec in specs
+    ]
+
+
+def gradients(step: int, specs: Sequence[VariableSpec] = SPECS) -> dict[int, np.ndarray]:
+    generator = np.random.default_rng(1000 + step)
+    return {
+        index: generator.normal(size=spec.shape).astype(dtype_of(spec.dtype))
+        for index, spec in enumerate(specs)
+        if spec.trainable
+    }
+
+
+class Part:
+    """One server's parameters without a server around them."""
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[], Any] | None,
+        values: Sequence[np.ndarray],
+        specs: Sequence[VariableSpec] = SPECS,
+        num_ps: int = 1,
+        index: int = 0,
+        split: bool = False,
+    ) -> None:
+        self.specs = specs
+        self.slices = partition(specs, num_ps, split)[index]
+        own = {
+            part.variable: values[part.variable]
+            .reshape(-1)[part.start : part.stop]
+            .reshape(part.shape(specs[part.variable]))
+            for part in self.slices
+        }
+        self.parameters = Parameters(specs, self.slices, make_optimizer, own)
+        self.reader = PushReader(specs, self.slices)
+
+    def push(
+        self, dense: Mapping[int, np.ndarray], rows: Mapping[int, tuple[Any, Any]] | None = None
+    ) -> None:
+        self.parameters.apply(self.make(dense, rows))
+
+    def make(
+        self,
+        dense: Mapping[int, np.ndarray],
+        rows: Mapping[int, tuple[Any, Any]] | None = None,
+        learning_rate: float | None = None,
+    ) -> Push:
+        held = tuple(sorted({part.variable for part in self.slices} & set(dense)))
+        pairs = {i: Rows(np.asarray(ids, np.int64), values) for i, (ids, values) in (rows or {}).items()}
+        blocks = pack(dense, self.specs, self.slices, True, held)
+        return Push(held, blocks, pairs, {}, learning_rate)
+
+    def values(self) -> list[np.ndarray]:
+        """Whole variables; what other servers hold is zero."""
+        arrays = [np.zeros(spec.shape, dtype_of(spec.dtype)) for spec in self.specs]
+        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.state())):
+            unpack(blocks, self.specs, self.slices, trainable, arrays)
+        return arrays
+
+
+def plain_keras(
+    make_optimizer: Callable[[], Any], values: Sequence[np.ndarray], steps: Sequence[dict[int, np.ndarray]]
+) -> tuple[dict[int, np.ndarray], Any]:
+    """What Keras makes of the same gradients in one process."""
+    optimizer = make_optimizer()
+    variables = {
+        index: keras.Variable(values[index], dtype=SPECS[index].dtype, name=SPECS[index].path.split("/")[-1])
+        for index in TRAINABLE
+    }
+    optimizer.build(list(variables.values()))
+    import tensorflow as tf
+
+    apply = tf.function(lambda *grads: optimizer.apply(list(grads), list(variables.values())))
+    for step in steps:
+        apply(*[tf.constant(step[index]) for index in TRAINABLE])
+    return {index: variable.numpy() for index, variable in variables.items()}, optimizer
+
+
+def push_frame(
+    dense: Mapping[int, np.ndarray],
+    slices: Sequence[Any],
+    specs: Sequence[VariableSpec] = SPECS,
+    rows: Mapping[int, tuple[Any, Any]] | None = None,
+    state: Mapping[str, np.ndarray] | None = None,
+    **header: Any,
+) -> Frame[pb.ExchangeRequest]:
+    held = {part.variable for part in slices} & set(dense)
+    tensors = {f"gradients/{d}": block for d, block in pack(dense, specs, slices, True, held).items()}
+    for index, (ids, values) in (rows or {}).items():
+        tensors[f"rows/{index}/ids"] = np.asarray(ids, np.int64)
+        tensors[f"rows/{index}/values"] = np.asarray(values)
+    tensors |= {f"state/{dtype}": block for dtype, block in (state or {}).items()}
+    fields = {"worker_id": 1, "known_version": -1, "known_state_version": -1, **header}
+    return Frame(pb.ExchangeRequest(dense_variables=sorted(dense), **fields), tensors)

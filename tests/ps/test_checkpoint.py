@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from helpers_ps import SPECS, Part, gradients, initial_values
+
+from elasticcb.errors import CheckpointError
+from elasticcb.ps import checkpoint
+from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.partition import VariableSpec, partition
+
+BIG = (
+    VariableSpec("embedding/embeddings", (700, 64), "float32", True),
+    VariableSpec("dense/kernel", (64, 300), "bfloat16", True),
+    VariableSpec("dense/bias", (300,), "float32", True),
+    VariableSpec("scale/scale", (), "float32", True),
+    VariableSpec("norm/moving_mean", (6,), "float32", False),
+    VariableSpec("norm/count", (), "int64", False),
+)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+def save(directory, parts, specs=BIG, version=3):
+    folder = checkpoint.begin_version(directory, version)
+    files = [
+        checkpoint.save_part(folder, part.parameters.export(), part.slices, index, len(parts))
+        for index, part in enumerate(parts)
+    ]
+    return checkpoint.write_manifest(
+        folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}
+    )
+
+
+def trained(num_ps, make=adam, specs=BIG, split=True):
+    parts = [Part(make, initial_values(specs), specs, num_ps, index, split) for index in range(num_ps)]
+    for step in range(3):
+        for part in parts:
+            part.push(gradients(step, specs))
+    return parts
+
+
+def restored(folder, num_ps, make=adam, specs=BIG, split=True):
+    parts = []
+    for index, slices in enumerate(partition(specs, num_ps, split)):
+        loaded = checkpoint.load_slices(folder, specs, slices, index, num_ps)
+        part = Part(None, initial_values(specs, seed=9), specs, num_ps, index, split)
+        part.parameters = Parameters(specs, slices, make, loaded.weights, loaded.version)
+        part.parameters.restore_optimizer(loaded)
+        parts.append(part)
+    return parts
+
+
+def whole(parts):
+    return [sum(arrays[1:], arrays[0]) for arrays in zip(*(part.values() for part in parts), strict=True)]
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num_ps):
+    before = trained(2)
+    folder = save(tmp_path, before)
+    assert sum(part.variable == 0 for p in before for part in p.slices) == 2
+    after = restored(folder, num_ps)
+    assert after[0].parameters.version == 3
+    for step in range(3, 6):
+        for part in [*before, *after]:
+            part.push(gradients(step, BIG))
+    for mine, other in zip(whole(after), whole(before), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert int(after[-1].parameters.optimizer.optimizer.iterations) == 6
+
+
+def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path):
+    def adafactor():
+        return keras.optimizers.Adafactor(0.01)
+
+    before = trained(2, adafactor, SPECS, split=False)
+    after = restored(save(tmp_path, before, SPECS), 3, adafactor, SPECS, split=False)
+    for part in [*before, *after]:
+        part.push(gradients(5, SPECS))
+    for mine, other in zip(whole(after), whole(before), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    folder = checkpoint.begin_version(tmp_path, 5)
+    assert checkpoint.find_versions(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        checkpoint.read_manifest(folder)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        checkpoint.find_latest(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    folder = save(tmp_path, trained(1))
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(data[:-10])
+    elif damage == "flipped":
+        data[-10] ^= 1
+        path.write_bytes(data)
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=path.name):
+        checkpoint.verify(folder)
+    with pytest.raises(CheckpointError, match=path.name):
+        restored(folder, 1)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
+    folder = save(tmp_path, trained(1))
+    other = (VariableSpec("embedding/embeddings", (700, 32), "float32", True), *BIG[1:])
+    with pytest.raises(CheckpointError, match=r"float32\[700, 64\] in the checkpoint, .*float32\[700, 32\]"):
+        restored(folder, 1, specs=other)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    folder = save(tmp_path, trained(1))
+    with pytest.raises(CheckpointError, match="optimizer Adam, the model file's is SGD"):
+        restored(folder, 1, lambda: keras.optimizers.SGD(0.1))
+
+
+def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
+    folder = save(tmp_path, [Part(None, initial_values(BIG), BIG)])
+    (part,) = restored(folder, 1)
+    assert "holds no optimizer" in caplog.text
+    np.testing.assert_array_equal(part.values()[0], initial_values(BIG)[0])
+
+
+def test_a_checkpoint_is_read_without_an_optimizer(tmp_path):
+    before = trained(2)
+    for mine, other in zip(whole(restored(save(tmp_path, before), 1, None)), whole(before), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_the_newest_versions_are_kept(tmp_path):
+    part = Part(None, initial_values())
+    for version in (1, 2, 10):
+        save(tmp_path, [part], SPECS, version)
+    checkpoint.begin_version(tmp_path, 11)
+    assert checkpoint.find_latest(tmp_path).name == "version-00000010"
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000002", "version-00000010"]
+    manifest = checkpoint.verify(checkpoint.find_latest(tmp_path / "version-00000010"))
+    assert manifest["extra"] == {"epoch": 2}
+    assert json.dumps(manifest)
+
+
+def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):
+    folder = checkpoint.begin_version(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="share"):
+        checkpoint.write_manifest(
+            folder, version=1, specs=SPECS, parts=[[]], files=[checkpoint.SavedFile("server", 10, "")]
+        )

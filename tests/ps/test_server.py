@@ -1,0 +1,327 @@
+"""Real servers on free ports, called over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from helpers_ps import SPECS, Part, gradients, initial_values, push_frame
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps import checkpoint
+from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
+from elasticcb.ps.server import PSServer
+from elasticcb.rpc import Connection
+from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.tensors import Frame
+
+# Large enough to be cut in two.
+CUT = (
+    VariableSpec("dense/kernel", (300, 64), "float32", True),
+    VariableSpec("dense/bias", (64,), "float32", True),
+    VariableSpec("norm/moving_mean", (64,), "float32", False),
+)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.5)
+
+
+class Cluster:
+    """Some servers and a connection to each."""
+
+    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, **training):
+        self.specs, self.split, self.num_ps = specs, split, num_ps
+        settings = JobSettings(
+            command=Command.TRAIN,
+            name="test",
+            directory="",
+            model=ModelSettings(zoo="", definition=""),
+            training=TrainingSettings(**training),
+        )
+        self.servers = [PSServer(settings, make_optimizer) for _ in range(num_ps)]
+        for server in self.servers:
+            server.start()
+        self.connections = [
+            Connection(server.address, f"parameter server {index}", patience_seconds=5)
+            for index, server in enumerate(self.servers)
+        ]
+        self.slices = partition(specs, num_ps, split)
+
+    def call(self, index, method, frame):
+        call = self.connections[index].frame_call(
+            "elasticcb.ParameterServer", method, getattr(pb, f"{method}Response")
+        )
+        return self.connections[index].call(call, frame)
+
+    def initialize(self, values=None, folder=""):
+        for index, slices in enumerate(self.slices):
+            tensors = {}
+            if values is not None:
+                for kind, trainable in (("weights", True), ("state", False)):
+                    blocks = pack(values, self.specs, slices, trainable)
+                    tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
+            request = pb.InitializeRequest(
+                variables=[spec.to_message() for spec in self.specs],
+                num_ps=self.num_ps,
+                index=index,
+                split=self.split,
+                checkpoint=str(folder),
+                ps_addresses=[server.address for server in self.servers],
+            )
+            self.call(index, "Initialize", Frame(request, tensors))
+
+    def push(self, dense, index=0, **header):
+        frame = push_frame(dense, self.slices[index], self.specs, **header)
+        return self.call(index, "Exchange", frame)
+
+    def values(self, snapshot=0):
+        arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
+        for index, slices in enumerate(self.slices):
+            answer = self.push({}, index, pull=True, snapshot=snapshot)
+            for kind, trainable in (("weights", True), ("state", False)):
+                blocks = {
+                    name.split("/")[1]: array
+                    for name, array in answer.tensors.items()
+                    if name.startswith(kind)
+                }
+                unpack(blocks, self.specs, slices, trainable, arrays)
+        return arrays
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        for server in self.servers:
+            server.stop(0)
+
+
+@pytest.fixture
+def cluster():
+    with contextlib.ExitStack() as stack:
+
+        def make(**arguments):
+            made = Cluster(**arguments)
+            stack.callback(made.close)
+            made.initialize(initial_values(made.specs))
+            return made
+
+        yield make
+
+
+def test_a_push_and_a_pull_travel_in_one_exchange(cluster):
+    one = cluster()
+    answer = one.push(gradients(0), sequence=1, pull=True)
+    assert answer.header.status == pb.ACCEPTED
+    assert (answer.header.version, answer.header.state_version) == (1, 0)
+    expected = Part(sgd, initial_values())
+    expected.push(gradients(0))
+    np.testing.assert_allclose(
+        answer.tensors["weights/float32"], expected.parameters.weights()["float32"], rtol=1e-6
+    )
+    again = one.push({}, pull=True, known_version=1, known_state_version=0)
+    assert again.header.status == pb.NO_PUSH
+    assert not again.tensors
+
+
+def test_a_retried_push_is_applied_once(cluster):
+    one = cluster()
+    first = one.push(gradients(0), sequence=1, pull=True)
+    again = one.push(gradients(0), sequence=1, pull=True)
+    assert again.header == first.header
+    assert np.array_equal(again.tensors["weights/float32"], first.tensors["weights/float32"])
+    assert one.push(gradients(0), sequence=1, worker_id=2).header.version == 2
+
+
+def test_a_gradient_with_nan_is_refused_and_its_variable_named(cluster):
+    one = cluster()
+    before = one.values()
+    bad = gradients(0)
+    bad[1][2, 3] = np.nan
+    answer = one.push(bad, sequence=1)
+    assert answer.header.status == pb.NON_FINITE
+    assert "'dense/kernel'" in answer.header.reason
+    rows = (np.array([1]), np.full((1, 4), np.inf, np.float32))
+    answer = one.push({}, rows={0: rows}, sequence=2)
+    assert "'embedding/embeddings'" in answer.header.reason
+    assert one.push(gradients(0), sequence=3, loss=np.nan).header.reason == "the loss is nan"
+    assert "'head/bias'" in one.push(gradients(0), sequence=4, non_finite="head/bias").header.reason
+    for mine, other in zip(one.values(), before, strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_a_large_finite_gradient_is_no_infinity(cluster):
+    one = cluster()
+    large = {2: np.full(6, 1e30, np.float32)}
+    assert one.push(large, sequence=1).header.status == pb.ACCEPTED
+
+
+ONE_ROW = np.ones((1, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({0: ([12], ONE_ROW)}, r"Row id 12 of 'embedding/embeddings' is out of range"),
+        ({0: ([-1], ONE_ROW)}, r"Row id -1 of"),
+        ({0: ([1], np.ones((1, 3), np.float32))}, r"float32\[1, 4\] was expected, float32\[1, 3\]"),
+        ({0: ([1], ONE_ROW.astype(np.float64))}, r"float64\[1, 4\] was given"),
+        ({0: ([[1]], ONE_ROW)}, r"int64\[n\] was expected, int64\[1, 1\] was given"),
+        ({0: ([1, 1], np.ones((2, 4), np.float32))}, r"Row id 1 .* more than once"),
+        ({3: ([1], ONE_ROW)}, r"names variable 3"),
+        ({9: ([1], ONE_ROW)}, r"names variable 9"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_and_nothing_is_applied(shared_cluster, rows, message):
+    dense = {2: gradients(0)[2]}
+    with pytest.raises(WireError, match=message):
+        shared_cluster.push(dense, rows=rows, sequence=1)
+    assert shared_cluster.push({}, pull=True).header.version == 0
+
+
+@pytest.fixture(scope="module")
+def shared_cluster():
+    made = Cluster()
+    made.initialize(initial_values())
+    yield made
+    made.close()
+
+
+def test_dense_gradients_that_do_not_fit_are_refused(shared_cluster):
+    frame = push_frame({1: gradients(0)[1]}, shared_cluster.slices[0], sequence=1)
+    frame.header.dense_variables.append(2)
+    with pytest.raises(WireError, match=r"'dense/kernel', 'dense/bias'.*float32\[30\].*float32\[24\]"):
+        shared_cluster.call(0, "Exchange", frame)
+    frame.tensors["momentum/float32"] = np.zeros(2, np.float32)
+    with pytest.raises(WireError, match="momentum/float32"):
+        shared_cluster.call(0, "Exchange", frame)
+
+
+def test_changes_of_non_trainable_variables_add_up(cluster):
+    one = cluster()
+    before = one.values()
+    delta = {"float32": np.full(6, 0.5, np.float32), "int64": np.array([2])}
+    answer = one.push(gradients(0), sequence=1, state=delta)
+    one.push(gradients(1), sequence=2, state=delta)
+    unchanged = one.push(gradients(1), sequence=3, state={k: 0 * v for k, v in delta.items()})
+    assert (answer.header.state_version, unchanged.header.state_version) == (1, 2)
+    np.testing.assert_allclose(one.values()[3], before[3] + 1.0, rtol=1e-6)
+    assert one.values()[4] == before[4] + 4
+
+
+def test_a_snapshot_is_pulled_until_it_is_released(cluster):
+    one = cluster()
+    before = one.values()
+    one.call(0, "Snapshot", Frame(pb.SnapshotRequest(evaluation_round=1), {}))
+    one.push(gradients(0), sequence=1)
+    again = one.call(0, "Snapshot", Frame(pb.SnapshotRequest(evaluation_round=1), {}))
+    assert again.header.version == 0
+    for mine, other in zip(one.values(snapshot=1), before, strict=True):
+        assert np.array_equal(mine, other)
+    one.call(0, "Snapshot", Frame(pb.SnapshotRequest(evaluation_round=1, release=True), {}))
+    with pytest.raises(ElasticCBError, match="no snapshot of evaluation round 1"):
+        one.values(snapshot=1)
+
+
+def test_the_base_learning_rate_is_set_for_all_later_pushes(cluster):
+    one = cluster()
+    one.call(0, "SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=0.25), {}))
+    answer = one.push({}, pull=True)
+    assert (answer.header.learning_rate, answer.header.base_learning_rate_version) == (0.25, 1)
+    before = one.values()[2]
+    one.push({2: np.ones(6, np.float32)}, sequence=1)
+    np.testing.assert_allclose(one.values()[2], before - 0.25, rtol=1e-5)
+
+
+def test_a_server_without_a_model_or_an_optimizer_says_so(cluster):
+    serving = cluster(make_optimizer=None)
+    with pytest.raises(ElasticCBError, match="without an optimizer"):
+        serving.push(gradients(0), sequence=1)
+    empty = Cluster()
+    with contextlib.closing(empty), pytest.raises(ElasticCBError, match="holds no model yet"):
+        empty.push({}, pull=True)
+
+
+def test_a_synchronous_update_is_the_mean_of_its_gradients(cluster):
+    one = cluster(use_async=False, grads_to_wait=2)
+    before = one.values()
+    rows = [([1, 5], np.ones((2, 4), np.float32)), ([5], np.full((1, 4), 3.0, np.float32))]
+    ones = {2: np.ones(6, np.float32)}
+    delta = {"float32": np.ones(6, np.float32), "int64": np.array(1).reshape(1)}
+    first = one.push(ones, rows={0: rows[0]}, state=delta, sequence=1, worker_id=1)
+    assert (first.header.status, first.header.version) == (pb.ACCEPTED, 0)
+    second = one.push({2: 3 * ones[2]}, rows={0: rows[1]}, state=delta, sequence=1, worker_id=2)
+    assert second.header.version == 1
+    after = one.values()
+    np.testing.assert_allclose(after[2], before[2] - 0.5 * 2, rtol=1e-5)
+    np.testing.assert_allclose(after[0][5], before[0][5] - 0.5 * 2, rtol=1e-5)
+    np.testing.assert_allclose(after[0][1], before[0][1] - 0.5 * 0.5, rtol=1e-5)
+    np.testing.assert_allclose(after[3], before[3] + 1, rtol=1e-5)
+    assert after[4] == before[4] + 2
+    stale = one.push(ones, sequence=2, worker_id=1, version=0)
+    assert stale.header.status == pb.STALE
+
+
+def test_the_last_gradients_are_applied_when_training_finishes(cluster):
+    one = cluster(use_async=False, grads_to_wait=3)
+    before = one.values()
+    one.push({2: np.ones(6, np.float32)}, sequence=1)
+    answer = one.call(0, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
+    assert answer.header.version == 1
+    np.testing.assert_allclose(one.values()[2], before[2] - 0.5, rtol=1e-5)
+
+
+def test_all_servers_take_a_synchronous_gradient_or_none_does(cluster):
+    two = cluster(num_ps=2, specs=CUT, use_async=False, grads_to_wait=2, sync_version_tolerance=0)
+    assert {part.variable for slices in two.slices for part in slices} == {0, 1, 2}
+    assert all(any(part.variable == 0 for part in slices) for slices in two.slices)
+    before = two.values()
+
+    def push(worker, sequence, version, **header):
+        dense = gradients(10 * worker + sequence, CUT)
+        arguments = {"worker_id": worker, "sequence": sequence, "version": version, **header}
+        staged = two.push(dense, 1, staged=True, **arguments)
+        return staged, two.push(dense, 0, **arguments)
+
+    push(1, 1, 0)
+    staged, answer = push(2, 1, 0, learning_rate=0.25, has_learning_rate=True)
+    assert staged.header.status == answer.header.status == pb.ACCEPTED
+    assert answer.header.version == 1
+    assert two.push({}, 1, pull=True).header.version == 1
+    expected = before[0] - 0.25 * (gradients(11, CUT)[0] + gradients(21, CUT)[0]) / 2
+    np.testing.assert_allclose(two.values()[0], expected, rtol=1e-4, atol=1e-5)
+
+    held = two.values()
+    _, late = push(1, 2, 0)
+    assert late.header.status == pb.STALE
+    push(1, 3, 1)
+    assert all(np.array_equal(a, b) for a, b in zip(two.values(), held, strict=True))
+    for index in (0, 1):
+        two.call(index, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
+    np.testing.assert_allclose(two.values()[0], held[0] - 0.5 * gradients(13, CUT)[0], rtol=1e-4, atol=1e-5)
+    assert [two.push({}, index, pull=True).header.version for index in (0, 1)] == [2, 2]
+
+
+def test_a_synchronous_push_that_is_not_staged_is_refused_by_the_second_server(cluster):
+    two = cluster(num_ps=2, specs=CUT, use_async=False)
+    with pytest.raises(WireError, match="staged=False came to server 1"):
+        two.push(gradients(0, CUT), 1, sequence=1)
+
+
+def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
+    two = cluster(num_ps=2, specs=CUT)
+    for index in (0, 1):
+        two.push(gradients(0, CUT), index, sequence=1)
+    folder = checkpoint.begin_version(tmp_path, 1)
+    saved = [
+        two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)
+    ]
+    files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
+    final = checkpoint.write_manifest(folder, version=1, specs=CUT, parts=two.slices, files=files)
+    one = cluster(specs=CUT)
+    one.initialize(folder=final)
+    assert one.push({}, pull=True).header.version == 1
+    for mine, other in zip(one.values(), two.values(), strict=True):
+        np.testing.assert_array_equal(mine, other)

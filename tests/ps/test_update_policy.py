@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+
+
+def test_every_asynchronous_push_is_an_update():
+    policy = UpdatePolicy(use_async=True, grads_to_wait=4)
+    decision = policy.decide(PushName(1, 1), version=0, present=90)
+    assert decision.action is Action.APPLY
+    assert decision.pushes == (PushName(1, 1),)
+
+
+def test_a_synchronous_update_waits_for_its_gradients():
+    policy = UpdatePolicy(use_async=False, grads_to_wait=2)
+    first = policy.decide(PushName(1, 1), 0, 0)
+    assert first.action is Action.WAIT
+    assert first.reason == "1 of 2 gradients of the next update"
+    assert policy.decide(PushName(2, 7), 0, 0).pushes == (PushName(1, 1), PushName(2, 7))
+    assert policy.waiting == ()
+
+
+def test_a_gradient_that_is_too_old_is_refused_with_both_versions_in_the_reason():
+    policy = UpdatePolicy(use_async=False, grads_to_wait=1, sync_version_tolerance=1)
+    assert policy.decide(PushName(1, 1), 4, 5).action is Action.APPLY
+    refused = policy.decide(PushName(1, 2), 3, 5)
+    assert refused.action is Action.STALE
+    assert "version 3" in refused.reason
+    assert "version 5" in refused.reason
+
+
+def test_a_gradient_from_the_future_is_refused():
+    policy = UpdatePolicy(use_async=False)
+    assert policy.decide(PushName(1, 1), 9, 5).action is Action.STALE
+
+
+def test_flushing_makes_an_update_of_what_waits():
+    policy = UpdatePolicy(use_async=False, grads_to_wait=3)
+    policy.decide(PushName(1, 1), 0, 0)
+    assert policy.flush().pushes == (PushName(1, 1),)
+    assert policy.flush().pushes == ()
+
+
+def test_answers_are_kept_for_retries_and_dropped_in_the_end():
+    answered: Answered[str] = Answered(keep=2)
+    for sequence in (1, 2, 3):
+        answered.remember(PushName(1, sequence), f"answer {sequence}")
+    assert answered.find(PushName(1, 3)) == "answer 3"
+    assert answered.find(PushName(2, 3)) is None
+    assert answered.find(PushName(1, 1)) is None
+    assert answered.forgotten(PushName(1, 1))
+    assert not answered.forgotten(PushName(1, 4))
