@@ -26,7 +26,7 @@ class MasterClient:
 
     def __init__(self, address: str, patience_seconds: float = 30.0) -> None:
         self._connection = Connection(address, "the master", patience_seconds)
-        self._stub = MasterStub(self._connection.channel)  # type: ignore[no-untyped-call]
+        self._stub = MasterStub(self._connection.channel)
         self.id = 0
 
     def settings(self) -> JobSettings:
@@ -34,7 +34,7 @@ class MasterClient:
         answer = self._connection.call(self._stub.GetSettings, pb.GetSettingsRequest())
         return JobSettings.from_json(answer.settings)
 
-    def register(self, role: int, index: int, address: str = "") -> int:
+    def register(self, role: pb.Role, index: int, address: str = "") -> int:
         """Joins the job, ready to serve or to work; returns the place taken."""
         request = pb.RegisterRequest(
             role=role, index=index, address=address, pid=os.getpid(), host=socket.gethostname()
@@ -73,7 +73,9 @@ class MasterClient:
         return self._connection.call(self._stub.ReportTask, request)
 
     def stop_training(self, reason: str) -> None:
-        self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
+        self._connection.call(
+            self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason)
+        )
 
     def stay_until_over(self, interval_seconds: float = 1.0) -> None:
         """Gives signs of life until the job is over. Raises when the master is gone before that."""

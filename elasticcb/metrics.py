@@ -68,7 +68,7 @@ class ModelMetrics:
         self._model = model
         self._selected = list(_select_all(eval_metrics))
         self._model_compute_metrics = model.compute_metrics
-        model.compute_metrics = self._compute_metrics  # type: ignore[method-assign]
+        model.compute_metrics = self._compute_metrics
         self._warned: set[str] = set()
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
@@ -94,7 +94,8 @@ class ModelMetrics:
         """How each unit travels."""
         selected = {id(metric) for _, metric, _ in self._selected}
         return {
-            name: self._transport(name, metric, id(metric) in selected) for name, metric in self.units().items()
+            name: self._transport(name, metric, id(metric) in selected)
+            for name, metric in self.units().items()
         }
 
     def _transport(self, name: str, metric: keras.metrics.Metric, selected: bool) -> Transport:
@@ -161,7 +162,9 @@ class ModelMetrics:
                 metric.update_state(labels, predictions, weight)
         for key, metric, output in self._selected:
             if transports[key] is Transport.OUTPUTS:
-                metric.update_state(_select(labels, output), _select(predictions, output), sample_weight=weight)
+                metric.update_state(
+                    _select(labels, output), _select(predictions, output), sample_weight=weight
+                )
 
     def results(self) -> dict[str, float]:
         """Present results by name; a metric with several results contributes each of them."""
@@ -247,8 +250,6 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
         number += 1
         candidate = f"{name}_{number}"
     return candidate
-
-
 
 
 def to_metric_states(states: States, outputs: Sequence[Any]) -> list[pb.MetricState]:

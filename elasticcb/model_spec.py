@@ -22,7 +22,9 @@ import keras
 from elasticcb.errors import ModelFileError
 from elasticcb.settings import ModelSettings
 
-_import_lock = threading.Lock()  # roles of `--cluster=inprocess` import the same file side by side
+# Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
+# the process's random seeds while another one draws initial weights from them.
+_lock = threading.RLock()
 
 
 def user_traceback(error: BaseException, file: str = "") -> str:
@@ -36,10 +38,9 @@ def user_traceback(error: BaseException, file: str = "") -> str:
     own = [frame for frame in kept if "site-packages" not in frame.filename]
     if any(frame.filename == file for frame in own):
         kept = own
-    return "".join(
-        ["Traceback (most recent call last):\n", *traceback.format_list(kept or list(frames))]
-        + traceback.format_exception_only(type(error), error)
-    )
+    lines = traceback.format_list(kept or list(frames))
+    lines += traceback.format_exception_only(type(error), error)
+    return "Traceback (most recent call last):\n" + "".join(lines)
 
 
 class ModelSpec:
@@ -126,7 +127,8 @@ class ModelSpec:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function of the model file; what it raises becomes a `ModelFileError`."""
         try:
-            return function(*args, **kwargs)
+            with _lock:
+                return function(*args, **kwargs)
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
             raise ModelFileError(
@@ -180,7 +182,7 @@ def locate(settings: ModelSettings) -> tuple[Path, str]:
 
 
 def _import(zoo: str, module: str, path: Path) -> ModuleType:
-    with _import_lock:
+    with _lock:
         # The zoo for `import folder.helper`, the file's own folder for `import helper`.
         for folder in (str(path.parent), str(Path(zoo).resolve())):
             if folder not in sys.path:
@@ -200,7 +202,8 @@ def _import_by_path(name: str, path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

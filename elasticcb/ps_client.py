@@ -169,18 +169,16 @@ class PSClient:
             header.non_finite = push.non_finite
         return Frame(header, {})
 
-    def _rows_of(
-        self, server: _Server, rows: Mapping[int, tuple[Array, Array]]
-    ) -> dict[str, Array]:
+    def _rows_of(self, server: _Server, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
         tensors: dict[str, Array] = {}
         for part in server.slices:
             if part.variable not in rows:
                 continue
             ids, values = rows[part.variable]
             first, last = part.row_range(self.specs[part.variable])
-            here = (ids >= first) & (ids < last)
+            here: Any = (ids >= first) & (ids < last)
             if here.all():
-                here = slice(None)
+                here = slice(None)  # a view instead of a copy
             tensors[f"rows/{part.variable}/ids"] = ids[here] - first
             tensors[f"rows/{part.variable}/values"] = values[here]
         return tensors

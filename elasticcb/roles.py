@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent
 from elasticcb.errors import ElasticCBError
-from elasticcb.logs import setup_logging
+from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import ClusterKind, JobSettings
 
@@ -43,14 +44,18 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # The model that callbacks see lives here, but nothing is computed with it.
         _hide_gpus(settings)
-    backend = _make_backend(settings, display)
-    from elasticcb.master.job import Job
+    quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings.cluster.kind is not ClusterKind.INPROCESS:
+        quiet = native_messages_to(str(logs / "master.log"))
+    with quiet:
+        backend = _make_backend(settings, display)
+        from elasticcb.master.job import Job
 
-    try:
-        summary = Job(settings, backend, display).run()
-    except ElasticCBError as error:
-        logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
-        raise
+        try:
+            summary = Job(settings, backend, display).run()
+        except ElasticCBError as error:
+            logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
+            raise
     display.finish(summary)
     return summary
 

@@ -34,6 +34,10 @@ _OPTIONS = [
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
+# Not the module's own generator, whose seed belongs to the user's model.
+_jitter = random.Random()
+
+
 class Server:
     """A gRPC server on a free port.
 
@@ -130,7 +134,7 @@ class Connection:
             try:
                 return method(request, timeout=deadline_seconds)
             except grpc.RpcError as error:
-                code, details = error.code(), error.details()  # type: ignore[attr-defined]
+                code, details = error.code(), error.details() or "no details"
                 if code is grpc.StatusCode.INVALID_ARGUMENT:
                     raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
                 if code is grpc.StatusCode.FAILED_PRECONDITION:
@@ -145,12 +149,12 @@ class Connection:
                         f"({code.name}: {details})."
                     ) from None
                 logger.debug("%s at %s: %s, trying again", self._name, self.address, code.name)
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                time.sleep(pause * _jitter.uniform(0.5, 1.0))
                 pause = min(2 * pause, 2.0)
 
-    def start_call(self, method: Callable[..., Any], request: Any, deadline_seconds: float = 60.0) -> Any:
+    def start_call(self, method: Any, request: Any, deadline_seconds: float = 60.0) -> Any:
         """Starts a call and returns its future, without retries."""
-        return method.future(request, timeout=deadline_seconds)  # type: ignore[attr-defined]
+        return method.future(request, timeout=deadline_seconds)
 
     def close(self) -> None:
         self.channel.close()

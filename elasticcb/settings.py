@@ -132,7 +132,8 @@ class JobSettings:
     def from_json(cls, text: str) -> JobSettings:
         """Raises `UsageError` when `text` comes from another release's settings."""
         try:
-            return _build(cls, json.loads(text))
+            settings: JobSettings = _build(cls, json.loads(text))
+            return settings
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise UsageError(
                 f"These job settings can't be read ({error}). All processes of a job must run the same "

@@ -40,8 +40,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
 
 
 def to_message(array: Array, name: str = "") -> pb.Tensor:

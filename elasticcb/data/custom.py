@@ -26,9 +26,7 @@ def open_custom_reader(
     try:
         signature = inspect.signature(custom)
     except (TypeError, ValueError) as error:
-        raise ModelFileError(
-            f"{name} is no function: {error}. Expected {name}(data_origin, **params)."
-        ) from error
+        raise ModelFileError(f"{name} is no function: {error}. Expected {name}(data_origin, **params).") from error
     if "records_per_task" in signature.parameters:
         arguments.setdefault("records_per_task", records_per_task)
     try:
@@ -111,9 +109,7 @@ class ElasticDLReader(Reader):
                 f"same in all. It names {', '.join(self._by_source())}."
             )
         check_range(name, start, end, shard.end - shard.start)
-        yield from self._reader.read_records(
-            _Task(_Shard(shard.name, shard.start + start, shard.start + end))
-        )
+        yield from self._reader.read_records(_Task(_Shard(shard.name, shard.start + start, shard.start + end)))
 
     @property
     def element_spec(self) -> Any:
@@ -136,9 +132,7 @@ class ElasticDLReader(Reader):
         return Metadata() if given is None else given
 
     def default_feed(self) -> Any:
-        method = getattr(self._reader, "default_feed", None) or getattr(
-            self._reader, "default_dataset_fn", None
-        )
+        method = getattr(self._reader, "default_feed", None) or getattr(self._reader, "default_dataset_fn", None)
         return method() if callable(method) else None
 
     def _by_source(self) -> dict[str, _Shard]:
@@ -149,9 +143,7 @@ class ElasticDLReader(Reader):
     def _given_shards(self) -> list[_Shard]:
         given = self._reader.create_shards()
         try:
-            items = (
-                [(name, *rest) for name, rest in given.items()] if isinstance(given, dict) else list(given)
-            )
+            items = [(name, *rest) for name, rest in given.items()] if isinstance(given, dict) else list(given)
             return [_Shard(str(name), int(start), int(start) + int(count)) for name, start, count in items]
         except (TypeError, ValueError) as error:
             raise ModelFileError(

@@ -90,7 +90,11 @@ def _remote_files(part: str) -> list[str]:
         found = [name for name in file_system.glob(path) if not _hidden(PurePosixPath(name).name)]
     else:
         found = [name for name in file_system.find(path) if not _hidden(name.removeprefix(path).lstrip("/"))]
-    return [file_system.unstrip_protocol(name) for name in found if file_system.isfile(name)]
+    # Not `unstrip_protocol`: it loses the host of sftp:// and hdfs:// URLs.
+    whole = part.rstrip("/")
+    prefix = whole.removesuffix(path)
+    names = [name for name in found if file_system.isfile(name)]
+    return [file_system.unstrip_protocol(name) if prefix == whole else prefix + name for name in names]
 
 
 def _hidden(relative: str) -> bool:
@@ -191,8 +195,7 @@ def open_content(name: str) -> Content:
         return MemoryContent(name, decompress(content.read(0, content.size)) if content.size else b"")
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         raise DataError(
-            f"{name} can't be decompressed: {error}. It is damaged or was not copied to its end; write "
-            "it again."
+            f"{name} can't be decompressed: {error}. It is damaged or was not copied to its end; write it again."
         ) from error
 
 
@@ -257,9 +260,7 @@ class FileReader(Reader):
                 Source(name, count) for name, (count, _) in zip(self._files, surveys, strict=True) if count
             ]
             if not self._sources:
-                raise DataError(
-                    f"There is no record in {_listed(self._files)}. Give data with at least one record."
-                )
+                raise DataError(f"There is no record in {_listed(self._files)}. Give data with at least one record.")
         return list(self._sources)
 
     def read(self, name: str, start: int, end: int) -> Iterator[Any]:

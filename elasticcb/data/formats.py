@@ -62,9 +62,7 @@ def open_reader(
     if custom is not None:
         return open_custom_reader(custom, origin, arguments, records_per_task)
     files = list_files(origin)
-    chosen = (
-        _named_format(arguments.pop("format")) if "format" in arguments else _common_format(origin, files)
-    )
+    chosen = _named_format(arguments.pop("format")) if "format" in arguments else _common_format(origin, files)
     module, _, name = chosen.reader.rpartition(".")
     reader: Any = getattr(importlib.import_module(f"elasticcb.data.{module}"), name)
     _check_parameters(chosen, reader, arguments)
@@ -89,8 +87,7 @@ def _named_format(name: str) -> Format:
         if known.name == name:
             return known
     raise UsageError(
-        f"The reader parameter format is {name!r}. Expected one of: "
-        f"{', '.join(known.name for known in FORMATS)}."
+        f"The reader parameter format is {name!r}. Expected one of: {', '.join(known.name for known in FORMATS)}."
     )
 
 

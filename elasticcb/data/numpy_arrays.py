@@ -37,8 +37,7 @@ class _Opened:
     @property
     def layout(self) -> str:
         return ", ".join(
-            f"{name} {array.dtype.name}{list(array.shape[1:])}".lstrip()
-            for name, array in self.arrays.items()
+            f"{name} {array.dtype.name}{list(array.shape[1:])}".lstrip() for name, array in self.arrays.items()
         )
 
 
@@ -87,9 +86,7 @@ class NumpyReader(FileReader):
         row_bytes = sum(array.nbytes for array in opened.arrays.values()) // max(opened.count, 1)
         size = min(size, max(CHUNK_BYTES // max(row_bytes, 1), 1))
         for first in range(start, end, size):
-            chunk = {
-                key: _native(array[first : min(first + size, end)]) for key, array in opened.arrays.items()
-            }
+            chunk = {key: _native(array[first : min(first + size, end)]) for key, array in opened.arrays.items()}
             yield chunk.get("", chunk)
 
     def _open(self, name: str) -> _Opened:
@@ -160,11 +157,7 @@ def _array_in(file: Any, what: str, end: int, map_file: bool) -> Any:
     needed = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if offset + needed > end:
         row_bytes = max(needed // max(shape[0], 1), 1)
-        whole = (
-            f"record {(end - offset) // row_bytes}"
-            if not fortran_order
-            else "its records (stored by columns)"
-        )
+        whole = f"record {(end - offset) // row_bytes}" if not fortran_order else "its records (stored by columns)"
         raise DataError(
             f"{what} is truncated inside {whole}: its header promises {shape[0]} records in {needed} bytes, "
             f"and {end - offset} are there. Copy or write the file again."

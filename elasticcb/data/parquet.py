@@ -72,9 +72,7 @@ class _Opened:
                 first, last = self._bounds[group], self._bounds[group + 1]
                 with library_errors(f"Row group {group} (records [{first}, {last})) of {self.name}"):
                     table = self._file.read_row_group(group, columns=list(self.columns), use_threads=False)
-                self._arrays = {
-                    name: self._array(name, table.column(name), int(first)) for name in self.columns
-                }
+                self._arrays = {name: self._array(name, table.column(name), int(first)) for name in self.columns}
                 self._group = group
             return self._arrays
 
@@ -125,10 +123,7 @@ class _Opened:
 
 
 def _is_text(types: Any, kind: Any) -> bool:
-    return any(
-        test(kind)
-        for test in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    )
+    return any(test(kind) for test in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
 
 def _open_remote(name: str) -> Any:
@@ -166,9 +161,7 @@ class ParquetReader(FileReader):
         columns = self.first_opened().columns
         return Metadata(
             column_names=tuple(columns),
-            column_dtypes={
-                name: "string" if dtype.kind == "O" else dtype.name for name, (dtype, _) in columns.items()
-            },
+            column_dtypes={name: "string" if dtype.kind == "O" else dtype.name for name, (dtype, _) in columns.items()},
         )
 
     def default_feed(self) -> Feed | None:

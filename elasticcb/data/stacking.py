@@ -93,7 +93,8 @@ def to_leaf(value: Any, spec: Any) -> Any:
         array = _strings(value)
     else:
         array = np.asarray(value)
-        if array.dtype.kind not in _ACCEPTED_KINDS.get(dtype.kind, "") and array.dtype != dtype:
+        # NumPy takes an empty list for floats.
+        if array.size and array.dtype.kind not in _ACCEPTED_KINDS.get(dtype.kind, "") and array.dtype != dtype:
             raise ValueError(f"{dtype.name} was expected, and {_shortened(value)} came")
         array = np.asarray(value, dtype)
     if not spec.shape.is_compatible_with(array.shape):

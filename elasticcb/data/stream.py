@@ -60,8 +60,7 @@ class RecordStream:
         def step(number: Any, _: Any) -> Any:
             number, *leaves = tf.numpy_function(self._next_chunk, [number], types, stateful=True)
             leaves = [
-                tf.ensure_shape(value, _chunk_shape(leaf))
-                for value, leaf in zip(leaves, self._leaves, strict=True)
+                tf.ensure_shape(value, _chunk_shape(leaf)) for value, leaf in zip(leaves, self._leaves, strict=True)
             ]
             return tf.ensure_shape(number, ()), pack(self._spec, iter(leaves))
 
@@ -72,7 +71,11 @@ class RecordStream:
         # `from_generator` does, without its `flat_map`, which takes 10 ms for each new iterator. Chunks, not
         # records, cross from Python to TensorFlow; `unbatch` then runs in C++.
         forever = tf.data.Dataset.range(np.iinfo(np.int64).max)
-        return forever.scan(np.int64(-1), step).take_while(is_not_the_end).unbatch()
+        chunks = forever.scan(np.int64(-1), step).take_while(is_not_the_end)
+        if all(leaf.shape.num_elements() for leaf in self._leaves):
+            return chunks.unbatch()
+        # TensorFlow 2.21 crashes in `unbatch` when a record has no elements: `from_tensors(zeros((1, 0)))`.
+        return chunks.flat_map(lambda *chunk: tf.data.Dataset.from_tensor_slices(_as_one(chunk)))
 
     def _next_chunk(self, number: Any) -> list[Any]:
         """The number of the generator, -1 asks for a new one, and the leaves of its next chunk."""
@@ -94,8 +97,10 @@ class RecordStream:
             self._open.pop(int(number), None)
             return [number, *(_empty(leaf) for leaf in self._leaves)]
         except ElasticCBError as error:
-            self._open.pop(int(number), None)
-            self.error = error
+            # Prefetching may ask again after an error, which must neither look like the end nor hide it.
+            if not isinstance(chunks, _Failed):
+                self.error = error
+                self._open[int(number)] = _Failed(error)
             raise
 
     def _chunks(self) -> Iterator[Any]:
@@ -124,6 +129,19 @@ class RecordStream:
             ) from error
 
 
+class _Failed:
+    """In the place of a generator that raised."""
+
+    def __init__(self, error: ElasticCBError) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise self._error
+
+
 def make_dataset(reader: Reader, next_range: NextRange) -> tf.data.Dataset:
     """`RecordStream(reader, next_range).dataset`, for callers that can do without the original error."""
     return RecordStream(reader, next_range).dataset
@@ -136,3 +154,8 @@ def _chunk_shape(leaf: Any) -> Any:
 def _empty(leaf: Any) -> Any:
     rest = () if leaf.shape.rank is None else tuple(size or 0 for size in leaf.shape)
     return np.empty((0, *rest), leaf.dtype.as_numpy_dtype)
+
+
+def _as_one(chunk: tuple[Any, ...]) -> Any:
+    """What `tf.data` hands to a function as its arguments, as the one element that it was."""
+    return chunk[0] if len(chunk) == 1 else chunk

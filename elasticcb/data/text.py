@@ -89,9 +89,7 @@ class TextReader(FileReader):
         try:
             self._encoding = codecs.lookup(encoding).name
         except LookupError:
-            raise UsageError(
-                f"The reader parameter encoding is {encoding!r}, which Python does not know."
-            ) from None
+            raise UsageError(f"The reader parameter encoding is {encoding!r}, which Python does not know.") from None
         self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines)
         self._has_header = header
         self._columns = tuple(columns)
@@ -104,8 +102,7 @@ class TextReader(FileReader):
         if not names and self._has_header:
             names = self.opened(self._files[0]).header or self.first_opened().header
         dtypes = {
-            names[key] if isinstance(key, int) and names else str(key): dtype
-            for key, dtype in self._dtypes.items()
+            names[key] if isinstance(key, int) and names else str(key): dtype for key, dtype in self._dtypes.items()
         }
         return Metadata(column_names=names, column_dtypes=dtypes)
 

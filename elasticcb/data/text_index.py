@@ -68,14 +68,12 @@ class _Scan:
         if self.inside_quotes:
             raise DataError(
                 f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a "
-                "quoted field. It is "
-                "truncated, or its quotes are ordinary characters: then give the reader parameter `quote=''`."
+                "quoted field. It is truncated, or its quotes are ordinary characters: then give the "
+                "reader parameter `quote=''`."
             )
         if self.record_start < content.size:  # the last line has no line break
             blank = content.size - self.record_start == 1 and self.last_byte == _RETURN
-            self._records(
-                np.array([self.record_start]), np.array([blank]), np.array([self.open_delimiters + 1])
-            )
+            self._records(np.array([self.record_start]), np.array([blank]), np.array([self.open_delimiters + 1]))
         starts = np.concatenate(self.starts) if self.starts else np.empty(0, np.int64)
         if not self.dialect.skip_blank_lines and len(starts):
             solid = np.flatnonzero(~np.concatenate(self.blanks))
@@ -126,9 +124,7 @@ class _Scan:
         before = data[openers - 1]
         if len(openers) and openers[0] == 0:
             before[0] = self.last_byte
-        allowed = (
-            (before == self.dialect.delimiter[0]) | (before == _NEWLINE) | (before == self.dialect.quote[0])
-        )
+        allowed = (before == self.dialect.delimiter[0]) | (before == _NEWLINE) | (before == self.dialect.quote[0])
         if not allowed.all():
             place = position + int(openers[np.argmin(allowed)])
             if place > 3 or self.content.read(0, place) != _BYTE_ORDER_MARK:
@@ -178,8 +174,8 @@ class _Scan:
         """`number` counts a header, if there is one, as record 0."""
         line = line_of(self.content, offset)
         if self.header and number == 0:
-            return f"{self.content.name}, the header (line {line}),"
-        return f"{self.content.name}, record {number - self.header} (line {line}),"
+            return f"{self.content.name}, the header (line {line})"
+        return f"{self.content.name}, record {number - self.header} (line {line})"
 
 
 def line_of(content: Content, offset: int) -> int:

@@ -130,10 +130,7 @@ class TFRecordReader(FileReader):
             origin = int(indexed.offsets[first])
             blob = indexed.content.read(origin, int(indexed.offsets[last]))
             bounds = (indexed.offsets[first : last + 1] - origin).tolist()
-            records = [
-                blob[begin + _HEADER_BYTES : stop - _FOOTER_BYTES]
-                for begin, stop in itertools.pairwise(bounds)
-            ]
+            records = [blob[begin + _HEADER_BYTES : stop - _FOOTER_BYTES] for begin, stop in itertools.pairwise(bounds)]
             if self._verify_data:
                 self._verify(name, first, records, [blob[stop - _FOOTER_BYTES : stop] for stop in bounds[1:]])
             for i in range(0, len(records), size):

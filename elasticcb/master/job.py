@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import CheckpointError, JobInterrupted
+from elasticcb.errors import JobInterrupted
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.model_host import ModelHost
@@ -35,7 +35,7 @@ from elasticcb.ps import checkpoint as checkpoints
 from elasticcb.ps.optimizer import may_split
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
-from elasticcb.status import JobStatus, SavedModelInput, Summary
+from elasticcb.status import JobStatus, Summary
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class Job:
         self._checkpoint_path = ""
         self._checkpoint_due = settings.checkpoint.steps
         self._records_evaluated = 0
+        self._round_version = 0
         self._over = False
         self._next_status = 0.0
         self._rate_points: deque[tuple[float, int]] = deque()
@@ -129,7 +130,7 @@ class Job:
             master.changed.notify_all()
         self._queue = queue
         if self._settings.command is Command.TRAIN:
-            self._call("on_train_begin")
+            self._call("on_train_begin", {})
             self._call("on_epoch_begin", 0, {})
             self._phase = "training"
         elif self._settings.command is Command.EVALUATE:
@@ -137,7 +138,7 @@ class Job:
             self._begin_round(master.rounds.requested(master.version).round)
         else:
             self._phase = "predicting"
-            self._call("on_predict_begin")
+            self._call("on_predict_begin", {})
 
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
@@ -244,7 +245,7 @@ class Job:
             elif milestone.kind is MilestoneKind.ROUND_DONE:
                 self._round_done()
             elif milestone.kind is MilestoneKind.PREDICTION_DONE:
-                self._call("on_predict_end")
+                self._call("on_predict_end", {})
                 self._finish()
             elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
                 self._finish()
@@ -299,10 +300,13 @@ class Job:
     def _begin_round(self, evaluation_round: Round | None) -> None:
         if evaluation_round is None:
             return
-        version = self._ps.snapshot(evaluation_round.id)
-        logger.info("Evaluation round %d begins at version %d (%s)",
-                    evaluation_round.id, version, evaluation_round.reason.value)  # fmt: skip
-        self._call("on_test_begin")
+        # The servers may be some versions ahead of what made the round due.
+        self._round_version = self._ps.snapshot(evaluation_round.id)
+        reason = evaluation_round.reason.value
+        logger.info(
+            "Evaluation round %d is of version %d (%s)", evaluation_round.id, self._round_version, reason
+        )
+        self._call("on_test_begin", {})
         sources = self._host.sources["evaluation"]
         self._records_evaluated = sum(count for _, count in sources)
         with self._master.changed:
@@ -317,10 +321,10 @@ class Job:
         logs = self._host.round_logs(rounds.merged())
         self._flat_metrics = {name: value for name, value in logs.items() if name != "metrics"}
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._flat_metrics.items())
-        self._display.message(f"Evaluation at version {finished.version}: {shown}")
+        self._display.message(f"Evaluation at version {self._round_version}: {shown}")
         if self._host.callbacks.wants("on_test_end"):
             self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
-        self._call("on_test_end", {**logs, "version": finished.version})
+        self._call("on_test_end", {**logs, "version": self._round_version})
         self._ps.release_snapshot(finished.id)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
@@ -351,7 +355,7 @@ class Job:
 
     def _learning_rate(self) -> float | None:
         """The optimizer's learning rate on the master; None when a schedule rules it."""
-        rate = getattr(self._host.optimizer, "_learning_rate", None)
+        rate: Any = getattr(self._host.optimizer, "_learning_rate", None)
         return float(rate.value) if hasattr(rate, "assign") else None
 
     def _adopt_learning_rate(self, rate: float) -> None:
@@ -406,7 +410,9 @@ class Job:
             if self._settings.command is Command.TRAIN:
                 total = queue.records_per_epoch * training.num_epochs
                 if training.max_step:
-                    per_version = training.minibatch_size * (1 if training.use_async else training.grads_to_wait)
+                    per_version = training.minibatch_size * (
+                        1 if training.use_async else training.grads_to_wait
+                    )
                     total = min(total, training.max_step * per_version)
                 values |= {
                     "epoch": queue.epoch + 1,
@@ -447,7 +453,7 @@ class Job:
         return Summary(
             command=self._settings.command,
             seconds=time.monotonic() - self._started,
-            records_per_epoch=tuple(accounting.records_trained.get(e, 0) for e in sorted(accounting.records_trained)),
+            records_per_epoch=tuple(count for _, count in sorted(accounting.records_trained.items())),
             records_evaluated=self._records_evaluated,
             records_predicted=predicted,
             records_trained_more_than_once=accounting.records_handed_out_again,
@@ -466,7 +472,7 @@ class Job:
             saved_model_inputs=(),
             checkpoint_path=self._checkpoint_path,
             job_directory=self._settings.directory,
-            log_files=tuple(sorted(str(path) for path in Path(self._settings.directory, "logs").glob("*.log"))),
+            log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
         )
 
 

@@ -113,7 +113,9 @@ class Master:
                 if self.queue.failure is not None:
                     raise self.queue.failure.to_error()
                 for lease in self.queue.expire(time.monotonic()):
-                    logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
+                    logger.warning(
+                        "Worker %d made no progress on %s; its lease is over", lease.worker, lease.task
+                    )
                     self._replace_hung(lease.worker)
             self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
             self.processes.start_missing(self.address)

@@ -89,7 +89,8 @@ class TaskInput:
     def _put(self, event: Event) -> None:
         while not self._stopped.is_set():
             try:
-                return self._events.put(event, timeout=0.5)
+                self._events.put(event, timeout=0.5)
+                return
             except queue.Full:
                 continue
 

@@ -21,6 +21,7 @@ from elasticcb.model_weights import variable_specs
 from elasticcb.ps.partition import Slice, layout
 from elasticcb.ps_client import Blocks, Push
 
+
 @dataclass
 class TrainResult:
     """A training step: what to push, the batch's own logs, and its metric states."""
@@ -65,7 +66,8 @@ class Trainer:
             dense_variables=self._dense_variables,
             rows={index: (ids.numpy(), values.numpy()) for index, (ids, values) in rows.items()},
             state_deltas=[
-                {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_numpy(deltas)
+                {dtype: delta for dtype, delta in server.items() if delta.any()}
+                for server in _to_numpy(deltas)
             ],
             loss=float(logs["loss"]) if "loss" in logs else 0.0,
         )
@@ -127,11 +129,11 @@ class Trainer:
                 outputs = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
                 return inner(x, y, y_pred, sample_weight)
 
-            self.model.compute_metrics = keep  # type: ignore[method-assign]
+            self.model.compute_metrics = keep
             try:
                 return self.model.test_step(batch), outputs
             finally:
-                self.model.compute_metrics = inner  # type: ignore[method-assign]
+                self.model.compute_metrics = inner
         return self.model.test_step(batch), outputs
 
     def _predict_step(self, features: Any) -> Any:

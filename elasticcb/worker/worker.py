@@ -18,6 +18,7 @@ from elasticcb.errors import (
 )
 from elasticcb.feed import FeedPipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
+from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.metrics import ModelMetrics, States, Transport, to_metric_states
 from elasticcb.model_spec import ModelSpec, user_traceback
 from elasticcb.model_weights import prime, variable_specs
@@ -25,7 +26,6 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient
 from elasticcb.settings import Command, JobSettings, NonFinite
-from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 from elasticcb.worker.trainer import Trainer
 
@@ -118,8 +118,8 @@ class Worker:
             expected, found = specs[index : index + 1], own[index : index + 1]
             if [(s.shape, s.dtype) for s in expected] != [(s.shape, s.dtype) for s in found]:
                 raise ModelFileError(
-                    f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on the "
-                    f"master. {self._spec.path} must build the same model in every process."
+                    f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on "
+                    f"the master. {self._spec.path} must build the same model in every process."
                 )
         return specs
 
@@ -143,7 +143,7 @@ class Worker:
             except Exception as error:
                 self._fail_task(error)
         if self._settings.command is Command.PREDICT:
-            self._callbacks.call("on_predict_end")
+            self._callbacks.call("on_predict_end", {})
 
     # ------------------------------------------------------------ the life of a task
 
@@ -154,13 +154,15 @@ class Worker:
         self._report = pb.ReportTaskRequest(lease=event.task.lease)
         self._states, self._outputs = {}, []
         if self._settings.command is Command.TRAIN:
-            self._callbacks.call("on_train_begin")
+            self._callbacks.call("on_train_begin", {})
         if event.task.type == pb.EVALUATION:
             self._start_evaluation(event.task.evaluation_round)
         elif event.task.type == pb.PREDICTION:
             self._show(self._ps.blocks)
-            self._callbacks.call("on_predict_begin")
+            self._callbacks.call("on_predict_begin", {})
         elif event.task.type == pb.TRAIN_END:
+            # The sign that keeps the lease alive while a callback takes its time.
+            self._progress.update(event.task.lease, 0, self._ps.version)
             self._show(self._ps.pull())
             self._callbacks.call("on_train_end", {})
 
@@ -305,5 +307,5 @@ class Worker:
 
 def _settable_learning_rate(model: Any) -> float | None:
     """The optimizer's learning rate; None when a schedule rules it."""
-    rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
+    rate: Any = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
     return float(rate.value) if hasattr(rate, "assign") else None

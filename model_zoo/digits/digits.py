@@ -11,21 +11,17 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from elasticcb.callbacks import LearningRateScheduler
-from elasticcb.data import Reader, Source
+from elasticcb.data import Metadata, Reader, Source
 
 
 def custom_model():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8), name="image"),
-            keras.layers.Reshape((8, 8, 1)),
-            keras.layers.Conv2D(32, 3, activation="relu"),
-            keras.layers.Conv2D(32, 3, activation="relu"),
-            keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
-            keras.layers.Dense(10, name="logits"),
-        ]
-    )
+    image = keras.Input((8, 8), name="image")
+    x = keras.layers.Reshape((8, 8, 1))(image)
+    x = keras.layers.Conv2D(32, 3, activation="relu")(x)
+    x = keras.layers.Conv2D(32, 3, activation="relu")(x)
+    x = keras.layers.Flatten()(x)
+    x = keras.layers.Dense(64, activation="relu")(x)
+    return keras.Model({"image": image}, keras.layers.Dense(10, name="logits")(x))
 
 
 def loss(labels, predictions):
@@ -49,8 +45,8 @@ def eval_metrics_fn():
 
 
 def callbacks():
-    # Halve the learning rate after 150 updates of the model, and again after 250.
-    return [LearningRateScheduler(lambda version: 1e-3 * 0.5 ** ((version > 150) + (version > 250)))]
+    # By the model's version, which counts the gradients of all workers.
+    return [LearningRateScheduler(lambda version: 2e-3 if version < 300 else 5e-4)]
 
 
 def custom_data_reader(data_origin):
@@ -92,6 +88,4 @@ class DigitsReader(Reader):
 
     @property
     def metadata(self):
-        from elasticcb.data import Metadata
-
         return Metadata(column_names=("image", "label"), extra={"brightest": 16.0})

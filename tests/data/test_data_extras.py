@@ -36,9 +36,7 @@ def test_array_record_ranges_equal_what_was_written(tmp_path: Path) -> None:
 def test_a_truncated_array_record_file_is_named(tmp_path: Path) -> None:
     path = write_array_records(tmp_path / "a.array_record", [b"x" * 100] * 100)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(
-        DataError, match=r"a\.array_record can't be read: RuntimeError: .*not copied to its end"
-    ):
+    with pytest.raises(DataError, match=r"a\.array_record can't be read: RuntimeError: .*not copied to its end"):
         open_reader(str(path)).sources()
 
 
@@ -68,9 +66,7 @@ def test_parquet_ranges_cross_row_groups(tmp_path: Path) -> None:
     randomness = random.Random(5)
     for _ in range(20):
         start, end = sorted(randomness.choices(range(31), k=2))
-        records = list(
-            RecordStream(reader, lambda s=start, e=end: (str(path), s, e)).dataset.as_numpy_iterator()
-        )
+        records = list(RecordStream(reader, lambda s=start, e=end: (str(path), s, e)).dataset.as_numpy_iterator())
         assert [record["id"] for record in records] == list(range(start, end))
         for i, record in enumerate(records, start):
             assert record["name"] == b"n%d" % i
@@ -114,9 +110,7 @@ def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
         open_reader(str(path)).sources()
 
 
-def test_a_missing_library_names_the_extra_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # what Python does for a module it can't import

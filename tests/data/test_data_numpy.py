@@ -97,7 +97,7 @@ def test_the_default_feed_asks_for_the_label(tmp_path: Path) -> None:
     reader = open_reader(str(tmp_path / "a.npz"))
     feed = reader.default_feed()
     assert feed is not None
-    with pytest.raises(DataError, match="No label is named, and the data holds a, b.*`label`"):
+    with pytest.raises(DataError, match=r"No label is named, and the data holds a, b.*`label`"):
         feed(tf.data.Dataset.range(1), Mode.TRAINING, reader.metadata)
 
 
@@ -126,9 +126,7 @@ def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
         ({"x": np.zeros(3, "M8[s]")}, r"dtype datetime64\[s\], which TensorFlow has not"),
     ],
 )
-def test_arrays_that_are_no_records_are_explained(
-    tmp_path: Path, arrays: dict[str, np.ndarray], message: str
-) -> None:
+def test_arrays_that_are_no_records_are_explained(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(DataError, match=message):
         open_reader(str(tmp_path / "a.npz")).sources()

@@ -43,18 +43,14 @@ def test_every_iterator_reads_the_next_range(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(10)))
     name = str(tmp_path / "a.txt")
     ranges = iter([(name, 0, 3), (name, 3, 3), (name, 8, 10)])
-    dataset = make_dataset(open_reader(name), lambda: next(ranges)).map(
-        lambda line: tf.strings.to_number(line)
-    )
+    dataset = make_dataset(open_reader(name), lambda: next(ranges)).map(lambda line: tf.strings.to_number(line))
     assert [list(dataset.as_numpy_iterator()) for _ in range(3)] == [[0, 1, 2], [], [8, 9]]
 
 
 def test_iterators_that_are_used_by_turns_do_not_disturb_each_other() -> None:
     records = list(range(3000))
     ranges = iter([("given", 0, 1500), ("given", 1500, 3000)])
-    stream = RecordStream(
-        Given(records, tf.TensorSpec((), tf.int64)), lambda: next(ranges), chunk_records=100
-    )
+    stream = RecordStream(Given(records, tf.TensorSpec((), tf.int64)), lambda: next(ranges), chunk_records=100)
     first, second = stream.dataset.as_numpy_iterator(), stream.dataset.as_numpy_iterator()
     pairs = list(zip(first, second, strict=True))
     assert pairs == [(i, i + 1500) for i in range(1500)]
@@ -164,9 +160,7 @@ def test_a_reader_that_yields_another_number_of_records_is_refused(yielded: int,
         def read(self, name: str, start: int, end: int) -> Iterator[Any]:
             return iter(self.records)
 
-    stream = RecordStream(
-        Careless([b"0"] * yielded, tf.TensorSpec((), tf.string)), lambda: ("given", 0, asked)
-    )
+    stream = RecordStream(Careless([b"0"] * yielded, tf.TensorSpec((), tf.string)), lambda: ("given", 0, asked))
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset)
     assert f"Records [0, {asked}) of given were asked for, and Careless yielded" in str(stream.error)

@@ -6,6 +6,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import random
 from pathlib import Path
 
@@ -21,9 +22,7 @@ from elasticcb.errors import DataError, UsageError
 
 def records_of(path: Path, **params: object) -> list[bytes]:
     reader = open_reader(str(path), params)
-    return [
-        bytes(record) for source in reader.sources() for record in reader.read(source.name, 0, source.count)
-    ]
+    return [bytes(record) for source in reader.sources() for record in reader.read(source.name, 0, source.count)]
 
 
 def written(path: Path, content: bytes | str) -> Path:
@@ -64,14 +63,15 @@ _FIELD = st.text(st.sampled_from('ab,"\n\r \té'), max_size=6)
 @given(
     rows=st.integers(2, 4).flatmap(lambda n: st.lists(st.lists(_FIELD, min_size=n, max_size=n), min_size=1)),
     block_bytes=st.integers(1, 40),
-    line_end=st.sampled_from(["\n", "\r\n"]),
+    style=st.sampled_from([("\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_MINIMAL)]),
     last_line_ends=st.booleans(),
 )
 def test_what_the_csv_module_writes_is_found_again_wherever_blocks_are_cut(
-    rows: list[list[str]], block_bytes: int, line_end: str, last_line_ends: bool
+    rows: list[list[str]], block_bytes: int, style: tuple[str, int], last_line_ends: bool
 ) -> None:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator=line_end).writerows(rows)
+    line_end, quoting = style
+    csv.writer(text, lineterminator=line_end, quoting=quoting).writerows(rows)
     data = text.getvalue().encode()
     if not last_line_ends:
         data = data.removesuffix(line_end.encode())
@@ -81,7 +81,7 @@ def test_what_the_csv_module_writes_is_found_again_wherever_blocks_are_cut(
     assert fields == len(rows[0])
     found = [
         next(csv.reader(io.StringIO(data[a:b].decode().rstrip("\r\n"), newline="")))
-        for a, b in zip(offsets[:-1], offsets[1:], strict=True)
+        for a, b in itertools.pairwise(offsets)
     ]
     assert found == rows
 
@@ -94,7 +94,7 @@ def test_lines_without_fields_are_found_wherever_blocks_are_cut(data: bytes, blo
     content = MemoryContent("memory", data)
     content.block_bytes = block_bytes
     offsets, _ = index_records(content, Dialect(b"", b"", True))
-    found = [data[a:b].rstrip(b"\r\n") for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    found = [data[a:b].rstrip(b"\r\n") for a, b in itertools.pairwise(offsets)]
     expected = [line.rstrip(b"\r") for line in data.split(b"\n") if line.removesuffix(b"\r")]
     assert found == expected
 
@@ -114,9 +114,7 @@ def test_the_header_is_no_record_and_names_the_columns(tmp_path: Path) -> None:
 
 def test_given_columns_reach_the_metadata(tmp_path: Path) -> None:
     path = written(tmp_path / "a.data", "1|2\n")
-    reader = open_reader(
-        str(path), {"delimiter": "|", "columns": ["a", "b"], "column_dtypes": {"a": "int64"}}
-    )
+    reader = open_reader(str(path), {"delimiter": "|", "columns": ["a", "b"], "column_dtypes": {"a": "int64"}})
     assert reader.metadata.column_names == ("a", "b")
     assert reader.metadata.column_dtypes == {"a": "int64"}
 
@@ -129,9 +127,7 @@ def test_tab_separated_files_are_split_at_tabs(tmp_path: Path) -> None:
 
 
 def test_other_encodings_arrive_as_utf8(tmp_path: Path) -> None:
-    assert records_of(written(tmp_path / "a.csv", "1,é\n".encode("latin-1")), encoding="latin-1") == [
-        "1,é".encode()
-    ]
+    assert records_of(written(tmp_path / "a.csv", "1,é\n".encode("latin-1")), encoding="latin-1") == ["1,é".encode()]
     assert records_of(written(tmp_path / "b.csv", "1,é\n2,ü".encode("utf-16")), encoding="utf-16") == [
         "1,é".encode(),
         "2,ü".encode(),
@@ -175,7 +171,7 @@ def test_files_with_different_columns_are_refused(tmp_path: Path) -> None:
 
 def test_a_quote_that_is_never_closed_names_its_record(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", '1,2\n3,"x\n4,5\n')
-    with pytest.raises(DataError, match=r"record 1 \(line 2\), is not closed.*quote=''"):
+    with pytest.raises(DataError, match=r"record 1 \(line 2\) is not closed.*quote=''"):
         records_of(path)
 
 

@@ -248,6 +248,15 @@ def test_report_on_the_lease_of_another_worker_is_refused():
     assert queue.report_done(1, lease.id).accepted
 
 
+def test_records_reported_while_a_task_runs_are_not_counted_again_when_it_is_done():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 0.0)
+    assert queue.accounting.records_trained == {0: 10}
+    queue.report_done(1, lease.id)
+    assert queue.accounting.records_trained == {0: 20}
+
+
 def test_progress_beyond_the_shard_is_an_error_in_words():
     queue = make_queue()
     lease = take(queue)
@@ -400,6 +409,30 @@ def test_progress_keeps_a_lease_alive_and_repeating_it_does_not():
     queue.report_progress(1, lease.id, 10, 100.0)
     assert queue.expire(109.0) == []
     assert queue.expire(110.0) == [lease]
+
+
+def test_worker_that_can_not_tell_which_records_are_done_keeps_its_lease_alive_by_saying_that_it_got_on():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 50.0, progressed=True)
+    assert queue.expire(109.0) == []
+    assert queue.expire(110.0) == [lease]
+    assert queue.accounting.records_trained == {}
+
+
+def test_all_workers_that_hang_lose_their_leases():
+    queue = make_queue()
+    leases = [take(queue, 1), take(queue, 2)]
+    assert queue.expire(60.0) == leases
+
+
+def test_queue_says_whether_milestones_wait_to_be_taken():
+    queue = make_queue()
+    assert not queue.has_milestones
+    drain(queue)
+    assert queue.has_milestones
+    queue.take_milestones()
+    assert not queue.has_milestones
 
 
 def test_evaluation_progress_keeps_the_lease_alive():

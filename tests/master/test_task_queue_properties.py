@@ -20,6 +20,7 @@ from elasticcb.master.task_queue import DecisionKind, MilestoneKind, TaskQueue
 
 LEASE_SECONDS = 100.0
 WORKERS = st.integers(0, 3)
+PICK = st.integers(0, 30)
 SOURCES = st.lists(st.integers(0, 37), min_size=1, max_size=3).map(
     lambda counts: [(f"s{place}", count) for place, count in enumerate(counts)]
 )
@@ -75,7 +76,13 @@ class TaskQueueMachine(RuleBasedStateMachine):
 
     # ---- what happens
 
-    @rule(place=WORKERS, answer_lost=st.booleans())
+    @rule(place=WORKERS)
+    def take_and_do(self, place):
+        """Keeps the job going, so that the other rules meet it in all its stages."""
+        if self.take_one(place) is DecisionKind.TASK:
+            self.report_done(len(self.live()) - 1 - sum(len(self.held[p]) for p in self.held if p > place))
+
+    @rule(place=WORKERS, answer_lost=st.sampled_from([False, False, True]))
     def take(self, place, answer_lost):
         kind = self.take_one(place, answer_lost)
         if self.queue.failure is not None:
@@ -91,7 +98,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
         task = lease.task
         assert lease.worker == self.ids[place]
         assert task.type is TaskType.TRAIN_END or task.shard.records > 0
-        for other in (lease for leases in self.held.values() for lease in leases):
+        for _, other in self.live():
             assert other.task.id != task.id, "two workers hold the same task"
         self.check_turn(task.type)
         if task.type is TaskType.TRAINING:
@@ -110,11 +117,11 @@ class TaskQueueMachine(RuleBasedStateMachine):
                 continue  # a held epoch is to do, but not yet to be handed out
             assert counts[earlier][TaskState.TODO] == 0 or self.max_batches
 
-    @rule(place=WORKERS, pick=st.integers(0, 9), part=st.floats(0, 1))
-    def report_progress(self, place, pick, part):
-        if not self.held[place]:
-            return
-        lease = self.held[place][pick % len(self.held[place])]
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK, part=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    def report_progress(self, pick, part):
+        live = self.live()
+        place, lease = live[pick % len(live)]
         before = self.progress[lease.id]
         done = before + round((lease.task.shard.records - before) * part)
         assert self.queue.report_progress(self.ids[place], lease.id, done, self.now).accepted
@@ -122,11 +129,10 @@ class TaskQueueMachine(RuleBasedStateMachine):
         if lease.task.type is not TaskType.EVALUATION:
             self.credit(lease, before, done)
 
-    @rule(place=WORKERS, pick=st.integers(0, 9))
-    def report_done(self, place, pick):
-        if not self.held[place]:
-            return
-        lease = self.held[place].pop(pick % len(self.held[place]))
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK)
+    def report_done(self, pick):
+        place, lease = self.drop(pick)
         outcome = self.queue.report_done(self.ids[place], lease.id)
         assert outcome.accepted
         assert not outcome.duplicate
@@ -135,16 +141,15 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.credit(lease, start, lease.task.shard.records)
         self.done = [*self.done[-5:], (self.ids[place], lease)]
 
-    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: self.done)
+    @rule(pick=PICK)
     def report_done_again(self, pick):
-        if self.done:
-            worker, lease = self.done[pick % len(self.done)]
-            assert self.queue.report_done(worker, lease.id).duplicate
+        worker, lease = self.done[pick % len(self.done)]
+        assert self.queue.report_done(worker, lease.id).duplicate
 
-    @rule(pick=st.integers(0, 99), done=st.booleans())
+    @precondition(lambda self: self.dead)
+    @rule(pick=PICK, done=st.booleans())
     def report_too_late(self, pick, done):
-        if not self.dead:
-            return
         worker, lease = self.dead[pick % len(self.dead)]
         refused = self.queue.accounting.reports_refused
         if done:
@@ -153,13 +158,12 @@ class TaskQueueMachine(RuleBasedStateMachine):
             assert not self.queue.report_progress(worker, lease.id, 0, self.now).accepted
         assert self.queue.accounting.reports_refused == refused + 1
 
-    @rule(place=WORKERS, pick=st.integers(0, 9))
-    def report_failed(self, place, pick):
-        if self.held[place]:
-            lease = self.held[place].pop(pick % len(self.held[place]))
-            outcome = self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback")
-            assert outcome.accepted
-            self.dead.append((self.ids[place], lease))
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK)
+    def report_failed(self, pick):
+        place, lease = self.drop(pick)
+        assert self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback").accepted
+        self.dead.append((self.ids[place], lease))
 
     @rule(place=WORKERS)
     def lose_worker(self, place):
@@ -255,7 +259,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
             self.release_epochs()
             if self.take_one(0) is not DecisionKind.TASK:
                 break
-            self.report_done(0, 0)
+            self.report_done(0)
         assert self.queue.get_task(99_999, self.now).kind is DecisionKind.FINISHED
         self.nothing_is_counted_twice()
         if self.queue.failure is None:
@@ -300,6 +304,15 @@ class TaskQueueMachine(RuleBasedStateMachine):
 
     # ---- helpers
 
+    def live(self):
+        return [(place, lease) for place, leases in self.held.items() for lease in leases]
+
+    def drop(self, pick):
+        live = self.live()
+        place, lease = live[pick % len(live)]
+        self.held[place].remove(lease)
+        return place, lease
+
     def credit(self, lease, start, end):
         first = lease.task.shard.start
         for record in list(self.records(lease.task))[start:end]:
@@ -312,4 +325,4 @@ class TaskQueueMachine(RuleBasedStateMachine):
 
 
 TestTaskQueueKeepsItsPromises = TaskQueueMachine.TestCase
-TestTaskQueueKeepsItsPromises.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTaskQueueKeepsItsPromises.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)

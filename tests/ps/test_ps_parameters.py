@@ -5,9 +5,10 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.ps.optimizer import ServerOptimizer, may_split
 from elasticcb.ps.partition import VariableSpec
 
@@ -225,3 +226,31 @@ def test_every_variable_of_an_optimizer_is_known_by_what_it_belongs_to(name):
     assert set(optimizer.shared) == expected
     if name == "Adafactor":
         assert {slot.variable for slot in optimizer.extras} == set(TRAINABLE)
+
+
+def test_an_optimizer_that_xla_can_not_compile_runs_without_it(caplog):
+    class Uncompilable(Signed):
+        def update_step(self, gradient, variable, learning_rate):
+            gradient = tf.reshape(tf.py_function(lambda x: x, [gradient], gradient.dtype), variable.shape)
+            super().update_step(gradient, variable, learning_rate)
+
+    part, same = (
+        Part(lambda: Uncompilable(0.1), initial_values()),
+        Part(lambda: Signed(0.1), initial_values()),
+    )
+    for step in range(2):
+        part.push(gradients(step))
+        same.push(gradients(step))
+    assert "runs without XLA" in caplog.text
+    np.testing.assert_allclose(part.values()[1], same.values()[1], rtol=1e-5)
+
+
+def test_an_optimizer_that_fails_is_named_with_the_users_traceback():
+    class Broken(Signed):
+        def update_step(self, gradient, variable, learning_rate):
+            raise ValueError("no idea what to do")
+
+    part = Part(lambda: Broken(0.1), initial_values())
+    with pytest.raises(ModelFileError, match=r"Broken failed on a parameter server.*no idea") as caught:
+        part.push(gradients(0))
+    assert "update_step" in caught.value.user_traceback

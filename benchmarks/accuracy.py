@@ -1,0 +1,212 @@
+"""What a model reaches with ElasticCB, next to plain Keras in one process with the same model file.
+
+    python benchmarks/accuracy.py --data_dir=DIRECTORY
+
+The directory holds mnist/t10k-*-ubyte.gz, census/adult.data and ml-100k/u.data. Each model of the zoo is
+trained with the settings of its job.yaml: (a) by `keras.Model.fit`, on shuffled records; (b) by
+`elasticcb train` with two workers and one parameter server, each a process. Prints a Markdown table of the
+metrics over validation data, in points (hundredths), as mean and range over the repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+ZOO = Path(__file__).resolve().parent.parent / "model_zoo"
+TOLERANCE_POINTS = 0.5
+_SHUFFLE_RECORDS = 200_000  # more than any of the files holds: records come in a fully random order
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo and its data; `metric` is the one that is compared."""
+
+    folder: str
+    training_data: str  # below the data directory
+    validation_data: str
+    metric: str
+    higher_is_better: bool = True
+
+
+CASES = (
+    Case(
+        "mnist",
+        "mnist/t10k-images-idx3-ubyte.gz[:8000]",
+        "mnist/t10k-images-idx3-ubyte.gz[8000:]",
+        "accuracy",
+    ),
+    Case("census", "census/adult.data", "census/adult.data", "accuracy"),
+    Case("census", "census/adult.data", "census/adult.data", "auc"),
+    Case("movielens", "ml-100k/u.data", "ml-100k/u.data", "rmse", higher_is_better=False),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Metrics of the last evaluation, and how long it all took."""
+
+    metrics: dict[str, float]
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data_dir", type=Path, help="directory that holds mnist/, census/ and ml-100k/")
+    parser.add_argument("--models", default="mnist,census,movielens", help="some of them, with commas between")
+    parser.add_argument("--repetitions", type=int, default=3, help="runs of each, with seeds 0, 1, 2, ...")
+    parser.add_argument("--epochs", type=int, default=0, help="instead of those in each job.yaml")
+    parser.add_argument("--plain", nargs=2, metavar=("MODEL", "SEED"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.data_dir is None:
+        parser.error("Give --data_dir, the directory that holds mnist/, census/ and ml-100k/.")
+    data = arguments.data_dir.resolve()
+    if arguments.plain:
+        folder, seed = arguments.plain
+        case = next(case for case in CASES if case.folder == folder)
+        print(json.dumps(train_plain(case, data, int(seed), arguments.epochs)))
+        return 0
+
+    chosen = arguments.models.split(",")
+    runs: dict[str, tuple[list[Run], list[Run]]] = {}
+    for folder in chosen:
+        case = next((case for case in CASES if case.folder == folder), None)
+        if case is None:
+            parser.error(f"--models names {folder!r}; expected some of: mnist, census, movielens.")
+        plain = [run_plain(case, data, seed, arguments.epochs) for seed in range(arguments.repetitions)]
+        elastic = [run_elastic(case, data, seed, arguments.epochs) for seed in range(arguments.repetitions)]
+        runs[folder] = plain, elastic
+    print(table([case for case in CASES if case.folder in chosen], runs))
+    return 0
+
+
+def run_plain(case: Case, data: Path, seed: int, epochs: int) -> Run:
+    """Plain Keras in a fresh process, as the other side has."""
+    command = [sys.executable, __file__, f"--data_dir={data}", f"--plain={case.folder}", str(seed)]
+    command[3:4] = ["--plain", case.folder]
+    started = time.monotonic()
+    output = _call([*command, f"--epochs={epochs}"])
+    run = Run(json.loads(output.splitlines()[-1]), time.monotonic() - started)
+    print(f"{case.folder}, plain Keras, seed {seed}: {run}", file=sys.stderr, flush=True)
+    return run
+
+
+def run_elastic(case: Case, data: Path, seed: int, epochs: int) -> Run:
+    """`elasticcb train` with two workers and one server."""
+    with tempfile.TemporaryDirectory() as job:
+        command = [sys.executable, "-m", "elasticcb", "train", f"--config={ZOO / case.folder / 'job.yaml'}"]
+        command += [f"--training_data={data / case.training_data}", f"--job_dir={job}/job"]
+        command += [f"--validation_data={data / case.validation_data}", f"--output={job}/saved_model"]
+        command += ["--num_workers=2", "--num_ps=1", f"--shuffle_seed={seed}"]
+        if epochs:
+            command.append(f"--num_epochs={epochs}")
+        started = time.monotonic()
+        output = _call(command)
+    run = Run(metrics_of_summary(output), time.monotonic() - started)
+    print(f"{case.folder}, ElasticCB, seed {seed}: {run}", file=sys.stderr, flush=True)
+    return run
+
+
+def metrics_of_summary(output: str) -> dict[str, float]:
+    """The figures below "Metrics of the last evaluation:" in what `elasticcb train` prints."""
+    _, _, after = output.partition("Metrics of the last evaluation:\n")
+    found = re.findall(r"^  (\w+) +([-+.\de]+)$", after.partition("\n\n")[0], re.MULTILINE)
+    if not found:
+        raise RuntimeError(f"`elasticcb train` printed no metrics:\n{output[-2000:]}")
+    return {name: float(value) for name, value in found}
+
+
+def train_plain(case: Case, data: Path, seed: int, epochs: int) -> dict[str, float]:
+    """Trains the model file with `compile` and `fit`; returns the metrics over validation data."""
+    import keras
+
+    job = yaml.safe_load((ZOO / case.folder / "job.yaml").read_text())
+    _, module_name, factory = job["model_def"].split(".")
+    keras.utils.set_random_seed(seed)
+    module = _import(ZOO / case.folder / f"{module_name}.py")
+    model = getattr(module, factory)()
+    model.compile(
+        optimizer=module.optimizer(), loss=module.loss, metrics=list(_named(module.eval_metrics_fn()))
+    )
+    training = _records(module, str(data / case.training_data), "training", job)
+    training = training.shuffle(_SHUFFLE_RECORDS, seed=seed, reshuffle_each_iteration=True)
+    validation = _records(module, str(data / case.validation_data), "evaluation", job)
+    size = job["minibatch_size"]
+    model.fit(training.batch(size).prefetch(2), epochs=epochs or job["num_epochs"], verbose=0)
+    results: dict[str, float] = model.evaluate(validation.batch(size), verbose=0, return_dict=True)
+    return results
+
+
+def _records(module: ModuleType, origin: str, mode: str, job: dict[str, Any]) -> Any:
+    """All records of a data origin through the file's `feed`, read as the workers read them."""
+    from elasticcb.data import make_dataset, open_reader
+
+    custom = getattr(module, "custom_data_reader", None)
+    reader = open_reader(origin, job.get("data_reader_params"), custom=custom)
+    (source,) = reader.sources()
+    return module.feed(make_dataset(reader, lambda: (source.name, 0, source.count)), mode, reader.metadata)
+
+
+def _named(metrics: dict[str, Any]) -> Any:
+    for name, metric in metrics.items():
+        metric.name = name
+        yield metric
+
+
+def _import(path: Path) -> ModuleType:
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(command: list[str]) -> str:
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def table(cases: list[Case], runs: dict[str, tuple[list[Run], list[Run]]]) -> str:
+    """Markdown; the difference is positive where ElasticCB is better."""
+    rows = [
+        "| model | metric | plain Keras | ElasticCB, 2 workers + 1 server | difference in points "
+        "| within 0.5 | seconds (plain / ElasticCB) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in cases:
+        plain, elastic = runs[case.folder]
+        left = [100 * run.metrics[case.metric] for run in plain]
+        right = [100 * run.metrics[case.metric] for run in elastic]
+        difference = (mean(right) - mean(left)) * (1 if case.higher_is_better else -1)
+        seconds = f"{mean(run.seconds for run in plain):.0f} / {mean(run.seconds for run in elastic):.0f}"
+        rows.append(
+            f"| {case.folder} | {case.metric} | {_range(left)} | {_range(right)} | {difference:+.2f} "
+            f"| {'yes' if difference >= -TOLERANCE_POINTS else 'no'} | {seconds} |"
+        )
+    return "\n".join(rows)
+
+
+def _range(values: list[float]) -> str:
+    return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

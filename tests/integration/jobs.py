@@ -1,0 +1,139 @@
+"""Runs whole jobs for tests: in this process, or as the command that a user types."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+
+from elasticcb.roles import run_master
+from elasticcb.settings import (
+    CheckpointSettings,
+    ClusterKind,
+    ClusterSettings,
+    Command,
+    DataSettings,
+    JobSettings,
+    ModelSettings,
+    TrainingSettings,
+)
+from elasticcb.status import JobStatus, Summary
+
+
+class RecordingDisplay:
+    """Keeps what a person would see."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.statuses: list[JobStatus] = []
+
+    def update(self, status: JobStatus) -> None:
+        self.statuses.append(status)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def finish(self, summary: Summary) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def write_model_file(folder: Path, text: str, name: str = "model_file") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAIN, **parts) -> JobSettings:
+    """Settings of an in-process job; `parts` are fields of the sections, which have no name in common."""
+    sections = {
+        "data": DataSettings,
+        "training": TrainingSettings,
+        "checkpoint": CheckpointSettings,
+        "cluster": ClusterSettings,
+    }
+    parts.setdefault("kind", ClusterKind.INPROCESS)
+    values = {}
+    for name, section in sections.items():
+        own = {field: parts.pop(field) for field in section.__dataclass_fields__ if field in parts}
+        values[name] = section(**own)
+    folder.mkdir(parents=True, exist_ok=True)
+    return JobSettings(
+        command=command,
+        name=model_file.stem,
+        directory=str(folder),
+        model=ModelSettings(zoo=str(model_file.parent), definition=f"{model_file.stem}.custom_model"),
+        output=parts.pop("output", ""),
+        **values,
+        **parts,
+    )
+
+
+def run_job(settings: JobSettings) -> tuple[Summary, RecordingDisplay]:
+    """Runs a job with all roles in this process."""
+    display = RecordingDisplay()
+    return run_master(settings, display), display
+
+
+class JobProcess:
+    """`elasticcb COMMAND …` as a real process, whose output is read as it comes."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elasticcb", *arguments],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.family: list[psutil.Process] = []  # children seen so far
+
+    def wait_for_line(self, pattern: str) -> str:
+        """Reads until a line matches; fails the test when the job ends before."""
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if re.search(pattern, line):
+                self.children()
+                return line
+        raise AssertionError(f"The job ended without a line like {pattern!r}:\n{self.output}")
+
+    def children(self, role: str = "") -> list[psutil.Process]:
+        """The job's processes of a role ("worker", "ps"), by index."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.family += [child for child in found if child not in self.family]
+        return sorted((c for c in found if not role or role in c.cmdline()), key=lambda c: c.cmdline())
+
+    def kill(self, role: str, index: int = 0) -> int:
+        """Kills a process with SIGKILL; returns its id."""
+        child = self.children(role)[index]
+        child.kill()
+        return child.pid
+
+    def finish(self) -> int:
+        """Reads to the end; the exit code."""
+        self.lines += self.process.stdout.read().splitlines()
+        return self.process.wait()
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def assert_no_orphans(self, seconds: float = 10.0) -> None:
+        """Every process of the job that was ever seen is gone."""
+        _, alive = psutil.wait_procs(self.family, timeout=seconds)
+        assert not alive, f"still there: {[process.cmdline() for process in alive]}"
