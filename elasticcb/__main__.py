@@ -1,6 +1,8 @@
 """`python -m elasticcb` is the `elasticcb` command."""
 
+import sys
+
 from elasticcb.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

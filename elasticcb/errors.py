@@ -5,7 +5,12 @@ A message says what happened, what was given, what was expected and what to do.
 
 from __future__ import annotations
 
+import os
+import traceback
 from enum import IntEnum
+from pathlib import Path
+
+_PACKAGE = os.path.join(str(Path(__file__).resolve().parent), "")
 
 
 class ExitCode(IntEnum):
@@ -72,3 +77,20 @@ class JobInterrupted(ElasticCBError):
     """The user asked the job to end before it was done."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an error and its causes, with the user's own lines alone.
+
+    The frames of this package are left out, and those of installed libraries where any others are left.
+    """
+    summary = traceback.TracebackException.from_exception(error)
+    pending = [summary]
+    while pending:
+        part = pending.pop()
+        theirs = [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)]
+        own = [frame for frame in theirs if "site-packages" not in frame.filename]
+        if own or theirs:  # else the mistake is ours, and the frames are all there is to find it by
+            part.stack = traceback.StackSummary.from_list(own or theirs)
+        pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)
+    return "".join(summary.format())

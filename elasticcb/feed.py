@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, open_reader
-from elasticcb.errors import DataError, ModelFileError
-from elasticcb.model_spec import ModelSpec, user_traceback
+from elasticcb.errors import DataError, ModelFileError, user_traceback
+from elasticcb.model_spec import ModelSpec
 from elasticcb.settings import JobSettings
 
 
@@ -61,17 +61,26 @@ class FeedPipeline:
             yield from self.dataset
         except tf.errors.OpError as error:
             self._stream.raise_error()
+            hint = ""
+            if "different shapes" in error.message:
+                hint = (
+                    " `feed` must give every example the same shape, which the batch then stacks: pad them, or end "
+                    "it with `dataset.ragged_batch(1).unbatch()` to get ragged batches."
+                )
             raise DataError(
-                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {error.message}",
+                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {error.message}{hint}",
                 user_traceback(error),
             ) from error
 
-    def first_batch(self, records: int = 2) -> Any:
-        """A small batch from the start of the data, to build a model with."""
-        source = self.reader.sources()[0]
-        for batch in self.batches(source.name, 0, min(records, source.count)):
-            return batch
-        raise DataError(f"`feed` turned the first {records} records of {source.name} into no example.")
+    def first_batch(self) -> Any:
+        """A batch from the start of the data, to build a model with: small unless `feed` drops records."""
+        tried = 0
+        for source in self.reader.sources():
+            for records in (2, 256, source.count):
+                for batch in self.batches(source.name, 0, min(records, source.count)):
+                    return batch
+            tried += source.count
+        raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
 
 
 def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:

@@ -8,7 +8,8 @@ of per-batch results would not. How a metric travels is its `Transport`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from elasticcb.errors import ModelFileError
+from elasticcb.errors import ModelFileError, user_traceback
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.tensors import from_message, to_message
 
@@ -53,6 +54,22 @@ class MeanOfFunction(keras.metrics.Mean):
             super().update_state(value, keras.ops.shape(keras.tree.flatten(predictions)[0])[0])
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """A metric that travels by itself.
+
+    `key` is its name among the results; `output` is the output of the model that `eval_metrics_fn` gives
+    it for. `by_model` tells metrics that the model updates itself.
+    """
+
+    name: str  # the same in every process
+    metric: keras.metrics.Metric
+    key: str
+    output: str | None = None
+    by_model: bool = False
+    compiled: bool = False  # one of `compile(metrics=...)`
+
+
 class ModelMetrics:
     """The metrics of a model: its loss, those it was compiled with, and those of `eval_metrics_fn`.
 
@@ -62,11 +79,19 @@ class ModelMetrics:
     Args:
         model: a model; its metrics must be built (`prime`) before states are read.
         eval_metrics: `{name: metric or function}` or `{output: {name: metric or function}}`.
+
+    Raises:
+        ModelFileError: `eval_metrics` holds something else.
     """
 
     def __init__(self, model: keras.Model, eval_metrics: Mapping[str, Any]) -> None:
         self._model = model
         self._selected = list(_select_all(eval_metrics))
+        if len({id(metric) for _, metric, _ in self._selected}) < len(self._selected):
+            raise ModelFileError(
+                "eval_metrics_fn() gives the same metric object twice; its records would be mixed. Make one "
+                f"object for each of {', '.join(key for key, _, _ in self._selected)}."
+            )
         self._model_compute_metrics = model.compute_metrics
         model.compute_metrics = self._compute_metrics
         self._warned: set[str] = set()
@@ -74,45 +99,55 @@ class ModelMetrics:
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
         for key, metric, output in self._selected:
-            labels, predictions, weight = _select(y, output), _select(y_pred, output), sample_weight
-            if isinstance(sample_weight, Mapping):
-                weight = sample_weight.get(output)
-            metric.update_state(labels, predictions, sample_weight=weight)
+            self._update(metric, output, y, y_pred, sample_weight)
             results[key] = metric.result()
         return results
 
+    def _update(self, metric: Any, output: str | None, y: Any, y_pred: Any, sample_weight: Any) -> None:
+        names = getattr(self._model, "output_names", None) or ()
+        labels, predictions = _select(y, output, names), _select(y_pred, output, names)
+        weight = sample_weight.get(output) if isinstance(sample_weight, Mapping) else sample_weight
+        metric.update_state(labels, predictions, sample_weight=weight)
+
+    def _units(self) -> list[_Unit]:
+        found: dict[str, _Unit] = {}
+
+        def add(metric: keras.metrics.Metric, key: str, **values: Any) -> None:
+            name = _unused(key, found)
+            found[name] = _Unit(name, metric, key, **values)
+
+        for metric in self._model.metrics:
+            if isinstance(metric, CompileMetrics):
+                # `result` goes through them in the same order.
+                keys = metric.result() if metric.built else ()
+                for key, part in zip(keys, metric.metrics, strict=False):
+                    add(part, key, by_model=True, compiled=True)
+            else:
+                add(metric, metric.name, by_model=True)
+        for key, metric, output in self._selected:
+            add(metric, key, output=output)
+        return list(found.values())
+
     def units(self) -> dict[str, keras.metrics.Metric]:
         """Metrics by a name that is the same in every process."""
-        found: dict[str, keras.metrics.Metric] = {}
-        for metric in self._model.metrics:
-            found[_unused(metric.name, found)] = metric
-        for key, metric, _ in self._selected:
-            found[_unused(key, found)] = metric
-        return found
+        return {unit.name: unit.metric for unit in self._units()}
 
     def transports(self) -> dict[str, Transport]:
         """How each unit travels."""
-        selected = {id(metric) for _, metric, _ in self._selected}
-        return {
-            name: self._transport(name, metric, id(metric) in selected)
-            for name, metric in self.units().items()
-        }
+        return {unit.name: self._transport(unit) for unit in self._units()}
 
-    def _transport(self, name: str, metric: keras.metrics.Metric, selected: bool) -> Transport:
-        if isinstance(metric, CompileMetrics):
-            leaves = metric.metrics
-            return Transport.SUM if all(map(_adds_up, leaves)) else Transport.OUTPUTS
-        if _adds_up(metric):
+    def _transport(self, unit: _Unit) -> Transport:
+        if _adds_up(unit.metric):
             return Transport.SUM
-        if hasattr(metric, "merge_state"):
+        if hasattr(unit.metric, "merge_state"):
             return Transport.MERGE
-        if selected:
+        if unit.compiled or not unit.by_model:
             return Transport.OUTPUTS
-        if name not in self._warned:
-            self._warned.add(name)
+        if unit.name not in self._warned:
+            self._warned.add(unit.name)
             logger.warning(
                 "The metric %r (%s) is updated by the model itself and has no merge_state(metrics): the states "
-                "of different workers are added up.", name, type(metric).__name__,
+                "of different workers are added up.", unit.name, type(unit.metric).__name__,
             )  # fmt: skip
         return Transport.SUM
 
@@ -123,23 +158,23 @@ class ModelMetrics:
 
     def state_tensors(self) -> dict[str, list[Any]]:
         """The present states as tensors, of all units that do not send outputs."""
-        transports = self.transports()
         return {
-            name: [tf.convert_to_tensor(v.value) for v in metric.variables]
-            for name, metric in self.units().items()
-            if transports[name] is not Transport.OUTPUTS
+            unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables]
+            for unit in self._units()
+            if self._transport(unit) is not Transport.OUTPUTS
         }
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The state of one unit over the records of several tasks."""
         metric = self.units()[name]
         if self.transports()[name] is not Transport.MERGE:
-            return [np.sum(values, axis=0) for values in zip(*tasks, strict=True)]
-        total = _copy(metric)
-        for task in tasks:
-            other = _copy(metric)
-            _assign(other, task)
-            total.merge_state([other])
+            return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]
+        # Two copies, so that `merge_state` meets metrics that are not those of the model.
+        total, other = _copy(metric), _copy(metric)
+        for number, task in enumerate(tasks):
+            _assign(other if number else total, task)
+            if number:
+                total.merge_state([other])
         return [np.asarray(variable.value) for variable in total.variables]
 
     def load(self, states: Mapping[str, Sequence[np.ndarray]], outputs: Any = None) -> None:
@@ -150,30 +185,28 @@ class ModelMetrics:
             outputs: `(labels, predictions[, sample_weight])` of all records, for units that need them.
         """
         self.reset()
-        transports = self.transports()
-        units = self.units()
-        for name, values in states.items():
-            _assign(units[name], values)
-        if outputs is None:
-            return
-        labels, predictions, weight = (*outputs, None)[:3]
-        for name, metric in units.items():
-            if transports[name] is Transport.OUTPUTS and isinstance(metric, CompileMetrics):
-                metric.update_state(labels, predictions, weight)
-        for key, metric, output in self._selected:
-            if transports[key] is Transport.OUTPUTS:
-                metric.update_state(
-                    _select(labels, output), _select(predictions, output), sample_weight=weight
-                )
+        units = self._units()
+        if outputs is not None:
+            labels, predictions, weight = (*outputs, None)[:3]
+            travelling = [unit for unit in units if self._transport(unit) is Transport.OUTPUTS]
+            for metric in self._model.metrics:
+                if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
+                    metric.update_state(labels, predictions, weight)
+            for unit in travelling:
+                if not unit.by_model:
+                    self._update(unit.metric, unit.output, labels, predictions, weight)
+        # After the outputs, which `compile(metrics=...)` feeds to all of its metrics alike.
+        for unit in units:
+            if unit.name in states:
+                _assign(unit.metric, states[unit.name])
 
-    def results(self) -> dict[str, float]:
-        """Present results by name; a metric with several results contributes each of them."""
+    def results(self, among: Collection[str] | None = None) -> dict[str, float]:
+        """Present results by name, of all units or of those named; a result that is a dict gives its items."""
         results: dict[str, Any] = {}
-        for metric in self._model.metrics:
-            result = metric.result()
-            results.update(result if isinstance(result, dict) else {metric.name: result})
-        for key, metric, _ in self._selected:
-            results[key] = metric.result()
+        for unit in self._units():
+            if among is None or unit.name in among:
+                result = unit.metric.result()
+                results.update(result if isinstance(result, dict) else {unit.key: result})
         return {name: to_number(value) for name, value in results.items()}
 
     def nested_results(self) -> dict[str, Any]:
@@ -181,8 +214,7 @@ class ModelMetrics:
         flat = self.results()
         nested: dict[str, Any] = dict(flat)
         for key, metric, output in self._selected:
-            if output is not None:
-                nested.pop(key, None)
+            if output is not None and nested.pop(key, None) is not None:
                 nested.setdefault(output, {})[metric.name] = flat[key]
         return nested
 
@@ -212,8 +244,13 @@ def _select_all(
             )
 
 
-def _select(values: Any, output: str | None) -> Any:
-    if output is None or not isinstance(values, Mapping):
+def _select(values: Any, output: str | None, names: Sequence[str]) -> Any:
+    """The part of labels or predictions that belongs to an output; all of them where they have no parts."""
+    if output is None:
+        return values
+    if isinstance(values, (list, tuple)) and len(values) == len(names):
+        values = dict(zip(names, values, strict=True))
+    if not isinstance(values, Mapping):
         return values
     if output not in values:
         raise ModelFileError(
@@ -236,12 +273,25 @@ def _adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 def _copy(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    return type(metric).from_config(metric.get_config())
+    try:
+        return type(metric).from_config(metric.get_config())
+    except Exception as error:
+        raise ModelFileError(
+            f"The metric {metric.name!r} has merge_state(metrics), and so is copied to merge the states of tasks; "
+            f"{type(metric).__name__}.from_config(get_config()) raised {type(error).__name__}: {error}. Give it a "
+            "get_config() that holds what its __init__ takes.",
+            user_traceback(error),
+        ) from error
 
 
 def _assign(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> None:
     for variable, value in zip(metric.variables, values, strict=True):
         variable.assign(value)
+
+
+def _wide(array: np.ndarray) -> Any:
+    """A dtype in which the order of summing does not show."""
+    return np.float64 if np.asarray(array).dtype.kind == "f" else None
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ import inspect
 import re
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,28 +18,13 @@ from typing import Any
 
 import keras
 
-from elasticcb.errors import ModelFileError
+from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
+from elasticcb.model_loss import make_compute_loss
 from elasticcb.settings import ModelSettings
 
 # Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
 # the process's random seeds while another one draws initial weights from them.
-_lock = threading.RLock()
-
-
-def user_traceback(error: BaseException, file: str = "") -> str:
-    """The traceback of `error` without the frames of this package, as text.
-
-    The frames of TensorFlow and Keras are left out too when the user's own `file` is among the rest.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parent)
-    kept = [frame for frame in frames if not frame.filename.startswith(package)]
-    own = [frame for frame in kept if "site-packages" not in frame.filename]
-    if any(frame.filename == file for frame in own):
-        kept = own
-    lines = traceback.format_list(kept or list(frames))
-    lines += traceback.format_exception_only(type(error), error)
-    return "Traceback (most recent call last):\n" + "".join(lines)
+building = threading.RLock()
 
 
 class ModelSpec:
@@ -77,6 +61,14 @@ class ModelSpec:
             )
         if not model.compiled:
             self._compile(model)
+        elif self._get(self._settings.optimizer) is not None:
+            # The servers take it from there, so that they need not build the model.
+            model.optimizer = self.make_optimizer()
+        if isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
+            raise ModelFileError(
+                f"The model of {self.path} scales its loss for float16, which parameter servers can't follow. "
+                'Use keras.config.set_dtype_policy("mixed_bfloat16"), which needs no scaling, or "float32".'
+            )
         return model
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
@@ -86,7 +78,9 @@ class ModelSpec:
             model = self.call(self._model_factory, **self._settings.params)
             optimizer = getattr(model, "optimizer", None)
         else:
-            optimizer = self.call(factory)
+            optimizer = factory if isinstance(factory, str) else self.call(factory)
+        if isinstance(optimizer, str):
+            optimizer = self.call(keras.optimizers.get, optimizer)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
                 f"{self.path} gives no usable optimizer: {optimizer!r}. Define "
@@ -117,23 +111,28 @@ class ModelSpec:
                     "expected keras.callbacks.Callback objects."
                 )
         processor = self._get("PredictionOutputsProcessor")
-        # ElasticDL's way to receive predictions: a class of this name, not derived from Callback.
-        if inspect.isclass(processor) and not issubclass(processor, keras.callbacks.Callback):
+        # ElasticDL's way to receive predictions: the model file has a class of this name.
+        if inspect.isclass(processor) and processor.__module__ == self.module.__name__:
             from elasticcb.callbacks import PredictionOutputsProcessor
 
-            callbacks.append(PredictionOutputsProcessor(self.call(processor).process))
+            if not issubclass(processor, keras.callbacks.Callback):
+                callbacks.append(PredictionOutputsProcessor(self.call(processor).process))
+            elif not any(isinstance(callback, processor) for callback in callbacks):
+                callbacks.append(self.call(processor))
         return callbacks
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function of the model file; what it raises becomes a `ModelFileError`."""
         try:
-            with _lock:
+            with building:
                 return function(*args, **kwargs)
+        except ElasticCBError:
+            raise  # it explains itself
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
             raise ModelFileError(
                 f"{name}() in {self.path} raised {type(error).__name__}: {error}",
-                user_traceback(error, str(self.path)),
+                user_traceback(error),
             ) from error
 
     def _get(self, name: str, needed: bool = False) -> Any:
@@ -151,13 +150,15 @@ class ModelSpec:
         optimizer = self._get(self._settings.optimizer)
         if optimizer is None:
             return  # good enough to predict with; `require_trainable` says so before training
-        if isinstance(loss, (str, keras.losses.Loss)):
-            model.compile(optimizer=self.make_optimizer(), loss=loss)
+        if inspect.isclass(loss) and issubclass(loss, keras.losses.Loss):
+            loss = self.call(loss)
+        if isinstance(loss, (str, dict, list, keras.losses.Loss)):
+            self.call(model.compile, optimizer=self.make_optimizer(), loss=loss)
             return
         model.compile(optimizer=self.make_optimizer())
         if loss is not None:
             # Keras would call a compiled loss once per output; a model file's loss gets them all.
-            model.compute_loss = _make_compute_loss(model, loss, str(self.path))
+            model.compute_loss = make_compute_loss(model, loss, str(self.path))
 
     def require_trainable(self, model: keras.Model) -> None:
         """Raises `ModelFileError` unless `model` has an optimizer to train with."""
@@ -182,7 +183,7 @@ def locate(settings: ModelSettings) -> tuple[Path, str]:
 
 
 def _import(zoo: str, module: str, path: Path) -> ModuleType:
-    with _lock:
+    with building:
         # The zoo for `import folder.helper`, the file's own folder for `import helper`.
         for folder in (str(path.parent), str(Path(zoo).resolve())):
             if folder not in sys.path:
@@ -217,40 +218,5 @@ def _import_by_path(name: str, path: Path) -> ModuleType:
 def _import_error(path: Path, error: Exception) -> ModelFileError:
     return ModelFileError(
         f"The model file {path} can't be imported: {type(error).__name__}: {error}",
-        user_traceback(error, str(path)),
+        user_traceback(error),
     )
-
-
-def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -> Callable[..., Any]:
-    takes_weights = "sample_weight" in inspect.signature(loss).parameters
-
-    def compute_loss(
-        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
-        del x, training
-        if takes_weights:
-            value = loss(y, y_pred, sample_weight=sample_weight)
-        else:
-            value = loss(y, y_pred)
-            if sample_weight is not None:
-                value = _weigh(value, sample_weight, path)
-        total = keras.ops.mean(value)
-        for extra in model.losses:
-            total = total + keras.ops.sum(keras.ops.cast(extra, total.dtype))
-        return total
-
-    return compute_loss
-
-
-def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
-    if not value.shape.rank:
-        raise ModelFileError(
-            f"`feed` in {path} gives sample weights, but `loss` returns one number for the whole batch, so "
-            "they can't be applied. Return one loss per example, or take `sample_weight` as a third argument."
-        )
-    weight = keras.ops.cast(sample_weight, value.dtype)
-    while weight.shape.rank > value.shape.rank:
-        weight = keras.ops.squeeze(weight, -1)
-    while weight.shape.rank < value.shape.rank:
-        weight = keras.ops.expand_dims(weight, -1)
-    return value * weight

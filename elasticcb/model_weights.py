@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from elasticcb.errors import ModelFileError, user_traceback
+from elasticcb.model_spec import ModelSpec, building
 from elasticcb.ps.partition import VariableSpec
 
 
@@ -31,16 +35,71 @@ def _constraint(variable: keras.Variable) -> str:
     return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
 
 
-def prime(model: keras.Model, batch: Any, labelled: bool) -> None:
+def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
     """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
     Metrics then hold that batch: reset them.
 
     Args:
-        model: compiled if `labelled`.
-        batch: `(features, labels[, sample_weight])` if `labelled`, else features.
+        model: of `spec`, compiled unless `mode` is "prediction".
+        batch: `(features, labels[, sample_weight])`, or features alone for "prediction".
+
+    Raises:
+        ModelFileError: `feed` gives something else, or the model, its loss or its metrics can't take it.
     """
-    if labelled:
-        model.test_step(batch)
-    else:
-        model.predict_step((batch,))
+    labelled = mode != "prediction"
+    _check_structure(spec, batch, mode)
+    features = batch[0] if labelled and isinstance(batch, tuple) else batch
+    _allow_one_named_feature(model, features)
+    try:
+        with building:
+            if labelled:
+                model.test_step(batch)
+            else:
+                model.predict_step((batch,))
+    except ModelFileError as error:
+        raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
+    except Exception as error:
+        raise ModelFileError(
+            f"The model of {spec.path} can't run on the first batch from `feed`: {type(error).__name__}: "
+            f"{error}{_shown(batch, mode)}",
+            user_traceback(error),
+        ) from error
+
+
+def _check_structure(spec: ModelSpec, batch: Any, mode: str) -> None:
+    if mode != "prediction" and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
+        raise ModelFileError(
+            f"`feed` in {spec.path} gives tuples of {len(batch)} in {mode}; expected (features, labels) or "
+            "(features, labels, sample_weight). Put several features into a dict, or into a tuple of their own."
+        )
+
+
+def _allow_one_named_feature(model: keras.Model, features: Any) -> None:
+    """Keras warns when a dict of one feature is given to a model of one input, though nothing can be mixed up.
+
+    The name is worth keeping: the exported signature takes the feature by it.
+    """
+    if not isinstance(features, dict) or len(features) != 1:
+        return
+    try:
+        single = not keras.tree.is_nested(model.input)
+    except (AttributeError, ValueError):
+        return  # it has no such thing
+    if single:
+        warnings.filterwarnings("ignore", message="The structure of `inputs` doesn't match")
+
+
+def _shown(batch: Any, mode: str) -> str:
+    parts: dict[str, Any] = {"features": batch}
+    if mode != "prediction" and isinstance(batch, tuple):
+        parts = dict(zip(("features", "labels", "sample_weight"), batch, strict=False))
+    shown = "; ".join(f"{name} {tf.nest.map_structure(_shape, part)}" for name, part in parts.items())
+    hint = ""
+    if mode == "prediction" and isinstance(batch, tuple):
+        hint = " In prediction, `feed` must return features alone, without labels."
+    return f"\nThe batch ({mode}): {shown}.{hint}"
+
+
+def _shape(tensor: Any) -> str:
+    return f"{type(tensor).__name__.replace('EagerTensor', 'tensor')}{tuple(tensor.shape)} {tensor.dtype.name}"

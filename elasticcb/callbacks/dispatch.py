@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hooks
-from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, user_traceback
 
-_PACKAGE = os.path.join(str(Path(__file__).resolve().parents[1]), "")
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
 
 
@@ -112,19 +108,6 @@ class Dispatcher:
         return (
             f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
         )
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback of an error and its causes, without the frames of this package."""
-    summary = traceback.TracebackException.from_exception(error)
-    pending = [summary]
-    while pending:
-        part = pending.pop()
-        theirs = [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)]
-        if theirs:  # else the mistake is ours, and the frames are all there is to find it by
-            part.stack = traceback.StackSummary.from_list(theirs)
-        pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)
-    return "".join(summary.format())
 
 
 def _process_name(place: Place, params: Mapping[str, Any]) -> str:

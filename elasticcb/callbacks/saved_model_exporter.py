@@ -13,9 +13,8 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks.dispatch import user_traceback
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
-from elasticcb.errors import CallbackError
+from elasticcb.errors import CallbackError, user_traceback
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -80,9 +80,7 @@ class EvaluationRounds:
             up. With a function of one's own the states of all tasks are kept until the round is merged.
     """
 
-    def __init__(
-        self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None
-    ) -> None:
+    def __init__(self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None) -> None:
         if evaluation_steps < 0:
             raise UsageError(f"evaluation_steps is {evaluation_steps}; expected 0 or more model versions.")
         self._steps = evaluation_steps
@@ -141,6 +139,12 @@ class EvaluationRounds:
         """Somebody wants a round, whatever the version."""
         return self._ask(RoundReason.REQUESTED, version)
 
+    def snapshot_taken(self, version: int) -> None:
+        """The running round is of `version`, which may be later than the one that made it due."""
+        assert self._running is not None
+        self._running = replace(self._running, version=version)
+        self._last_version = self._steps_from = version
+
     def collect(
         self,
         round_id: int,
@@ -183,10 +187,7 @@ class EvaluationRounds:
                 for name, by_task in self._states.items()
             }
         outputs = {
-            name: [
-                np.concatenate(pieces)
-                for pieces in zip(*(by_task[task] for task in sorted(by_task)), strict=True)
-            ]
+            name: [np.concatenate(pieces) for pieces in zip(*(by_task[task] for task in sorted(by_task)), strict=True)]
             for name, by_task in self._outputs.items()
         }
         return Merged(states, outputs, len(self._tasks))
@@ -231,9 +232,7 @@ class EvaluationRounds:
                 expected = [array.shape for array in next(iter(self._states[name].values()))]
             # A merge function of one's own may know what to do with states of different shapes.
             given = [np.shape(array) for array in arrays]
-            if expected is not None and (
-                len(given) != len(expected) or (not self._merge and given != expected)
-            ):
+            if expected is not None and (len(given) != len(expected) or (not self._merge and given != expected)):
                 raise WireError(
                     f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; "
                     f"the other tasks of its round brought {expected}. The metric must have the same "

@@ -23,16 +23,16 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from elasticcb import checkpoint as checkpoints
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import JobInterrupted
+from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.model_host import ModelHost
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import Milestone, MilestoneKind, TaskQueue
-from elasticcb.ps import checkpoint as checkpoints
-from elasticcb.ps.optimizer import may_split
+from elasticcb.optimizer_traits import may_split
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import JobStatus, Summary
@@ -69,7 +69,6 @@ class Job:
         self._checkpoint_path = ""
         self._checkpoint_due = settings.checkpoint.steps
         self._records_evaluated = 0
-        self._round_version = 0
         self._over = False
         self._next_status = 0.0
         self._rate_points: deque[tuple[float, int]] = deque()
@@ -90,7 +89,9 @@ class Job:
                     self._turn()
             except KeyboardInterrupt:
                 self._interrupted()
-            self._wait_for_workers()
+            except (JobFailedError, ConnectionLostError) as error:
+                raise self._explained(error) from error
+            self._wait_until_gone(Role.WORKER, _LEAVE_SECONDS)
             return self._summary()
         finally:
             self._stop()
@@ -144,7 +145,8 @@ class Job:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
         optimizer = self._host.optimizer
         split = optimizer is not None and may_split(optimizer)
-        self._ps = PSClient(self._addresses(), self._host.variables, split)
+        # Little patience: this side knows when a server is gone.
+        self._ps = PSClient(self._addresses(), self._host.variables, split, patience_seconds=5.0)
         folder = self._settings.checkpoint.directory_for_init
         checkpoint = str(checkpoints.find_latest(folder)) if folder else ""
         weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
@@ -165,11 +167,26 @@ class Job:
                 self._show_status()
                 self._master.wait()
 
-    def _wait_for_workers(self) -> None:
-        """Lets the workers leave by themselves."""
-        give_up = time.monotonic() + _LEAVE_SECONDS
+    def _explained(self, error: ElasticCBError) -> ElasticCBError:
+        """The error with what the user can do about it."""
+        if isinstance(error, ConnectionLostError):
+            try:
+                self._master.tend()  # which knows why a server does not answer
+            except JobFailedError as cause:
+                error = cause
+        if not self._checkpoint_path:
+            return error
+        return JobFailedError(
+            f"{error}\nThe newest checkpoint is {self._checkpoint_path}. To go on from it: "
+            f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}",
+            error.user_traceback,
+        )
+
+    def _wait_until_gone(self, role: Role, seconds: float) -> None:
+        """Lets processes leave by themselves."""
+        give_up = time.monotonic() + seconds
         with self._master.changed:
-            while self._master.roster.up(Role.WORKER) and time.monotonic() < give_up:
+            while self._master.roster.up(role) and time.monotonic() < give_up:
                 self._master.wait()
 
     def _interrupted(self) -> None:
@@ -195,6 +212,8 @@ class Job:
 
     def _stop(self) -> None:
         self._master.close()  # servers leave by themselves now
+        if not self._backend.watches:
+            self._wait_until_gone(Role.PS, _STOP_SECONDS)
         self._backend.stop(_STOP_SECONDS)
         self._master.stop()
 
@@ -301,11 +320,10 @@ class Job:
         if evaluation_round is None:
             return
         # The servers may be some versions ahead of what made the round due.
-        self._round_version = self._ps.snapshot(evaluation_round.id)
+        version = self._ps.snapshot(evaluation_round.id)
+        self._master.rounds.snapshot_taken(version)
         reason = evaluation_round.reason.value
-        logger.info(
-            "Evaluation round %d is of version %d (%s)", evaluation_round.id, self._round_version, reason
-        )
+        logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
         self._call("on_test_begin", {})
         sources = self._host.sources["evaluation"]
         self._records_evaluated = sum(count for _, count in sources)
@@ -321,10 +339,10 @@ class Job:
         logs = self._host.round_logs(rounds.merged())
         self._flat_metrics = {name: value for name, value in logs.items() if name != "metrics"}
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._flat_metrics.items())
-        self._display.message(f"Evaluation at version {self._round_version}: {shown}")
+        self._display.message(f"Evaluation at version {finished.version}: {shown}")
         if self._host.callbacks.wants("on_test_end"):
             self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
-        self._call("on_test_end", {**logs, "version": self._round_version})
+        self._call("on_test_end", {**logs, "version": finished.version})
         self._ps.release_snapshot(finished.id)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:

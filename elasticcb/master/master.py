@@ -148,7 +148,6 @@ class Master:
                     decision = Decision(DecisionKind.WAIT, None, "the master is starting or ending")
                 else:
                     decision = self.queue.get_task(worker, now, held)
-                    self._notify_if_reached()
                 if decision.kind is not DecisionKind.WAIT or now >= give_up or self.closing:
                     return decision
                 self.changed.wait(give_up - now)
@@ -233,11 +232,6 @@ class Master:
     def _reached_version(self, version: int) -> None:
         if version > self.version:
             self.version = version
-            self.changed.notify_all()
-
-    def _notify_if_reached(self) -> None:
-        """Wakes the driving thread if `get_task` itself reached something, such as the end of an epoch."""
-        if self.queue is not None and self.queue.has_milestones:
             self.changed.notify_all()
 
     def _add_epoch_states(self, epoch: int, states: dict[str, list[Any]]) -> None:

@@ -42,7 +42,7 @@ class ModelHost:
         self.sources: dict[str, Sources] = {mode: _sources(pipeline)}
         if mode == "training" and settings.data.validation:
             self.sources["evaluation"] = _sources(FeedPipeline(settings, self.spec, "evaluation"))
-        prime(self.model, pipeline.first_batch(), labelled=mode != "prediction")
+        prime(self.spec, self.model, pipeline.first_batch(), mode)
         self.metrics.reset()
         self.variables = variable_specs(self.model)
         self.callbacks = Dispatcher(
@@ -77,8 +77,7 @@ class ModelHost:
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Training loss and metrics over the summed states of an epoch's tasks."""
         self.metrics.load(states)
-        results = self.metrics.results()
-        return {name: value for name, value in results.items() if name in states or len(states) > 1}
+        return self.metrics.results(states)
 
 
 def _sources(pipeline: FeedPipeline) -> Sources:

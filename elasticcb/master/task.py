@@ -250,9 +250,7 @@ class ShardLayout:
     Raises `UsageError` for negative numbers of records.
     """
 
-    def __init__(
-        self, sources: Sequence[tuple[str, int]], records_per_task: int, minibatch_size: int
-    ) -> None:
+    def __init__(self, sources: Sequence[tuple[str, int]], records_per_task: int, minibatch_size: int) -> None:
         if records_per_task < 1 or minibatch_size < 1:
             raise UsageError(
                 f"Tasks of {records_per_task} records in batches of {minibatch_size} were asked for; both "

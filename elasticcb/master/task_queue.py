@@ -274,9 +274,7 @@ class TaskQueue:
         self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
 
-    def report_failed(
-        self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False
-    ) -> Outcome:
+    def report_failed(self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False) -> Outcome:
         """`worker` could not finish the task. `fatal`: trying again can't help, the job fails at once."""
         record = self._held.get(worker, {}).get(lease_id)
         if record is None:
@@ -292,15 +290,11 @@ class TaskQueue:
         self._release(record, done=False)
         event = self._take_back(record, worker, event, error, traceback)
         if event is TaskEvent.NOTHING_LEFT:
-            return Outcome(
-                True, f"{task} failed after its last record ({error}); nothing is left to do", task
-            )
+            return Outcome(True, f"{task} failed after its last record ({error}); nothing is left to do", task)
         if self._failure is not None:
             return Outcome(True, f"{task} failed: {event.value}", task)
         self._accounting.tasks_retried += 1
-        return Outcome(
-            True, f"{task} failed {record.failures} of {self._max_retries + 1} times; tried again", task
-        )
+        return Outcome(True, f"{task} failed {record.failures} of {self._max_retries + 1} times; tried again", task)
 
     # ------------------------------------------------------------ what the master says
 
@@ -313,9 +307,7 @@ class TaskQueue:
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
         self._now = max(self._now, now)
-        hung = [
-            worker for worker in self._held if self._now >= self._progress_at[worker] + self._lease_seconds
-        ]
+        hung = [worker for worker in self._held if self._now >= self._progress_at[worker] + self._lease_seconds]
         return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER)]
 
     def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
@@ -358,9 +350,7 @@ class TaskQueue:
         """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
         if not self._train_end_added:
             self._train_end_added = True
-            self._again[TaskType.TRAIN_END].append(
-                TaskRecord(self._new_task(TaskType.TRAIN_END, Shard("", 0, 0)))
-            )
+            self._again[TaskType.TRAIN_END].append(TaskRecord(self._new_task(TaskType.TRAIN_END, Shard("", 0, 0))))
 
     def finish(self) -> None:
         """Nothing will be added any more: once all is done, `get_task` answers FINISHED, not WAIT."""
@@ -406,9 +396,7 @@ class TaskQueue:
     def accounting(self) -> Accounting:
         """A copy of the numbers up to now."""
         ours = self._accounting
-        return replace(
-            ours, records_trained=dict(ours.records_trained), records_dropped=dict(ours.records_dropped)
-        )
+        return replace(ours, records_trained=dict(ours.records_trained), records_dropped=dict(ours.records_dropped))
 
     @property
     def next_deadline(self) -> float | None:
@@ -620,7 +608,6 @@ class TaskQueue:
                 return None
             self._epoch += 1
             self._order = self._order_of(self._epoch)
-            self._open[self._epoch] = 0
         shard = self._order.draw()
         batches = -(-shard.records // self._minibatch_size)
         if self._max_batches:
@@ -629,7 +616,7 @@ class TaskQueue:
                 batches = left
                 shard = Shard(shard.name, shard.start, shard.start + left * self._minibatch_size)
         self._accounting.batches_handed_out += batches
-        self._open[self._epoch] += 1
+        self._open[self._epoch] = self._open.get(self._epoch, 0) + 1
         return self._new_task(TaskType.TRAINING, shard, epoch=self._epoch)
 
     def _make_prediction(self) -> Task | None:
@@ -687,18 +674,14 @@ class TaskQueue:
                 if record.losses > self._max_losses:
                     what = TaskEvent.LOSSES_USED_UP
             error = (
-                f"no progress for {self._lease_seconds:g} s"
-                if event is TaskEvent.LEASE_OVER
-                else "the worker was lost"
+                f"no progress for {self._lease_seconds:g} s" if event is TaskEvent.LEASE_OVER else "the worker was lost"
             )
             if self._take_back(record, worker, what, error, "") is event:
                 self._accounting.tasks_taken_over += 1
             taken.insert(0, (lease, record.task))
         return taken
 
-    def _take_back(
-        self, record: TaskRecord, worker: int, event: TaskEvent, error: str, traceback: str
-    ) -> TaskEvent:
+    def _take_back(self, record: TaskRecord, worker: int, event: TaskEvent, error: str, traceback: str) -> TaskEvent:
         """Decides what becomes of a task that its worker did not finish; answers what happened."""
         task = record.task
         record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
@@ -809,8 +792,7 @@ def _record_to_dict(record: TaskRecord) -> dict[str, Any]:
         "losses": record.losses,
         # The weights were saved with the queue, a moment before or after: what a worker had in hand may
         # be in them.
-        "maybe_trained": task.type is TaskType.TRAINING
-        and (record.maybe_trained or record.state is TaskState.DOING),
+        "maybe_trained": task.type is TaskType.TRAINING and (record.maybe_trained or record.state is TaskState.DOING),
         "attempts": [
             [
                 try_.worker,
@@ -827,9 +809,7 @@ def _record_to_dict(record: TaskRecord) -> dict[str, Any]:
 
 
 def _record_from_dict(values: dict[str, Any]) -> TaskRecord:
-    record = TaskRecord(
-        Task(values["id"], TaskType(values["type"]), Shard(*values["shard"]), epoch=values["epoch"])
-    )
+    record = TaskRecord(Task(values["id"], TaskType(values["type"]), Shard(*values["shard"]), epoch=values["epoch"]))
     record.failures = values["failures"]
     record.losses = values["losses"]
     record.maybe_trained = values["maybe_trained"]

@@ -14,55 +14,10 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps.partition import VariableSpec
 
 MakeOptimizer = Callable[[], "keras.optimizers.Optimizer"]
-
-# Their update of an element depends on nothing but that element, its gradient and its slots. A
-# subclass may have changed that, so the classes must be exactly these.
-_ELEMENTWISE = frozenset(
-    {
-        keras.optimizers.SGD,
-        keras.optimizers.RMSprop,
-        keras.optimizers.Adam,
-        keras.optimizers.AdamW,
-        keras.optimizers.Adadelta,
-        keras.optimizers.Adagrad,
-        keras.optimizers.Adamax,
-        keras.optimizers.Ftrl,
-        keras.optimizers.Nadam,
-        keras.optimizers.Lion,
-    }
-)
-
-
-def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer updates each element on its own. A user's class says so itself, with a
-    class attribute `elementwise = True`."""
-    optimizer = unwrapped(optimizer)
-    return type(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
-
-
-def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether variables may be cut between servers: clipping by a variable's norm needs it whole."""
-    return is_elementwise(optimizer) and unwrapped(optimizer).clipnorm is None
-
-
-def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether gradients of rows update those rows alone.
-
-    Otherwise they are made dense: a moving average of the weights, and accumulated gradients, change
-    every row at each update, and an optimizer that isn't elementwise needs the whole gradient.
-    """
-    return is_elementwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
-
-
-def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that does the work: losses are scaled where they are computed, on the workers."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
-
 
 class Slot(NamedTuple):
     """A variable of the optimizer that belongs to one variable of the model."""

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from elasticcb.checkpoint import Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
-from elasticcb.ps.checkpoint import Part
-from elasticcb.ps.optimizer import MakeOptimizer, ServerOptimizer, may_update_rows
+from elasticcb.optimizer_traits import may_update_rows
+from elasticcb.ps.optimizer import MakeOptimizer, ServerOptimizer
 from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps import checkpoint
 from elasticcb.ps.optimizer import MakeOptimizer
 from elasticcb.ps.parameters import Parameters, Snapshot
 from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout, partition

@@ -8,8 +8,9 @@ from idx import custom_data_reader  # noqa: F401 - found by its name; idx.py lie
 def custom_model():
     image = keras.Input((28, 28, 1), name="image")
     x = keras.layers.Conv2D(32, 3, activation="relu")(image)
+    x = keras.layers.MaxPooling2D()(x)
     x = keras.layers.Conv2D(64, 3, activation="relu")(x)
-    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.BatchNormalization(momentum=0.9)(x)
     x = keras.layers.MaxPooling2D()(x)
     x = keras.layers.Dropout(0.25)(x)
     x = keras.layers.Flatten()(x)

@@ -14,8 +14,8 @@ class MnistModel(keras.Model):
             keras.layers.Conv2D(filters, 3, activation="relu"),
             keras.layers.Conv2D(2 * filters, 3, activation="relu"),
         ]
-        self.normalization = keras.layers.BatchNormalization()
         self.pooling = keras.layers.MaxPooling2D()
+        self.normalization = keras.layers.BatchNormalization(momentum=0.9)
         self.dropout = keras.layers.Dropout(0.25)
         self.flatten = keras.layers.Flatten()
         self.logits = keras.layers.Dense(10)
@@ -23,8 +23,8 @@ class MnistModel(keras.Model):
     def call(self, images, training=False):
         x = images
         for convolution in self.convolutions:
-            x = convolution(x)
-        x = self.pooling(self.normalization(x, training=training))
+            x = self.pooling(convolution(x))
+        x = self.normalization(x, training=training)
         return self.logits(self.flatten(self.dropout(x, training=training)))
 
 

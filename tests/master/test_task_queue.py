@@ -798,6 +798,14 @@ def test_restored_queue_goes_on_where_it_was_saved():
     assert reached(restored) == [(EPOCH_DONE, 0), (EPOCH_DONE, 1), (TRAINING_DONE, 0)]
 
 
+def test_queue_saved_while_nothing_runs_goes_on_with_its_epoch():
+    queue = make_queue(training=[("a", 60)])
+    queue.report_done(1, take(queue).id)
+    restored = TaskQueue.from_dict(queue.to_dict())
+    assert len(drain(restored)) == 2
+    assert reached(restored) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
 def test_restored_queue_refuses_leases_from_before():
     queue = make_queue()
     saved = queue.to_dict()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from helpers_ps import SPECS, Part, gradients, initial_values
 
+from elasticcb import checkpoint
 from elasticcb.errors import CheckpointError
-from elasticcb.ps import checkpoint
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, partition
 

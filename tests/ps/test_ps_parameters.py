@@ -9,7 +9,8 @@ import tensorflow as tf
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.ps.optimizer import ServerOptimizer, may_split
+from elasticcb.optimizer_traits import may_split
+from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
 
 optimizers = keras.optimizers

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers_ps import SPECS, Part, gradients, initial_values, push_frame
 
+from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps import checkpoint
 from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc import Connection

@@ -1,0 +1,117 @@
+"""A model file's `loss(labels, predictions[, sample_weight])` as a Keras model's `compute_loss`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+
+
+def make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """What becomes `model.compute_loss`: the mean of `loss` over the batch, plus `model.losses`.
+
+    Args:
+        loss: gives one number for the batch or one per example; weighted here unless it takes a third
+            argument, the sample weights (None where `feed` gives none).
+        path: of the model file, for messages.
+
+    Raises:
+        ModelFileError: `loss` can't be called so.
+    """
+    call = _with_weight(loss, path)
+
+    def compute_loss(
+        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        del x, training
+        if y is None:
+            raise ModelFileError(
+                f"`feed` in {path} gives no labels, which `loss` needs. It must return a dataset of (features, "
+                "labels) or (features, labels, sample_weight) in training and evaluation."
+            )
+        total = keras.ops.mean(call(y, y_pred, sample_weight))
+        for extra in model.losses:
+            total = total + keras.ops.sum(keras.ops.cast(extra, total.dtype))
+        return total
+
+    return compute_loss
+
+
+def _with_weight(loss: Callable[..., Any], path: str) -> Callable[[Any, Any, Any], Any]:
+    """`loss` as a function of labels, predictions and sample weights that checks its result."""
+    by_name = by_position = False
+    try:
+        signature = inspect.signature(loss)
+    except TypeError as error:
+        raise ModelFileError(
+            f"`loss` in {path} is {loss!r}. Expected a function of (labels, predictions), a keras.losses.Loss "
+            "or the name of one."
+        ) from error
+    except ValueError:
+        pass  # some functions written in C have none
+    else:
+        by_name = "sample_weight" in signature.parameters
+        by_position = not by_name and _can_be_called(signature, 3) and not _can_be_called(signature, 2)
+        if not by_name and not by_position and not _can_be_called(signature, 2):
+            raise ModelFileError(
+                f"`loss` in {path} takes {signature}. Expected loss(labels, predictions) or loss(labels, "
+                "predictions, sample_weight)."
+            )
+
+    def call(labels: Any, predictions: Any, sample_weight: Any) -> Any:
+        if by_name:
+            return _checked(loss(labels, predictions, sample_weight=sample_weight), path)
+        if by_position:
+            return _checked(loss(labels, predictions, sample_weight), path)
+        value = _checked(loss(labels, predictions), path)
+        return value if sample_weight is None else _weigh(value, sample_weight, path)
+
+    return call
+
+
+def _can_be_called(signature: inspect.Signature, count: int) -> bool:
+    """Whether `count` positional arguments fit."""
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _checked(value: Any, path: str) -> Any:
+    try:
+        if value is None or isinstance(value, Mapping):
+            raise TypeError("no tensor")
+        tensor = tf.convert_to_tensor(value)
+        if not tensor.dtype.is_floating:
+            raise TypeError(f"of dtype {tensor.dtype.name}")
+    except (TypeError, ValueError) as error:
+        raise ModelFileError(
+            f"`loss` in {path} returned {value!r} ({error}). Expected a floating-point tensor: one number for "
+            "the batch, or one per example."
+        ) from error
+    return tensor
+
+
+def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
+    if isinstance(sample_weight, Mapping):
+        raise ModelFileError(
+            f"`feed` in {path} gives sample weights by output ({', '.join(map(str, sample_weight))}), and "
+            "`loss` takes none, so they can't be told apart. Take `sample_weight` as a third argument."
+        )
+    if not value.shape.rank:
+        raise ModelFileError(
+            f"`feed` in {path} gives sample weights, but `loss` returns one number for the whole batch, so "
+            "they can't be applied. Return one loss per example, or take `sample_weight` as a third argument."
+        )
+    weight = keras.ops.cast(sample_weight, value.dtype)
+    while weight.shape.rank > value.shape.rank:
+        weight = keras.ops.squeeze(weight, -1)
+    while weight.shape.rank < value.shape.rank:
+        weight = keras.ops.expand_dims(weight, -1)
+    return value * weight

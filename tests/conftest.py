@@ -1,0 +1,25 @@
+"""What all tests share: the environment, and data sets that are too big to stand in the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports Keras or TensorFlow; processes that tests start inherit it.
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with mnist/, census/, ml-100k/ and criteo/; the test is skipped where there is none.
+
+    ELASTICCB_SHARED_DATA names it; else it is `shared/data` beside the repository.
+    """
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("ELASTICCB_SHARED_DATA") or beside)
+    if not folder.is_dir():
+        pytest.skip(f"Real data sets are not at {folder}; ELASTICCB_SHARED_DATA can name their folder.")
+    return folder

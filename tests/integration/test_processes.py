@@ -1,0 +1,158 @@
+"""Real processes: a job as the command that a user types, with processes killed under it."""
+
+import re
+
+import numpy as np
+import pytest
+from jobs import write_model_file
+
+MODEL_FILE = """
+    import os
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def eval_metrics_fn():
+        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
+
+    class Rows(keras.metrics.Sum):
+        "Counts the records that were evaluated."
+
+        def update_state(self, labels, predictions, sample_weight=None):
+            super().update_state(keras.ops.ones_like(labels))
+
+    class Farewell(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            with open(self.params["job_directory"] + "/train_end", "a") as file:
+                file.write(f"{os.getpid()}\\n")
+
+    def callbacks():
+        return [Farewell()]
+
+    class PredictionOutputsProcessor:
+        def process(self, predictions, worker_id):
+            with open(os.environ["PREDICTIONS"], "a") as file:
+                file.write("".join(f"{value:.6f}\\n" for value in predictions.reshape(-1)))
+"""
+
+TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
+
+
+@pytest.fixture
+def data(tmp_path):
+    """12,000 records of a linear function, and a model file for them."""
+    write_model_file(tmp_path, MODEL_FILE, "linear")
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 12_000), ("test", 1_000)):
+        x = generator.normal(size=(count, 4)).astype("float32")
+        y = (x @ TRUE_WEIGHTS).astype("float32")[:, None]
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+    return tmp_path
+
+
+def train_flags(folder, **more):
+    flags = {
+        "model_zoo": folder,
+        "model_def": "linear.custom_model",
+        "training_data": folder / "train.npz",
+        "validation_data": folder / "test.npz",
+        "minibatch_size": 8,
+        "num_minibatches_per_task": 25,
+        "num_workers": 2,
+        "job_dir": folder / "job",
+        **more,
+    }
+    return ["train", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def number(output, label):
+    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
+    assert found, f"no {label!r} in:\n{output}"
+    return int(found[1].replace(",", ""))
+
+
+def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
+    job = start_job(*train_flags(data, num_epochs=2, num_ps=2, evaluation_steps=200, output=data / "model"))
+    job.wait_for_line(r"Evaluation at version")
+    job.kill("worker", 1)
+    job.wait_for_line(r"restart 1 of")
+    assert job.finish() == 0, job.output
+
+    assert number(job.output, "records trained in epoch 1") == 12_000
+    assert number(job.output, "records trained in epoch 2") == 12_000
+    assert number(job.output, "workers lost") == 1
+    assert number(job.output, "records trained more than once") <= 2 * 200  # two leases at most
+    rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
+    assert len(rows) > 5
+    assert set(rows) == {1_000}
+    assert len((data / "job" / "train_end").read_text().split()) == 1
+    assert (data / "model" / "saved_model.pb").is_file()
+    job.assert_no_orphans()
+
+
+def test_a_killed_parameter_server_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
+    flags = {"num_epochs": 50, "evaluation_steps": 300, "checkpoint_steps": 100, "checkpoint_dir": data / "ckpt"}
+    job = start_job(*train_flags(data, num_ps=2, **flags))
+    job.wait_for_line(r"Evaluation at version")
+    job.kill("ps", 1)
+    assert job.finish() == 1
+    assert "parameter server 1" in job.output
+    assert "killed by SIGKILL" in job.output
+    assert "--checkpoint_dir_for_init" in job.output
+    assert "Traceback" not in job.output
+    job.assert_no_orphans()
+
+    # The newest checkpoint starts an evaluation and a prediction, with another number of servers.
+    common = [f"--model_zoo={data}", "--model_def=linear.custom_model", f"--checkpoint_dir_for_init={data / 'ckpt'}"]
+    evaluation = start_job("evaluate", *common, f"--validation_data={data / 'test.npz'}", "--num_workers=2")
+    assert evaluation.finish() == 0, evaluation.output
+    assert number(evaluation.output, "records evaluated, once each") == 1_000
+    assert re.search(r"rows +1,?000", evaluation.output)
+
+    monkeypatch.setenv("PREDICTIONS", str(data / "predictions.txt"))
+    prediction = start_job("predict", *common, f"--prediction_data={data / 'test.npz'}", "--num_workers=2", "--num_ps=3")
+    assert prediction.finish() == 0, prediction.output
+    predicted = np.sort(np.loadtxt(data / "predictions.txt"))
+    expected = np.sort(np.load(data / "test.npz")["y"].reshape(-1))
+    assert len(predicted) == 1_000
+    np.testing.assert_allclose(predicted, expected, atol=1.0)
+
+
+def test_a_killed_master_takes_its_processes_with_it(data, start_job):
+    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300))
+    job.wait_for_line(r"Evaluation at version")
+    assert len(job.children()) == 3
+    job.process.kill()
+    job.finish()
+    job.assert_no_orphans()
+
+
+def test_ctrl_c_drains_saves_and_ends_with_130(data, start_job):
+    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300, checkpoint_dir=data / "ckpt"))
+    job.wait_for_line(r"Evaluation at version")
+    job.children()
+    job.interrupt()
+    assert job.finish() == 130, job.output
+    assert "interrupted" in job.output
+    assert "Traceback" not in job.output
+    assert list((data / "ckpt").glob("version-*/manifest.json"))
+    job.assert_no_orphans()
+
+
+def test_processes_started_by_hand_join_an_external_job(data, start_job):
+    job = start_job(*train_flags(data, num_epochs=1, num_workers=1, cluster="external"))
+    line = job.wait_for_line(r"elasticcb worker --master")
+    address = re.search(r"--master (\S+)", line)[1]
+    server = start_job("ps", "--master", address)
+    worker = start_job("worker", "--master", address)
+    assert job.finish() == 0, job.output
+    assert number(job.output, "records trained in epoch 1") == 12_000
+    assert worker.finish() == 0, worker.output
+    assert server.finish() == 0, server.output

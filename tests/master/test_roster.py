@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+
+from elasticcb.errors import UsageError
+from elasticcb.master.roster import Consequence, Member, PlaceState, Role, Roster
+
+WORKER, PS = Role.WORKER, Role.PS
+
+
+def register(roster: Roster, role: Role = WORKER, index: int = -1, pid: int = 0, now: float = 0.0) -> Member:
+    address = "" if role is WORKER else f"localhost:{pid}"
+    return roster.register(role, index, address, pid, "host", now)
+
+
+def test_all_places_are_to_start_and_are_asked_for_once():
+    roster = Roster(num_workers=2, num_ps=1, max_worker_restarts=0)
+    assert sorted(roster.to_start()) == [(PS, 0), (WORKER, 0), (WORKER, 1)]
+    for place in roster.to_start():
+        roster.requested(*place)
+    assert roster.to_start() == []
+    assert roster.state(WORKER, 1) is PlaceState.REQUESTED
+
+
+def test_members_have_ids_of_their_own_and_places_by_index():
+    roster = Roster(2, 1, 0)
+    members = [register(roster, WORKER, 1, 11), register(roster, PS, 0, 12), register(roster, WORKER, -1, 13)]
+    assert [(m.id, m.role, m.index) for m in members] == [(1, WORKER, 1), (2, PS, 0), (3, WORKER, 0)]
+    assert [m.index for m in roster.up(WORKER)] == [0, 1]
+    assert roster.complete(WORKER)
+    assert roster.complete(PS)
+    assert roster.member(2) == members[1]
+
+
+def test_process_that_registers_twice_gets_the_same_answer():
+    roster = Roster(1, 0, 0)
+    assert register(roster, WORKER, 0, 11) == register(roster, WORKER, 0, 11)
+
+
+def test_place_that_is_taken_is_refused():
+    roster = Roster(1, 0, 0)
+    register(roster, WORKER, 0, 11)
+    with pytest.raises(UsageError, match=r"worker 0 \(id 1, pid 11 on host\)"):
+        register(roster, WORKER, 0, 12)
+    with pytest.raises(UsageError, match="all 1 of this job are there"):
+        register(roster, WORKER, -1, 12)
+
+
+@pytest.mark.parametrize("index", [-2, 1])
+def test_place_that_does_not_exist_is_refused(index):
+    with pytest.raises(UsageError, match="this job has 1"):
+        register(Roster(1, 0, 0), WORKER, index)
+
+
+def test_lost_worker_is_replaced_by_one_with_another_id():
+    roster = Roster(1, 0, max_worker_restarts=2)
+    first = register(roster, pid=11)
+    decision = roster.lost(first.id, "exit code 1")
+    assert (decision.kind, decision.role, decision.index) == (Consequence.RESTART, WORKER, 0)
+    assert "exit code 1" in decision.reason
+    assert "restart 1 of 2" in decision.reason
+    assert roster.to_start() == [(WORKER, 0)]
+    assert not roster.complete(WORKER)
+    second = register(roster, WORKER, 0, 11)
+    assert second.id != first.id
+    assert (roster.lost_count(WORKER), roster.replaced_count(WORKER)) == (1, 1)
+
+
+def test_job_goes_on_with_the_other_workers_when_the_restarts_are_used_up():
+    roster = Roster(2, 0, max_worker_restarts=0)
+    first, second = register(roster, pid=1), register(roster, pid=2)
+    decision = roster.lost(first.id, "killed")
+    assert decision.kind is Consequence.IGNORE
+    assert "1 other workers go on" in decision.reason
+    assert roster.state(WORKER, 0) is PlaceState.GIVEN_UP
+    decision = roster.lost(second.id, "killed")
+    assert decision.kind is Consequence.FAIL
+    assert "no worker is left" in decision.reason
+
+
+def test_worker_that_is_expected_counts_as_one_that_can_go_on():
+    roster = Roster(2, 0, max_worker_restarts=1)
+    first, second = register(roster, pid=1), register(roster, pid=2)
+    assert roster.lost(first.id, "killed").kind is Consequence.RESTART
+    assert roster.lost(second.id, "killed").kind is Consequence.IGNORE
+
+
+def test_lost_parameter_server_fails_the_job():
+    roster = Roster(1, 1, max_worker_restarts=10)
+    assert roster.lost(register(roster, PS, 0, 1).id, "killed").kind is Consequence.FAIL
+
+
+def test_second_loss_of_the_same_process_is_ignored():
+    roster = Roster(1, 0, max_worker_restarts=5)
+    member = register(roster)
+    roster.lost(member.id, "connection closed")
+    decision = roster.lost(member.id, "exit code 1")
+    assert decision.kind is Consequence.IGNORE
+    assert "connection closed" in decision.reason
+    assert roster.lost_count(WORKER) == 1
+
+
+def test_loss_of_a_process_that_never_was_is_an_error():
+    with pytest.raises(UsageError, match="ever registered"):
+        Roster(1, 0, 0).lost(5, "gone")
+
+
+def test_process_that_ends_before_it_registers_uses_up_a_restart():
+    roster = Roster(1, 0, max_worker_restarts=1)
+    for expected in (Consequence.RESTART, Consequence.FAIL):
+        roster.requested(WORKER, 0)
+        assert roster.place_lost(WORKER, 0, "exit code 1").kind is expected
+    assert roster.place_lost(WORKER, 0, "exit code 1").kind is Consequence.IGNORE
+
+
+def test_end_of_a_registered_process_is_told_by_its_place_too():
+    roster = Roster(1, 0, max_worker_restarts=1)
+    member = register(roster)
+    assert roster.place_lost(WORKER, 0, "exit code 1").kind is Consequence.RESTART
+    assert roster.member(member.id) is None
+
+
+def test_process_that_said_goodbye_is_not_replaced_and_its_end_is_no_loss():
+    roster = Roster(1, 0, max_worker_restarts=5)
+    member = register(roster)
+    assert roster.left(member.id).accepted
+    assert roster.state(WORKER, 0) is PlaceState.LEFT
+    assert roster.place_lost(WORKER, 0, "exit code 0").kind is Consequence.IGNORE
+    assert roster.lost(member.id, "gone").kind is Consequence.IGNORE
+    assert roster.to_start() == []
+    assert roster.lost_count(WORKER) == 0
+
+
+def test_unknown_and_lost_ids_are_refused_with_the_reason():
+    roster = Roster(1, 0, max_worker_restarts=1)
+    member = register(roster)
+    assert roster.seen(member.id, 1.0).accepted
+    roster.lost(member.id, "silent for 30 s")
+    for answer in (roster.seen(member.id, 2.0), roster.left(member.id)):
+        assert not answer.accepted
+        assert "silent for 30 s" in answer.reason
+    assert "no process with the id 99" in roster.seen(99, 2.0).reason
+
+
+def test_member_that_is_not_seen_for_long_is_silent():
+    roster = Roster(2, 0, 0)
+    quiet, loud = register(roster, pid=1), register(roster, pid=2)
+    roster.seen(loud.id, 20.0)
+    assert roster.silent(29.9, 30.0) == []
+    assert roster.silent(30.0, 30.0) == [quiet]
+    assert roster.silent(50.0, 30.0) == [quiet, loud]
+
+
+def test_place_that_is_expected_is_taken_before_one_that_was_left():
+    roster = Roster(2, 0, 0)
+    roster.left(register(roster, WORKER, 0, 1).id)
+    assert register(roster, WORKER, -1, 2).index == 1
+    assert register(roster, WORKER, -1, 3).index == 0
