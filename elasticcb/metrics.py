@@ -94,6 +94,7 @@ class ModelMetrics:
             )
         self._model_compute_metrics = model.compute_metrics
         model.compute_metrics = self._compute_metrics
+        self._compiled_keys: tuple[str, ...] = ()  # names of the results of `compile(metrics=...)`
         self._warned: set[str] = set()
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
@@ -118,9 +119,9 @@ class ModelMetrics:
 
         for metric in self._model.metrics:
             if isinstance(metric, CompileMetrics):
-                # `result` goes through them in the same order.
-                keys = metric.result() if metric.built else ()
-                for key, part in zip(keys, metric.metrics, strict=False):
+                if metric.built and not self._compiled_keys:
+                    self._compiled_keys = tuple(metric.result())  # which goes through them in the same order
+                for key, part in zip(self._compiled_keys, metric.metrics, strict=False):
                     add(part, key, by_model=True, compiled=True)
             else:
                 add(metric, metric.name, by_model=True)
@@ -209,13 +210,13 @@ class ModelMetrics:
                 results.update(result if isinstance(result, dict) else {unit.key: result})
         return {name: to_number(value) for name, value in results.items()}
 
-    def nested_results(self) -> dict[str, Any]:
+    def nested_results(self, among: Collection[str] | None = None) -> dict[str, Any]:
         """As `results`, with the metrics of an output under the output's name."""
-        flat = self.results()
+        flat = self.results(among)
         nested: dict[str, Any] = dict(flat)
         for key, metric, output in self._selected:
-            if output is not None and nested.pop(key, None) is not None:
-                nested.setdefault(output, {})[metric.name] = flat[key]
+            if output is not None and key in nested:
+                nested.setdefault(output, {})[metric.name] = nested.pop(key)
         return nested
 
 

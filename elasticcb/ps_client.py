@@ -96,6 +96,7 @@ class PSClient:
         self.split = split
         self.version = 0  # of the model, as the first server counts it
         self.learning_rate = 0.0  # the base rate
+        self.snapshot_version = 0  # of the weights that `pull_snapshot` fetched last
         self._client_id = client_id
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
@@ -121,15 +122,17 @@ class PSClient:
         return self.blocks
 
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
-        """The weights that the servers keep for an evaluation round."""
+        """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
-        def pull(server: _Server) -> dict[str, Array]:
+        def pull(server: _Server) -> Frame[Any]:
             request = pb.ExchangeRequest(
                 pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round
             )
-            return dict(self._call(server, "Exchange", request).tensors)
+            return self._call(server, "Exchange", request)
 
-        return list(self._pool.map(pull, self._servers))
+        answers = list(self._pool.map(pull, self._servers))
+        self.snapshot_version = answers[0].header.version
+        return [dict(answer.tensors) for answer in answers]
 
     def push(self, push: Push, learning_rate: float | None, pull: bool = True) -> PushResult:
         """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -17,7 +16,7 @@ from elasticcb.cluster.local import LocalCluster, follow_parent
 from elasticcb.errors import ElasticCBError
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.settings import ClusterKind, JobSettings
+from elasticcb.settings import ClusterKind, Command, JobSettings
 
 if TYPE_CHECKING:
     from elasticcb.status import Summary
@@ -44,10 +43,8 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # The model that callbacks see lives here, but nothing is computed with it.
         _hide_gpus(settings)
-    quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if settings.cluster.kind is not ClusterKind.INPROCESS:
-        quiet = native_messages_to(str(logs / "master.log"))
-    with quiet:
+    logger.info("Started: %s", settings)
+    with native_messages_to(str(logs / "master.log")):
         backend = _make_backend(settings, display)
         from elasticcb.master.job import Job
 
@@ -71,8 +68,10 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
     if threading.current_thread() is threading.main_thread():
         setup_logging(f"worker-{index}" if index >= 0 else "worker", settings.log_level)
         _quiet_tensorflow(settings.log_level)
+    logger.info("Started")
     from elasticcb.worker.worker import Worker
 
+    logger.info("TensorFlow is imported")
     with _Farewell(client):
         Worker(settings, client, index).run()
 
@@ -90,12 +89,14 @@ def run_ps(
     if threading.current_thread() is threading.main_thread():
         setup_logging(f"ps-{index}" if index >= 0 else "ps", settings.log_level)
         _quiet_tensorflow(settings.log_level)
+    logger.info("Started")
     from elasticcb.model_spec import ModelSpec
     from elasticcb.ps.server import PSServer
 
+    logger.info("TensorFlow is imported")
     with _Farewell(client):
-        spec = ModelSpec(settings.model)
-        server = PSServer(settings, spec.make_optimizer, host)
+        trains = settings.command is Command.TRAIN
+        server = PSServer(settings, ModelSpec(settings.model).make_optimizer if trains else None, host)
         server.start()
         client.register(pb.PS, index, server.address)
         try:

@@ -86,6 +86,11 @@ class TrainingSettings:
     def records_per_task(self) -> int:
         return self.minibatch_size * self.num_minibatches_per_task
 
+    @property
+    def max_batches(self) -> int:
+        """Training batches that `max_step` versions take; 0: no limit."""
+        return self.max_step * (1 if self.use_async else self.grads_to_wait)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:

@@ -7,7 +7,7 @@ from typing import Any
 import rich_click as click
 
 
-class Address(click.ParamType):  # type: ignore[type-arg]
+class Address(click.ParamType):
     """`HOST:PORT`, checked for its form; an IPv6 host stands in brackets."""
 
     name = "address"

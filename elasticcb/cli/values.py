@@ -51,7 +51,7 @@ def parse_scalar(text: str) -> Any:
     if not text:
         return ""
     loader = CoreLoader("")
-    tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))
     return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
@@ -109,7 +109,7 @@ def _split(text: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-class Params(click.ParamType):  # type: ignore[type-arg]
+class Params(click.ParamType):
     """`k=v;k2=v2` on the command line, a mapping in a config file."""
 
     name = "params"

@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from collections import deque
-from pathlib import Path
 from typing import Any
 
 from elasticcb import checkpoint as checkpoints
@@ -29,21 +26,19 @@ from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.model_host import ModelHost
+from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
-from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import Milestone, MilestoneKind, TaskQueue
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
-from elasticcb.status import JobStatus, Summary
+from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
 _LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
 _STOP_SECONDS = 3.0  # for processes that were told to end
-_STATUS_SECONDS = 0.5
-_RATE_SECONDS = 10.0  # records per second are over so long
 
 
 class Job:
@@ -60,18 +55,11 @@ class Job:
         self._backend = backend
         self._display = display
         self._master = Master(settings, backend, display.message)
-        self._started = time.monotonic()
-        self._first_step: float | None = None
-        self._phase = "starting"
-        self._flat_metrics: dict[str, Any] = {}
+        self._report = Report(self._master, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._base_learning_rate: float | None = None
-        self._checkpoint_path = ""
         self._checkpoint_due = settings.checkpoint.steps
-        self._records_evaluated = 0
         self._over = False
-        self._next_status = 0.0
-        self._rate_points: deque[tuple[float, int]] = deque()
 
     def run(self) -> Summary:
         """Returns when the job is done.
@@ -92,7 +80,7 @@ class Job:
             except (JobFailedError, ConnectionLostError) as error:
                 raise self._explained(error) from error
             self._wait_until_gone(Role.WORKER, _LEAVE_SECONDS)
-            return self._summary()
+            return self._report.summary(self._queue)
         finally:
             self._stop()
 
@@ -101,6 +89,7 @@ class Job:
     def _start(self) -> None:
         self._master.tend()  # the processes start while the model is built here
         self._host = ModelHost(self._settings)
+        logger.info("The model is built")
         self._wait_for(lambda: self._master.roster.complete(Role.PS), "parameter servers")
         self._connect()
         training = self._settings.training
@@ -111,13 +100,14 @@ class Job:
             records_per_task=training.records_per_task,
             minibatch_size=training.minibatch_size,
             num_epochs=training.num_epochs,
-            max_batches=training.max_step * (1 if training.use_async else training.grads_to_wait),
+            max_batches=training.max_batches,
             shuffle_seed=training.shuffle_seed,
             max_retries=training.max_task_retries,
             lease_seconds=training.lease_seconds,
             hold_epochs=self._holds_epochs,
         )
         master = self._master
+        logger.info("The servers hold the model, version %d", self._ps.version)
         with master.changed:
             master.version = self._ps.version
             master.rounds = EvaluationRounds(
@@ -133,12 +123,13 @@ class Job:
         if self._settings.command is Command.TRAIN:
             self._call("on_train_begin", {})
             self._call("on_epoch_begin", 0, {})
-            self._phase = "training"
+            self._report.phase = "training"
         elif self._settings.command is Command.EVALUATE:
-            self._phase = "evaluating"
+            self._report.phase = "evaluating"
             self._begin_round(master.rounds.requested(master.version).round)
         else:
-            self._phase = "predicting"
+            self._report.phase = "predicting"
+            self._report.records_predicted = sum(count for _, count in self._host.sources["prediction"])
             self._call("on_predict_begin", {})
 
     def _connect(self) -> None:
@@ -162,9 +153,9 @@ class Job:
     def _wait_for(self, condition: Any, what: str) -> None:
         with self._master.changed:
             while not condition():
-                self._phase = f"waiting for {what}"
+                self._report.phase = f"waiting for {what}"
                 self._master.tend()
-                self._show_status()
+                self._report.show()
                 self._master.wait()
 
     def _explained(self, error: ElasticCBError) -> ElasticCBError:
@@ -174,10 +165,10 @@ class Job:
                 self._master.tend()  # which knows why a server does not answer
             except JobFailedError as cause:
                 error = cause
-        if not self._checkpoint_path:
+        if not self._report.checkpoint_path:
             return error
         return JobFailedError(
-            f"{error}\nThe newest checkpoint is {self._checkpoint_path}. To go on from it: "
+            f"{error}\nThe newest checkpoint is {self._report.checkpoint_path}. To go on from it: "
             f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}",
             error.user_traceback,
         )
@@ -198,7 +189,7 @@ class Job:
                 self._drain()
                 if self._settings.checkpoint.directory:
                     self._save_checkpoint()
-                    saved = f" The newest checkpoint is {self._checkpoint_path}."
+                    saved = f" The newest checkpoint is {self._report.checkpoint_path}."
         except KeyboardInterrupt:
             pass
         raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
@@ -225,13 +216,10 @@ class Job:
             master.tend()
             milestones = self._queue.take_milestones()
             due = self._settings.checkpoint.steps and master.version >= self._checkpoint_due
-            version = master.version
             if not milestones and not due and not self._round_due():
-                self._show_status()
+                self._report.show()
                 master.wait()
                 return
-        if self._first_step is None and version:
-            self._first_step = time.monotonic() - self._started
         self._act_on(milestones)
         if self._round_due():
             self._begin_round(master.rounds.version_reached(master.version).round)
@@ -300,7 +288,7 @@ class Job:
             self._master.changed.notify_all()
 
     def _training_done(self) -> None:
-        self._phase = "finishing"
+        self._report.phase = "finishing"
         decision = self._master.rounds.training_ended(self._master.version)
         if self._evaluates:
             self._begin_round(decision.round)
@@ -326,7 +314,7 @@ class Job:
         logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
         self._call("on_test_begin", {})
         sources = self._host.sources["evaluation"]
-        self._records_evaluated = sum(count for _, count in sources)
+        self._report.records_evaluated = sum(count for _, count in sources)
         with self._master.changed:
             self._queue.add_evaluation(evaluation_round.id, sources)
             self._master.changed.notify_all()
@@ -337,8 +325,8 @@ class Job:
         assert finished is not None
         self._host.output_paths = self._master.output_paths
         logs = self._host.round_logs(rounds.merged())
-        self._flat_metrics = {name: value for name, value in logs.items() if name != "metrics"}
-        shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._flat_metrics.items())
+        self._report.metrics = {name: value for name, value in logs.items() if name != "metrics"}
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._report.metrics.items())
         self._display.message(f"Evaluation at version {finished.version}: {shown}")
         if self._host.callbacks.wants("on_test_end"):
             self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
@@ -346,7 +334,7 @@ class Job:
         self._ps.release_snapshot(finished.id)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
-                values = {f"val_{name}": value for name, value in self._flat_metrics.items()}
+                values = {f"val_{name}": value for name, value in self._report.metrics.items()}
                 self._end_epoch(epoch, {**self._epoch_logs.pop(epoch), **values})
         following = rounds.finish(self._master.version).round
         if following is not None:
@@ -399,99 +387,10 @@ class Job:
             extra={"job": self._settings.name, "tasks": tasks},
         )
         checkpoints.prune(settings.directory, settings.keep_max)
-        self._checkpoint_path = str(path)
+        self._report.checkpoint_path = str(path)
         if settings.steps:
             self._checkpoint_due = (version // settings.steps + 1) * settings.steps
         logger.info("Checkpoint %s is written", path)
-
-    # ------------------------------------------------------------ what people see
-
-    def _show_status(self) -> None:
-        now = time.monotonic()
-        if now < self._next_status:
-            return
-        self._next_status = now + _STATUS_SECONDS
-        self._display.update(self._status(now))
-
-    def _status(self, now: float) -> JobStatus:
-        master, training = self._master, self._settings.training
-        values: dict[str, Any] = {}
-        if master.queue is not None:
-            queue = master.queue
-            counts = queue.counts().values()
-            done = sum(queue.accounting.records_trained.values())
-            rate = self._rate(now, done)
-            values = {
-                "tasks_todo": sum(states[TaskState.TODO] for states in counts),
-                "tasks_doing": sum(states[TaskState.DOING] for states in counts),
-            }
-            if self._settings.command is Command.TRAIN:
-                total = queue.records_per_epoch * training.num_epochs
-                if training.max_step:
-                    per_version = training.minibatch_size * (
-                        1 if training.use_async else training.grads_to_wait
-                    )
-                    total = min(total, training.max_step * per_version)
-                values |= {
-                    "epoch": queue.epoch + 1,
-                    "epochs": training.num_epochs,
-                    "records_done": done,
-                    "records_total": total,
-                    "records_per_second": rate,
-                    "seconds_left": (total - done) / rate if rate else None,
-                }
-        return JobStatus(
-            command=self._settings.command,
-            phase="evaluating" if master.rounds.running is not None else self._phase,
-            version=master.version,
-            loss=master.loss,
-            metrics=self._flat_metrics,
-            workers_up=len(master.roster.up(Role.WORKER)),
-            workers_planned=self._settings.cluster.num_workers,
-            ps_up=len(master.roster.up(Role.PS)),
-            ps_planned=self._settings.cluster.num_ps,
-            **values,
-        )
-
-    def _rate(self, now: float, done: int) -> float:
-        points = self._rate_points
-        points.append((now, done))
-        while points[0][0] < now - _RATE_SECONDS and len(points) > 2:
-            points.popleft()
-        seconds = now - points[0][0]
-        return (done - points[0][1]) / seconds if seconds > 0 else 0.0
-
-    def _summary(self) -> Summary:
-        master, queue = self._master, self._queue
-        accounting = queue.accounting
-        predicted = 0
-        if self._settings.command is Command.PREDICT:
-            predicted = sum(count for _, count in self._host.sources["prediction"])
-        exported = self._settings.output if os.path.isdir(self._settings.output) else ""
-        return Summary(
-            command=self._settings.command,
-            seconds=time.monotonic() - self._started,
-            records_per_epoch=tuple(count for _, count in sorted(accounting.records_trained.items())),
-            records_evaluated=self._records_evaluated,
-            records_predicted=predicted,
-            records_trained_more_than_once=accounting.records_handed_out_again,
-            tasks_retried=accounting.tasks_retried,
-            gradients_rejected=master.totals.gradients_rejected,
-            batches_skipped=master.totals.batches_skipped,
-            workers_lost=master.roster.lost_count(Role.WORKER),
-            workers_replaced=master.roster.replaced_count(Role.WORKER),
-            servers_lost=master.roster.lost_count(Role.PS),
-            servers_replaced=master.roster.replaced_count(Role.PS),
-            version=master.version,
-            metrics=self._flat_metrics,
-            stopped_early=queue.stop_reason or "",
-            seconds_to_first_step=self._first_step,
-            saved_model_path=exported,
-            saved_model_inputs=(),
-            checkpoint_path=self._checkpoint_path,
-            job_directory=self._settings.directory,
-            log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
-        )
 
 
 def _shown(value: Any) -> str:

@@ -40,9 +40,7 @@ class Trainer:
         partition: by server, the slices of `model.weights` that it holds.
     """
 
-    def __init__(
-        self, model: keras.Model, metrics: ModelMetrics, partition: Sequence[Sequence[Slice]]
-    ) -> None:
+    def __init__(self, model: keras.Model, metrics: ModelMetrics, partition: Sequence[Sequence[Slice]]) -> None:
         self.model = model
         self._metrics = metrics
         self._partition = partition
@@ -51,10 +49,10 @@ class Trainer:
         self._dense_variables: tuple[int, ...] = ()
         if getattr(model, "optimizer", None) is not None:
             model.optimizer.apply = self._capture
-        self._train = tf.function(self._train_step, reduce_retracing=True)
-        self._test = tf.function(self._test_step, reduce_retracing=True)
-        self._predict = tf.function(self._predict_step, reduce_retracing=True)
-        self._assign = tf.function(self._assign_blocks)
+        self._train = tf.function(self._train_step, autograph=False, reduce_retracing=True)
+        self._test = tf.function(self._test_step, autograph=False, reduce_retracing=True)
+        self._predict = tf.function(self._predict_step, autograph=False, reduce_retracing=True)
+        self._assign = tf.function(self._assign_blocks, autograph=False)
         if getattr(model, "run_eagerly", False):
             self._train, self._test, self._predict = self._train_step, self._test_step, self._predict_step
 
@@ -66,8 +64,7 @@ class Trainer:
             dense_variables=self._dense_variables,
             rows={index: (ids.numpy(), values.numpy()) for index, (ids, values) in rows.items()},
             state_deltas=[
-                {dtype: delta for dtype, delta in server.items() if delta.any()}
-                for server in _to_numpy(deltas)
+                {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_numpy(deltas)
             ],
             loss=float(logs["loss"]) if "loss" in logs else 0.0,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,19 @@ from elasticcb.errors import (
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
+    user_traceback,
 )
 from elasticcb.feed import FeedPipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.metrics import ModelMetrics, States, Transport, to_metric_states
-from elasticcb.model_spec import ModelSpec, user_traceback
+from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient
 from elasticcb.settings import Command, JobSettings, NonFinite
+from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 from elasticcb.worker.trainer import Trainer
 
@@ -60,8 +63,10 @@ class Worker:
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
         self._outputs: list[Any] = []
-        self._batch_index = 0  # within the task type, on this worker
-        self._evaluation_round = 0
+        self._batch_index = 0  # among the batches of the present epoch, evaluation round or prediction
+        self._counted: tuple[int, int, int] = (0, 0, 0)  # what `_batch_index` counts in
+        self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
+        self._stop_told = False
         self._assigned: Blocks | None = None  # what the model's variables hold
         self._local_steps = 0
         self._last_version = 0
@@ -76,7 +81,7 @@ class Worker:
         """
         first_mode = _FIRST_MODE[self._settings.command]
         pipeline = self._pipeline(first_mode)
-        prime(self._model, pipeline.first_batch(), labelled=first_mode != "prediction")
+        prime(self._spec, self._model, pipeline.first_batch(), first_mode)
         self._metrics.reset()
         self._transports = self._metrics.transports()
         self._client.register(pb.WORKER, self._index)
@@ -94,10 +99,10 @@ class Worker:
         self._adopt_base_learning_rate()
         params = callback_params(self._settings, worker_id=self._client.id)
         spec = pipeline.element_spec
-        params["features_spec"] = spec if first_mode == "prediction" else spec[0]
-        self._callbacks = Dispatcher(
-            job_callbacks(self._spec, self._settings), Place.WORKER, params, self._model
-        )
+        labelled = first_mode != "prediction" and isinstance(spec, tuple)
+        params["features_spec"] = spec[0] if labelled else spec
+        self._callbacks = Dispatcher(job_callbacks(self._spec, self._settings), Place.WORKER, params, self._model)
+        self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline)
         try:
             self._loop(self._input)
@@ -142,8 +147,9 @@ class Worker:
                 raise
             except Exception as error:
                 self._fail_task(error)
+        self._passes.end()
         if self._settings.command is Command.PREDICT:
-            self._callbacks.call("on_predict_end", {})
+            self._call("on_predict_end", {})
 
     # ------------------------------------------------------------ the life of a task
 
@@ -154,23 +160,35 @@ class Worker:
         self._report = pb.ReportTaskRequest(lease=event.task.lease)
         self._states, self._outputs = {}, []
         if self._settings.command is Command.TRAIN:
-            self._callbacks.call("on_train_begin", {})
+            self._call("on_train_begin", {})
+        self._count_batches_from(event.task)
+        self._passes.leave(event.task)
         if event.task.type == pb.EVALUATION:
-            self._start_evaluation(event.task.evaluation_round)
+            self._show_snapshot(event.task.evaluation_round)
+        elif event.task.type == pb.TRAINING:
+            self._snapshot = (0, [])  # as large as the model
+        self._passes.enter(event.task, self._ps.snapshot_version)
+        if event.task.type == pb.EVALUATION:
+            self._metrics.reset()
         elif event.task.type == pb.PREDICTION:
             self._show(self._ps.blocks)
-            self._callbacks.call("on_predict_begin", {})
+            self._call("on_predict_begin", {})
         elif event.task.type == pb.TRAIN_END:
             # The sign that keeps the lease alive while a callback takes its time.
             self._progress.update(event.task.lease, 0, self._ps.version)
             self._show(self._ps.pull())
-            self._callbacks.call("on_train_end", {})
+            self._call("on_train_end", {})
 
-    def _start_evaluation(self, evaluation_round: int) -> None:
-        if evaluation_round != self._evaluation_round:
-            self._evaluation_round, self._batch_index = evaluation_round, 0
-        self._show(self._ps.pull_snapshot(evaluation_round))
-        self._metrics.reset()
+    def _show_snapshot(self, evaluation_round: int) -> None:
+        if evaluation_round != self._snapshot[0]:
+            self._snapshot = (evaluation_round, self._ps.pull_snapshot(evaluation_round))
+        self._show(self._snapshot[1])
+
+    def _count_batches_from(self, task: Any) -> None:
+        """Batches are counted anew in each epoch and in each evaluation round."""
+        counted = (task.type, task.epoch, task.evaluation_round)
+        if counted != self._counted:
+            self._counted, self._batch_index = counted, 0
 
     def _run_batch(self, batch: Batch) -> None:
         if self._task.lease in self._progress.lost_leases:
@@ -186,9 +204,7 @@ class Worker:
             self._predict(batch)
         self._records_done += batch.records
         done = self._records_done if self._counts_progress else 0
-        self._progress.update(
-            self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone()
-        )
+        self._progress.update(self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone())
 
     def _passed_a_milestone(self) -> bool:
         """Whether the master has something to do at the present version."""
@@ -200,9 +216,9 @@ class Worker:
         self._progress.clear()
         if self._task.type == pb.EVALUATION:
             self._states = {
-                name: [tensor.numpy() for tensor in values]
-                for name, values in self._metrics.state_tensors().items()
+                name: [tensor.numpy() for tensor in values] for name, values in self._metrics.state_tensors().items()
             }
+        self._passes.after(self._task, self._states)
         self._report.version = self._ps.version
         self._report.metrics.extend(to_metric_states(self._states, self._outputs))
         answer = self._client.report_done(self._report)
@@ -211,14 +227,12 @@ class Worker:
         self._input.release(self._task.lease)
 
     def _fail_task(self, error: Exception) -> None:
-        fatal = isinstance(error, _FATAL) or (
-            isinstance(error, CallbackError) and self._task.type != pb.TRAIN_END
-        )
+        fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and self._task.type != pb.TRAIN_END)
         if isinstance(error, ElasticCBError):
             message, trace = str(error), error.user_traceback
         else:
             message = f"{type(error).__name__}: {error}"
-            trace = user_traceback(error, str(self._spec.path))
+            trace = user_traceback(error)
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
         self._client.report_failed(self._task.lease, message, trace, fatal)
         self._abandon_task()
@@ -231,12 +245,11 @@ class Worker:
     # ------------------------------------------------------------ batches
 
     def _train(self, batch: Batch) -> float:
-        callbacks = self._callbacks
-        if callbacks.wants("on_train_batch_begin"):
+        if self._callbacks.wants("on_train_batch_begin"):
             self._show(self._ps.blocks)
-            version = self._ps.version
-            callbacks.call("on_train_batch_begin", version, {"batch": version, "size": batch.records})
-            self._check_stop()
+            logs = {"batch": self._batch_index, "size": batch.records}
+            self._call("on_train_batch_begin", self._ps.version, logs)
+        self._batch_index += 1
         while True:
             result = self._trainer.train(batch.data, self._ps.blocks)
             self._assigned = None  # the step may have changed non-trainable variables
@@ -255,24 +268,23 @@ class Worker:
             return float("nan")
         self._adopt_base_learning_rate()
         self._add_states(result.states)
-        if callbacks.wants("on_train_batch_end"):
+        if self._callbacks.wants("on_train_batch_end"):
             self._show(self._ps.blocks)
-            callbacks.call("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
-            self._check_stop()
+            self._call("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
         return result.push.loss
 
     def _evaluate(self, batch: Batch) -> None:
-        self._callbacks.call("on_test_batch_begin", self._batch_index, {"size": batch.records})
+        self._call("on_test_batch_begin", self._batch_index, {"size": batch.records})
         logs, outputs = self._trainer.evaluate(batch.data)
         if Transport.OUTPUTS in self._transports.values():
             self._outputs.append(outputs)
-        self._callbacks.call("on_test_batch_end", self._batch_index, {"size": batch.records, **logs})
+        self._call("on_test_batch_end", self._batch_index, {"size": batch.records, **logs})
         self._batch_index += 1
 
     def _predict(self, batch: Batch) -> None:
-        self._callbacks.call("on_predict_batch_begin", self._batch_index, {"size": batch.records})
+        self._call("on_predict_batch_begin", self._batch_index, {"size": batch.records})
         predictions = self._trainer.predict(batch.data)
-        self._callbacks.call("on_predict_batch_end", self._batch_index, {"predictions": predictions})
+        self._call("on_predict_batch_end", self._batch_index, {"predictions": predictions})
         self._batch_index += 1
 
     def _add_states(self, states: States) -> None:
@@ -284,13 +296,16 @@ class Worker:
 
     def _show(self, blocks: Blocks) -> None:
         """Makes `callback.model` hold `blocks`."""
-        if self._assigned is not blocks:
+        if self._assigned is None or any(map(operator.is_not, blocks, self._assigned)):
             self._trainer.assign(blocks)
             self._assigned = blocks
 
-    def _check_stop(self) -> None:
-        if self._callbacks.stop_requested:
-            self._client.stop_training(f"model.stop_training was set on worker {self._client.id}")
+    def _call(self, hook: str, *args: Any) -> None:
+        """Calls a hook, and passes on that it wants training to stop."""
+        self._callbacks.call(hook, *args)
+        if self._callbacks.stop_requested and not self._stop_told:
+            self._client.stop_training(f"{self._callbacks.stop_reason}, on worker {self._client.id}")
+            self._stop_told = True
 
     def _changed_learning_rate(self) -> float | None:
         """The optimizer's learning rate if a callback changed it."""

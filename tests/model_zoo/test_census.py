@@ -11,9 +11,7 @@ def adult_data(shared_data, tmp_path):
 
 
 def test_census_learns_and_exports(adult_data, tmp_path, capsys):
-    trained = train(
-        "census", tmp_path, capsys, training_data=adult_data, validation_data=adult_data, num_epochs=2
-    )
+    trained = train("census", tmp_path, capsys, training_data=adult_data, validation_data=adult_data, num_epochs=2)
     assert trained.metrics["auc"] > 0.82
     assert trained.metrics["accuracy"] > 0.78  # 0.76 earn less
 

@@ -1,0 +1,136 @@
+"""What people see of a job: its status while it runs, and its summary."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from elasticcb.master.master import Master
+from elasticcb.master.roster import Role
+from elasticcb.master.task import TaskState
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.settings import Command
+from elasticcb.status import JobStatus, SavedModelInput, Summary
+
+_STATUS_SECONDS = 0.5  # between updates of the display
+_RATE_SECONDS = 10.0  # records per second are over so long
+
+
+
+class Report:
+    """Watches a job for its display.
+
+    Args:
+        master: the job's state.
+        display: `update(JobStatus)`, `message(text)`.
+
+    Attributes:
+        phase: what the job does now, in one or two words.
+        metrics: of the last evaluation round, by name.
+        records_evaluated: in that round.
+        records_predicted: in a job that predicts.
+        checkpoint_path: the newest one; "" if none was written.
+        saved_model_inputs: of the exported model's signature.
+    """
+
+    def __init__(self, master: Master, display: Any) -> None:
+        self._master = master
+        self._settings = master.settings
+        self._display = display
+        self._started = time.monotonic()
+        self._first_step: float | None = None
+        self._next_status = 0.0
+        self._rate_points: deque[tuple[float, int]] = deque()
+        self.phase = "starting"
+        self.metrics: dict[str, Any] = {}
+        self.records_evaluated = 0
+        self.records_predicted = 0
+        self.checkpoint_path = ""
+        self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
+
+    def show(self) -> None:
+        """Updates the display, unless that was done a moment ago; call it holding `master.changed`."""
+        now = time.monotonic()
+        if self._first_step is None and self._master.version:
+            self._first_step = now - self._started
+        if now >= self._next_status:
+            self._next_status = now + _STATUS_SECONDS
+            self._display.update(self._status(now))
+
+    def _status(self, now: float) -> JobStatus:
+        master, cluster = self._master, self._settings.cluster
+        return JobStatus(
+            command=self._settings.command,
+            phase="evaluating" if master.rounds.running is not None else self.phase,
+            version=master.version,
+            loss=master.loss,
+            metrics=self.metrics,
+            workers_up=len(master.roster.up(Role.WORKER)),
+            workers_planned=cluster.num_workers,
+            ps_up=len(master.roster.up(Role.PS)),
+            ps_planned=cluster.num_ps,
+            **({} if master.queue is None else self._progress(master.queue, now)),
+        )
+
+    def _progress(self, queue: TaskQueue, now: float) -> dict[str, Any]:
+        counts = queue.counts().values()
+        values: dict[str, Any] = {
+            "tasks_todo": sum(states[TaskState.TODO] for states in counts),
+            "tasks_doing": sum(states[TaskState.DOING] for states in counts),
+        }
+        if self._settings.command is not Command.TRAIN:
+            return values
+        training = self._settings.training
+        total = queue.records_per_epoch * training.num_epochs
+        if training.max_step:
+            total = min(total, training.max_batches * training.minibatch_size)
+        done = sum(queue.accounting.records_trained.values())
+        rate = self._rate(now, done)
+        return values | {
+            "epoch": queue.epoch + 1,
+            "epochs": training.num_epochs,
+            "records_done": done,
+            "records_total": total,
+            "records_per_second": rate,
+            "seconds_left": (total - done) / rate if rate else None,
+        }
+
+    def _rate(self, now: float, done: int) -> float:
+        points = self._rate_points
+        points.append((now, done))
+        while points[0][0] < now - _RATE_SECONDS and len(points) > 2:
+            points.popleft()
+        seconds = now - points[0][0]
+        return (done - points[0][1]) / seconds if seconds > 0 else 0.0
+
+    def summary(self, queue: TaskQueue) -> Summary:
+        """The exact accounting of a job that is over."""
+        master, roster, accounting = self._master, self._master.roster, queue.accounting
+        exported = self._settings.output if os.path.isdir(self._settings.output) else ""
+        return Summary(
+            command=self._settings.command,
+            seconds=time.monotonic() - self._started,
+            records_per_epoch=tuple(count for _, count in sorted(accounting.records_trained.items())),
+            records_evaluated=self.records_evaluated,
+            records_predicted=self.records_predicted,
+            records_trained_more_than_once=accounting.records_handed_out_again,
+            tasks_retried=accounting.tasks_retried,
+            gradients_rejected=master.totals.gradients_rejected,
+            batches_skipped=master.totals.batches_skipped,
+            workers_lost=roster.lost_count(Role.WORKER),
+            workers_replaced=roster.replaced_count(Role.WORKER),
+            servers_lost=roster.lost_count(Role.PS),
+            servers_replaced=roster.replaced_count(Role.PS),
+            version=master.version,
+            metrics=self.metrics,
+            stopped_early=queue.stop_reason or "",
+            seconds_to_first_step=self._first_step,
+            saved_model_path=exported,
+            saved_model_inputs=self.saved_model_inputs if exported else (),
+            checkpoint_path=self.checkpoint_path,
+            job_directory=self._settings.directory,
+            log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
+        )

@@ -1,0 +1,87 @@
+"""Hooks of epochs and evaluation rounds on a worker, for callbacks that `runs_on` put there.
+
+A worker sees tasks, not epochs and rounds: one begins with its first task of it, and is over when a task
+comes that belongs to another, or none any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from elasticcb.metrics import ModelMetrics, States
+from elasticcb.proto import elasticcb_pb2 as pb
+
+
+class PassHooks:
+    """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them.
+
+    Args:
+        metrics: of the model; between tasks they are free to be used here.
+        wants: whether a hook is implemented by a callback that runs here.
+        call: calls a hook.
+    """
+
+    def __init__(self, metrics: ModelMetrics, wants: Callable[[str], bool], call: Callable[..., None]) -> None:
+        self._metrics = metrics
+        self._call = call
+        self._has_epochs = wants("on_epoch_begin") or wants("on_epoch_end")
+        self._has_rounds = wants("on_test_begin") or wants("on_test_end")
+        self._epoch: int | None = None  # that runs
+        self._epoch_states: States = {}
+        self._round: int | None = None  # that runs
+        self._round_version = 0
+        self._round_tasks: list[States] = []
+
+    def leave(self, task: Any) -> None:
+        """Ends what the next `task` does not belong to."""
+        if task.type != pb.EVALUATION or task.evaluation_round != self._round:
+            self._end_round()
+        if task.type == pb.TRAIN_END or self._is_of_next_epoch(task):
+            self._end_epoch()
+
+    def enter(self, task: Any, snapshot_version: int) -> None:
+        """Begins what `task` is the first of; the weights of an evaluation round have `snapshot_version`."""
+        if task.type == pb.EVALUATION and self._has_rounds and self._round is None:
+            self._round, self._round_version = task.evaluation_round, snapshot_version
+            self._call("on_test_begin", {})
+        elif self._is_of_next_epoch(task) and self._has_epochs:
+            self._epoch = task.epoch
+            self._call("on_epoch_begin", task.epoch, {})
+
+    def _is_of_next_epoch(self, task: Any) -> bool:
+        # A task of an older epoch that comes back from a lost worker counts into the present one.
+        return task.type == pb.TRAINING and (self._epoch is None or task.epoch > self._epoch)
+
+    def after(self, task: Any, states: States) -> None:
+        """`task` is done, and its records have these metric states."""
+        if task.type == pb.EVALUATION and self._round is not None:
+            self._round_tasks.append(states)
+        elif task.type == pb.TRAINING and self._epoch is not None:
+            for name, values in states.items():
+                before = self._epoch_states.get(name, [np.zeros_like(value) for value in values])
+                self._epoch_states[name] = [old + new for old, new in zip(before, values, strict=True)]
+
+    def end(self) -> None:
+        """No task comes any more."""
+        self._end_round()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        if self._epoch is not None:
+            epoch, states = self._epoch, self._epoch_states
+            self._epoch, self._epoch_states = None, {}
+            self._metrics.load(states)
+            self._call("on_epoch_end", epoch, self._metrics.results(states))
+
+    def _end_round(self) -> None:
+        if self._round is not None:
+            tasks = self._round_tasks
+            self._round, self._round_tasks = None, []
+            names = tasks[0] if tasks else ()
+            states = {name: self._metrics.merge_states(name, [task[name] for task in tasks]) for name in names}
+            self._metrics.load(states)
+            logs = {"metrics": self._metrics.nested_results(states), **self._metrics.results(states)}
+            self._call("on_test_end", {**logs, "version": self._round_version})

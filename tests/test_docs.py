@@ -1,0 +1,135 @@
+"""What README.md and docs/ say: model files run, links lead somewhere, the protocol is described whole."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs import job_settings, run_job
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = 96
+MARKER = "# model file"  # first line of a fenced block that is one; names the data if that isn't data.npz
+
+
+def model_files(page: Path) -> list[str]:
+    """The fenced Python blocks of a page that are whole model files."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for block in blocks if block.startswith(MARKER)]
+
+
+def name_of_model(text: str) -> str:
+    if "def custom_model(" in text:
+        return "custom_model"
+    return re.search(r"^class (\w+)\(keras\.Model\)", text, re.MULTILINE).group(1)
+
+
+def titles(page: Path) -> set[str]:
+    """The anchors of a page's titles, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in found}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with `data.npz` and `data.csv`: four numbers, and which of the first three is the largest."""
+    folder = tmp_path_factory.mktemp("data")
+    x = np.random.default_rng(0).normal(size=(RECORDS, 4)).astype("float32")
+    y = x[:, :3].argmax(axis=1)
+    np.savez(folder / "data.npz", x=x, y=y)
+    lines = [",".join(map(str, [*row, label])) for row, label in zip(x, y, strict=True)]
+    (folder / "data.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def train(text: str, data: Path, folder: Path, name: str):
+    """Trains a model file for two epochs, with all roles in this process."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    file = re.search(r"data\.\w+", text.partition("\n")[0])
+    origin = str(data / (file.group() if file else "data.npz"))
+    settings = job_settings(
+        path, folder / "job", training=origin, validation=origin, minibatch_size=16, num_epochs=2
+    )
+    model = replace(settings.model, definition=f"{name}.{name_of_model(text)}")
+    return run_job(replace(settings, model=model))
+
+
+EXAMPLES = model_files(ROOT / "docs" / "model_file.md")
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_model_file_of_the_reference_trains(number, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary, _ = train(EXAMPLES[number], data, tmp_path, f"documented_{number}")
+    assert summary.records_per_epoch == (RECORDS, RECORDS)
+    assert summary.records_evaluated == RECORDS
+    assert np.isfinite(list(summary.metrics.values())).all()
+    assert ("def eval_metrics_fn" in EXAMPLES[number]) <= (len(summary.metrics) > 1)
+
+
+def test_reference_names_the_metrics_of_its_model_with_two_outputs(data, tmp_path):
+    text = next(example for example in EXAMPLES if '"kind": {"accuracy"' in example)
+    summary, _ = train(text, data, tmp_path, "documented_outputs")
+    assert set(summary.metrics) == {"loss", "kind_accuracy", "big_auc", "big_accuracy"}
+
+
+def test_model_file_of_the_readme_trains_and_is_some_twenty_lines_long(data, tmp_path):
+    (text,) = model_files(README)
+    assert len([line for line in text.splitlines()[1:] if line.strip()]) <= 22
+    summary, _ = train(text, data, tmp_path, "from_the_readme")
+    assert summary.records_per_epoch == (RECORDS, RECORDS)
+    assert "accuracy" in summary.metrics
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files_and_titles_that_are_there(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in titles(linked), f"{page.name} links to {target}; {linked.name} has no such title"
+
+
+def test_index_of_the_docs_lists_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index]
+    assert missing in ([], ["README.md"])
+
+
+def test_wire_protocol_mentions_everything_of_the_proto():
+    proto = re.sub(r"//.*", "", (ROOT / "proto" / "elasticcb.proto").read_text(encoding="utf-8"))
+    names = re.findall(r"\b(?:rpc|message|enum|service) (\w+)", proto)
+    for body in re.findall(r"\benum \w+ \{(.*?)\}", proto, re.DOTALL):
+        names += [value for value in re.findall(r"(\w+) =", body) if not value.endswith("UNSPECIFIED")]
+    page = (ROOT / "docs" / "wire_protocol.md").read_text(encoding="utf-8")
+    assert not [name for name in names if not re.search(rf"`{name}\b", page)]
+
+
+def test_readme_states_the_versions_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    bounds = textwrap.dedent(
+        """
+        requires-python = ">=3.10,<3.14" | Python 3.10 to 3.13
+        "tensorflow>=2.20,<2.22" | TensorFlow 2.20 and 2.21
+        "keras>=3.11,<4" | Keras 3.11 or later
+        "protobuf>=6.31.1,<8" | protobuf 6 and 7
+        """
+    ).strip()
+    for bound in bounds.splitlines():
+        given, said = bound.split(" | ")
+        assert given in project, f"{given} has changed; so must the README, and this test"
+        assert said in readme
