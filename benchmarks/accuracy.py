@@ -190,17 +190,16 @@ def _call(command: list[str]) -> str:
 def table(cases: list[Case], runs: dict[str, tuple[list[Run], list[Run]]]) -> str:
     """Markdown; the difference is positive where ElasticCB is better."""
     columns = ["model", "metric", "plain Keras", "ElasticCB, 2 workers + 1 server", "difference in points"]
-    columns += [f"within {TOLERANCE_POINTS}", "seconds (plain / ElasticCB)"]
+    columns.append(f"within {TOLERANCE_POINTS}")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for case in cases:
         plain, elastic = runs[case.folder]
         left = [100 * run.metrics[case.metric] for run in plain]
         right = [100 * run.metrics[case.metric] for run in elastic]
         difference = (mean(right) - mean(left)) * (1 if case.higher_is_better else -1)
-        seconds = f"{mean(run.seconds for run in plain):.0f} / {mean(run.seconds for run in elastic):.0f}"
         rows.append(
             f"| {case.folder} | {case.metric} | {_range(left)} | {_range(right)} | {difference:+.2f} "
-            f"| {'yes' if difference >= -TOLERANCE_POINTS else 'no'} | {seconds} |"
+            f"| {'yes' if difference >= -TOLERANCE_POINTS else 'no'} |"
         )
     return "\n".join(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,13 +63,13 @@ class FeedPipeline:
         except tf.errors.OpError as error:
             self._stream.raise_error()
             hint = ""
-            if "different shapes" in error.message:
+            if "different shapes" in error.message or "add tensor to the batch" in error.message:
                 hint = (
                     " `feed` must give every example the same shape, which the batch then stacks: pad them, or end "
                     "it with `dataset.ragged_batch(1).unbatch()` to get ragged batches."
                 )
             raise DataError(
-                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {error.message}{hint}",
+                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {_readable(error)}{hint}",
                 user_traceback(error),
             ) from error
 
@@ -81,6 +82,11 @@ class FeedPipeline:
                     return batch
             tried += source.count
         raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
+
+
+def _readable(error: tf.errors.OpError) -> str:
+    """TensorFlow's message without the names of nodes and operations."""
+    return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
 
 
 def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:

@@ -33,10 +33,18 @@ PROCESSES = 2
 MOVED = {"elasticcb.ps.partition": SHARED}
 
 PURE = (
+    "elasticcb.master.accounting",
+    "elasticcb.master.answers",
+    "elasticcb.master.epochs",
+    "elasticcb.master.evaluation",
+    "elasticcb.master.leases",
+    "elasticcb.master.roster",
+    "elasticcb.master.shards",
+    "elasticcb.master.supplies",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
-    "elasticcb.master.evaluation",
-    "elasticcb.master.roster",
+    "elasticcb.master.task_record",
+    "elasticcb.master.todo",
     "elasticcb.ps.partition",
     "elasticcb.ps.update_policy",
 )

@@ -38,6 +38,11 @@ def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any = 
     archive.add_endpoint("serve", serve, input_signature=[spec])
 
 
+def serving_inputs(model: keras.Model, features_spec: Any = None) -> list[tf.TensorSpec]:
+    """The inputs of the signature that `add_serving_endpoint` adds, each with its name. Raises as it does."""
+    return [spec for _, spec in _leaves(_signature(model, features_spec))]
+
+
 def _signature(model: keras.Model, features_spec: Any) -> Any:
     """The structure of the model's features, each leaf a `tf.TensorSpec` with the name it is fed by."""
     inputs = list(getattr(model, "inputs", None) or [])

@@ -12,7 +12,8 @@ from click.core import ParameterSource
 
 from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given import Given
-from elasticcb.cli.options import BY_NAME, JOB, Kind, Option, normalize, options_of
+from elasticcb.cli.option import Kind, Option
+from elasticcb.cli.options import BY_NAME, JOB, normalize, options_of
 from elasticcb.cli.values import Params
 from elasticcb.settings import Command
 

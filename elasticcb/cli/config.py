@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from elasticcb.cli.options import BY_NAME, CANONICAL, Kind, normalize
+from elasticcb.cli.option import Kind
+from elasticcb.cli.options import BY_NAME, CANONICAL, normalize
 from elasticcb.cli.values import CoreLoader
 from elasticcb.errors import UsageError
 

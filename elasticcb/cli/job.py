@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.cli.given import Given
-from elasticcb.cli.options import Kind, options_of
+from elasticcb.cli.option import Kind
+from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate
 from elasticcb.errors import UsageError
 from elasticcb.settings import (

@@ -1,4 +1,4 @@
-"""The table of all flags of the job commands, and how a flag's text becomes a value.
+"""The table of all flags of the job commands.
 
 The commands, the config file, the checks and docs/cli.md read this one table. Defaults come from the
 dataclasses in elasticcb/settings.py.
@@ -6,100 +6,10 @@ dataclasses in elasticcb/settings.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
-from functools import cache
-from typing import Any
 
-from elasticcb.settings import (
-    CheckpointSettings,
-    ClusterKind,
-    ClusterSettings,
-    Command,
-    DataSettings,
-    JobSettings,
-    ModelSettings,
-    NonFinite,
-    TrainingSettings,
-)
-
-TRAIN = frozenset({Command.TRAIN})
-TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
-PREDICT = frozenset({Command.PREDICT})
-ALL = frozenset(Command)
-
-
-class Kind(Enum):
-    """What a value is; the name shown to the user when a flag has no better one."""
-
-    TEXT = "TEXT"
-    NAME = "NAME"  # of something in the model file
-    INTEGER = "INTEGER"
-    NUMBER = "NUMBER"
-    TRUTH = "true|false"
-    CHOICE = "CHOICE"
-    PARAMS = "K=V;K2=V2"
-    FOLDER = "FOLDER"
-    DATA = "DATA"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One flag.
-
-    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name".
-    `value` is what `--help` writes behind the flag: its unit, where it has one.
-    """
-
-    name: str
-    field: str
-    panel: str
-    kind: Kind
-    help: str
-    commands: frozenset[Command] = ALL
-    value: str = ""
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None  # like `minimum`, but not this number itself
-    because: str = ""  # why the limit, as a sentence
-    aliases: tuple[str, ...] = ()
-    default_text: str = ""  # where the default is worked out, not stored
-
-    @property
-    def default(self) -> Any:
-        """The default in the settings' dataclasses; None where it is empty or worked out."""
-        default = defaults().get(self.field)
-        if isinstance(default, bool):
-            return str(default).lower()  # as it is written on the command line
-        return None if default == "" else default
-
-    @property
-    def metavar(self) -> str:
-        return self.value or ("|".join(self.choices) if self.choices else self.kind.value)
-
-
-@cache
-def defaults() -> dict[str, Any]:
-    """Default of each settings field that has a plain one, by "section.name"; enums as their text."""
-    sections: dict[str, type] = {
-        "": JobSettings,
-        "model.": ModelSettings,
-        "data.": DataSettings,
-        "training.": TrainingSettings,
-        "checkpoint.": CheckpointSettings,
-        "cluster.": ClusterSettings,
-    }
-    found: dict[str, Any] = {}
-    for prefix, section in sections.items():
-        for field in dataclasses.fields(section):
-            if field.default is not dataclasses.MISSING:
-                default = field.default
-                found[prefix + field.name] = default.value if isinstance(default, Enum) else default
-    return found
-
+from elasticcb.cli.option import PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
+from elasticcb.settings import ClusterKind, Command, NonFinite
 
 MODEL = "Model file"
 DATA = "Data"
@@ -444,6 +354,24 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=65535,
         help="Port of the master; 0: any that is free.",
+    ),
+    Option(
+        name="max_worker_restarts",
+        field="cluster.max_worker_restarts",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PROCESSES",
+        minimum=0,
+        help="Workers that are started in the place of lost ones, over the whole job.",
+    ),
+    Option(
+        name="silence_seconds",
+        field="cluster.silence_seconds",
+        panel=CLUSTER,
+        kind=Kind.NUMBER,
+        value="SECONDS",
+        above=0,
+        help="With --cluster=external: a process that is not heard of for so long is lost.",
     ),
     # ---------------------------------------------------------------- job
     Option(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from elasticcb.cli.given import Given
 from elasticcb.cli.model_file import ModelFile, find_model_file
-from elasticcb.cli.options import BY_NAME, OPTIONS, Kind
+from elasticcb.cli.option import Kind
+from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command

@@ -53,6 +53,10 @@ class LocalCluster(ClusterBackend):
                 start_new_session=True,
             )
 
+    def pid(self, role: str, index: int) -> int:
+        """The id of the process in a place. Raises `KeyError` when there is none."""
+        return self._processes[role, index].pid
+
     def poll(self) -> list[Exit]:
         ended = [(place, process) for place, process in self._processes.items() if process.poll() is not None]
         exits = []

@@ -23,12 +23,13 @@ from typing import Any
 from elasticcb import checkpoint as checkpoints
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
+from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.model_host import ModelHost
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
-from elasticcb.master.task_queue import Milestone, MilestoneKind, TaskQueue
+from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
@@ -124,6 +125,8 @@ class Job:
             self._call("on_train_begin", {})
             self._call("on_epoch_begin", 0, {})
             self._report.phase = "training"
+            if self._settings.output:
+                self._report.saved_model_inputs = self._host.saved_model_inputs()
         elif self._settings.command is Command.EVALUATE:
             self._report.phase = "evaluating"
             self._begin_round(master.rounds.requested(master.version).round)

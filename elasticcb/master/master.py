@@ -17,12 +17,13 @@ import numpy as np
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
+from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.task import TaskType
-from elasticcb.master.task_queue import Answer, Decision, DecisionKind, Outcome, TaskQueue
+from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.rpc import Server

@@ -9,6 +9,9 @@ import keras
 
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
+from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.data import checked_sources
+from elasticcb.errors import CallbackError
 from elasticcb.feed import FeedPipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master.evaluation import Merged
@@ -17,6 +20,7 @@ from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
+from elasticcb.status import SavedModelInput
 
 Sources = list[tuple[str, int]]
 
@@ -44,9 +48,21 @@ class ModelHost:
             self.sources["evaluation"] = _sources(FeedPipeline(settings, self.spec, "evaluation"))
         prime(self.spec, self.model, pipeline.first_batch(), mode)
         self.metrics.reset()
+        element = pipeline.element_spec
+        self._features_spec = element if mode == "prediction" else element[0]
         self.variables = variable_specs(self.model)
         self.callbacks = Dispatcher(
             job_callbacks(self.spec, settings), Place.MASTER, callback_params(settings), self.model
+        )
+
+    def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
+        """What the exported model will take; nothing when it can't be exported."""
+        try:
+            specs = serving_inputs(self.model, self._features_spec)
+        except CallbackError:
+            return ()  # the exporter will say why
+        return tuple(
+            SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs
         )
 
     @property
@@ -81,4 +97,4 @@ class ModelHost:
 
 
 def _sources(pipeline: FeedPipeline) -> Sources:
-    return [(source.name, source.count) for source in pipeline.reader.sources()]
+    return [(source.name, source.count) for source in checked_sources(pipeline.reader)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import Command
 from elasticcb.status import JobStatus, SavedModelInput, Summary
+
+logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.5  # between updates of the display
 _RATE_SECONDS = 10.0  # records per second are over so long
@@ -43,6 +46,7 @@ class Report:
         self._started = time.monotonic()
         self._first_step: float | None = None
         self._next_status = 0.0
+        self._logged_version = 0
         self._rate_points: deque[tuple[float, int]] = deque()
         self.phase = "starting"
         self.metrics: dict[str, Any] = {}
@@ -56,9 +60,16 @@ class Report:
         now = time.monotonic()
         if self._first_step is None and self._master.version:
             self._first_step = now - self._started
+        self._log_loss()
         if now >= self._next_status:
             self._next_status = now + _STATUS_SECONDS
             self._display.update(self._status(now))
+
+    def _log_loss(self) -> None:
+        steps, version = self._settings.training.log_loss_steps, self._master.version
+        if steps and self._master.loss is not None and version // steps > self._logged_version // steps:
+            self._logged_version = version
+            logger.info("Version %d: training loss %.6g", version, self._master.loss)
 
     def _status(self, now: float) -> JobStatus:
         master, cluster = self._master, self._settings.cluster

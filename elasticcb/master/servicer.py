@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.master.answers import DecisionKind
 from elasticcb.master.roster import Role
 from elasticcb.master.task import Lease, TaskType
-from elasticcb.master.task_queue import DecisionKind
 from elasticcb.metrics import from_metric_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated

@@ -1,104 +1,35 @@
 """The tasks of a job, as a pure state machine: events in, decisions with their reasons out.
 
 No threads, no clock (`now` is an argument, in seconds), no gRPC, no Keras. The states and what moves a
-task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains them.
+task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains them. This file decides
+which event befalls a task; where tasks are meanwhile, others know:
 
-Tasks are cut from the sources when they are handed out, so a queue of a million tasks holds little more
-than a shuffled index of four bytes a task. What a call brings about beyond its answer (an epoch is done,
-a round is done) is a `Milestone`, which the caller fetches with `take_milestones`.
+    TODO    todo.py, and supplies.py and epochs.py, which make tasks when they are handed out
+    DOING   leases.py
+    closed  only counted, and in accounting.py
+
+A queue of a million tasks so holds little more than a shuffled index of four bytes a task. What a call
+brings about beyond its answer (an epoch is done, a round is done) is a `Milestone`, which the caller
+fetches with `take_milestones`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from elasticcb.errors import CheckpointError, UsageError, WireError
-from elasticcb.master.task import (
-    HANDING_OUT_ORDER,
-    RESUMABLE,
-    Accounting,
-    Attempt,
-    Failure,
-    Lease,
-    Shard,
-    ShardLayout,
-    ShardOrder,
-    Task,
-    TaskEvent,
-    TaskRecord,
-    TaskState,
-    TaskType,
-)
-
-# Closed leases that are remembered per worker, to recognize a report whose answer got lost. A worker
-# holds two leases or so, and repeats a report before it goes on.
-_REMEMBERED = 16
-
-# Added to lease numbers when a queue is restored, so that no lease handed out between the save and the
-# crash is ever mistaken for a new one.
-_LEASES_PER_LIFE = 1 << 32
+from elasticcb.master.accounting import Accounting
+from elasticcb.master.answers import Answer, Decision, DecisionKind, Milestone, MilestoneKind, Outcome
+from elasticcb.master.epochs import Epochs
+from elasticcb.master.leases import Leases
+from elasticcb.master.shards import ShardLayout
+from elasticcb.master.supplies import EvaluationRounds, Prediction, Supply, TrainEnd
+from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task_record import Attempt, Failure, TaskRecord
+from elasticcb.master.todo import Todo
 
 _FORMAT = 1
-
-
-class DecisionKind(str, Enum):
-    """The answers to `get_task`."""
-
-    TASK = "TASK"  # here is one
-    WAIT = "WAIT"  # none now; there may be one later
-    FINISHED = "FINISHED"  # there will never be one again
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The answer to `get_task`; `lease` is set when `kind` is TASK."""
-
-    kind: DecisionKind
-    lease: Lease | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Whether a worker may go on with its lease, and why (not)."""
-
-    accepted: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a report. `task` is the task reported on, None when the report was refused.
-
-    A `duplicate` repeats a report that was accepted before, and has no effect: don't count its metrics.
-    """
-
-    accepted: bool
-    reason: str
-    task: Task | None = None
-    duplicate: bool = False
-
-
-class MilestoneKind(str, Enum):
-    """What a queue can have reached."""
-
-    EPOCH_DONE = "EPOCH_DONE"  # `number` is the epoch; in rising order
-    TRAINING_DONE = "TRAINING_DONE"  # after the last EPOCH_DONE
-    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation round
-    PREDICTION_DONE = "PREDICTION_DONE"
-    TRAIN_END_DONE = "TRAIN_END_DONE"
-
-
-@dataclass(frozen=True, slots=True)
-class Milestone:
-    """Something that happens once and that the master acts on."""
-
-    kind: MilestoneKind
-    number: int = 0
 
 
 class TaskQueue:
@@ -155,59 +86,41 @@ class TaskQueue:
                 raise UsageError(f"{name} is {self._settings[name]}; expected at least {least}.")
         if lease_seconds <= 0:
             raise UsageError(f"lease_seconds is {lease_seconds}; expected more than 0 seconds.")
-        self._minibatch_size = minibatch_size
-        self._num_epochs = num_epochs
-        self._max_batches = max_batches
-        self._shuffle_seed = shuffle_seed
         self._max_retries = max_retries
         self._max_losses = max_losses
         self._lease_seconds = lease_seconds
-        self._hold_epochs = hold_epochs
 
         self._layout = ShardLayout(training, records_per_task, minibatch_size)
-        self._epoch = -1  # the one that tasks are being made of
-        self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left of it
-        self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self._epochs_done = 0
-        self._released = -1  # newest epoch that was released
-        self._training_done = not self._layout
-        self._stop_reason: str | None = None
-
         self._prediction_layout = ShardLayout(prediction, records_per_task, minibatch_size)
-        self._prediction = ShardOrder(self._prediction_layout)
-        self._prediction_left = len(self._prediction_layout)
-
-        self._evaluations: deque[tuple[int, ShardOrder]] = deque()  # rounds with tasks to make
-        self._rounds: dict[int, int] = {}  # round -> tasks that are not done
-
+        self._rounds = EvaluationRounds()
+        self._epochs = Epochs(
+            self._layout,
+            num_epochs=num_epochs,
+            max_batches=max_batches,
+            shuffle_seed=shuffle_seed,
+            hold=hold_epochs,
+        )
+        self._prediction = Prediction(self._prediction_layout)
+        self._supplies: dict[TaskType, Supply] = {
+            TaskType.EVALUATION: self._rounds,
+            TaskType.TRAINING: self._epochs,
+            TaskType.PREDICTION: self._prediction,
+            TaskType.TRAIN_END: TrainEnd(),
+        }
+        self._todo = Todo(self._supplies)
+        self._doing = Leases(lease_seconds)
+        self._closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
+        self._accounting = Accounting()
+        self._milestones: list[Milestone] = []
         self._train_end_added = False
         self._finishing = False
         self._failure: Failure | None = None
-
-        self._next_task = 1
-        self._next_lease = 1
-        self._now = float("-inf")  # of the newest event that told the time
-        self._again: dict[TaskType, deque[TaskRecord]] = {kind: deque() for kind in TaskType}
-        self._doing: dict[int, TaskRecord] = {}  # by lease
-        self._held: dict[int, dict[int, TaskRecord]] = {}  # worker -> by lease, oldest first
-        self._progress_at: dict[int, float] = {}  # by worker
-        self._closed: dict[int, deque[tuple[int, bool, Task]]] = {}  # worker -> (lease, done?, task)
-        self._lost: set[int] = set()
-        self._counts = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # closed states only
-        self._accounting = Accounting()
-        self._milestones: list[Milestone] = []
-        self._makers: dict[TaskType, Callable[[], Task | None]] = {
-            TaskType.EVALUATION: self._make_evaluation,
-            TaskType.TRAINING: self._make_training,
-            TaskType.PREDICTION: self._make_prediction,
-            TaskType.TRAIN_END: lambda: None,
-        }
         if training and not self._layout:
-            self._reach(MilestoneKind.TRAINING_DONE)
+            self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
         if prediction and not self._prediction_layout:
-            self._reach(MilestoneKind.PREDICTION_DONE)
+            self._milestones.append(Milestone(MilestoneKind.PREDICTION_DONE))
 
-    # ------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------ a worker asks for a task
 
     def get_task(self, worker: int, now: float, held: Collection[int] | None = None) -> Decision:
         """The next task for `worker`, if there is one.
@@ -217,17 +130,50 @@ class TaskQueue:
                 it never reported on is put back: the answer that carried it got lost. A worker must
                 name a lease until its last report on it was answered. None: it did not say.
         """
-        self._now = max(self._now, now)
+        doing = self._doing
+        doing.tell_time(now)
         if self._failure is not None:
             return Decision(DecisionKind.FINISHED, None, "the job has failed")
-        if worker in self._lost:
+        if doing.is_lost(worker):
             return Decision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
-        if held is not None and worker in self._held:
+        if held is not None:
             self._put_back_unanswered(worker, held)
-        record = self._next_record()
+        record = self._todo.take(train_end=not doing and self._epochs.done)
         if record is None:
-            return self._nothing()
+            return self._nothing_to_hand_out()
         return self._hand_out(record, worker)
+
+    def _put_back_unanswered(self, worker: int, held: Collection[int]) -> None:
+        for record in reversed(self._doing.unanswered(worker, held)):
+            self._doing.take_away(record)
+            record.move(TaskEvent.ANSWER_LOST)
+            self._accounting.answers_lost += 1
+            self._todo.put_back(record)
+
+    def _hand_out(self, record: TaskRecord, worker: int) -> Decision:
+        record.move(TaskEvent.HANDED_OUT)
+        lease = self._doing.grant(record, worker)
+        if record.maybe_trained:
+            record.maybe_trained = False
+            self._accounting.records_handed_out_again += lease.task.shard.records
+        if record.attempts:
+            return Decision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
+        return Decision(DecisionKind.TASK, lease, "the next task")
+
+    def _nothing_to_hand_out(self) -> Decision:
+        doing = len(self._doing)
+        if self._todo.train_end_waits:
+            what = f"{doing} running tasks" if doing else "the training"
+            return Decision(DecisionKind.WAIT, None, f"TRAIN_END waits for {what}")
+        if doing:
+            return Decision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
+        if self._epochs.is_held:
+            return Decision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
+        if self._finishing:
+            return Decision(DecisionKind.FINISHED, None, "all tasks are done")
+        return Decision(DecisionKind.WAIT, None, "all tasks are done, more may come")
+
+    # ------------------------------------------------------------ a worker reports
 
     def report_progress(
         self, worker: int, lease_id: int, records_done: int, now: float, progressed: bool = False
@@ -240,11 +186,11 @@ class TaskQueue:
 
         Raises `WireError` when the shard has fewer records than that.
         """
-        self._now = max(self._now, now)
-        record = self._held.get(worker, {}).get(lease_id)
+        self._doing.tell_time(now)
+        record = self._doing.find(worker, lease_id)
         if record is None:
             self._accounting.reports_refused += 1
-            return Answer(False, self._why_refused(worker, lease_id))
+            return Answer(False, self._doing.why_not_held(worker, lease_id))
         record.heard = True
         task = record.task
         if not 0 <= records_done <= task.shard.records:
@@ -255,28 +201,28 @@ class TaskQueue:
         gained = records_done - record.reported
         if gained <= 0 and task.shard.records and not progressed:
             return Answer(True, "no progress since the last report")
-        self._progress_at[worker] = self._now
+        self._doing.progress(worker)
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
             record.losses = 0
-            self._count_trained(task, gained)
+            self._accounting.count_trained(task, gained)
         return Answer(True, "progress")
 
     def report_done(self, worker: int, lease_id: int) -> Outcome:
         """`worker` has finished the task. Sending it again is accepted, as a duplicate."""
-        record = self._held.get(worker, {}).get(lease_id)
+        record = self._doing.find(worker, lease_id)
         if record is None:
             return self._report_without_lease(worker, lease_id, done=True)
         task = record.task
         counted = record.reported if task.type in RESUMABLE else 0
-        self._release(record, done=True)
-        self._count_trained(task, task.shard.records - counted)
+        self._doing.reported(record, done=True)
+        self._accounting.count_trained(task, task.shard.records - counted)
         self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
 
     def report_failed(self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False) -> Outcome:
         """`worker` could not finish the task. `fatal`: trying again can't help, the job fails at once."""
-        record = self._held.get(worker, {}).get(lease_id)
+        record = self._doing.find(worker, lease_id)
         if record is None:
             return self._report_without_lease(worker, lease_id, done=False)
         task = record.task
@@ -287,8 +233,8 @@ class TaskQueue:
             event = TaskEvent.RETRIES_USED_UP
         else:
             event = TaskEvent.REPORTED_FAILED
-        self._release(record, done=False)
-        event = self._take_back(record, worker, event, error, traceback)
+        self._doing.reported(record, done=False)
+        event = self._end_attempt(record, worker, event, error, traceback)
         if event is TaskEvent.NOTHING_LEFT:
             return Outcome(True, f"{task} failed after its last record ({error}); nothing is left to do", task)
         if self._failure is not None:
@@ -296,61 +242,107 @@ class TaskQueue:
         self._accounting.tasks_retried += 1
         return Outcome(True, f"{task} failed {record.failures} of {self._max_retries + 1} times; tried again", task)
 
-    # ------------------------------------------------------------ what the master says
+    def _report_without_lease(self, worker: int, lease_id: int, done: bool) -> Outcome:
+        task = self._doing.reported_before(worker, lease_id, done)
+        if task is not None:
+            return Outcome(True, f"{task} was reported before", task, duplicate=True)
+        self._accounting.reports_refused += 1
+        return Outcome(False, self._doing.why_not_held(worker, lease_id))
+
+    # ------------------------------------------------------------ a worker is lost, or hangs
 
     def worker_lost(self, worker: int) -> list[Task]:
         """Takes back the leases of a worker that is gone for good; answers what is left of its tasks."""
-        self._lost.add(worker)
-        self._progress_at.pop(worker, None)
-        return [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST)]
+        self._doing.lose(worker)
+        return [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, "the worker was lost")]
 
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
-        self._now = max(self._now, now)
-        hung = [worker for worker in self._held if self._now >= self._progress_at[worker] + self._lease_seconds]
-        return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER)]
+        self._doing.tell_time(now)
+        error = f"no progress for {self._lease_seconds:g} s"
+        hung = self._doing.overdue()
+        return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER, error)]
+
+    def _take_all(self, worker: int, event: TaskEvent, error: str) -> list[tuple[Lease, Task]]:
+        """Takes back all leases of `worker`; answers them, oldest first, with what is left to do."""
+        records = self._doing.held_by(worker)
+        taken: list[tuple[Lease, Task]] = []
+        # From the newest to the oldest, each to the front of the queue: there they stand in their order.
+        for record in reversed(records):
+            lease = self._doing.take_away(record)
+            what = event
+            if record is records[0]:
+                record.losses += 1
+                if record.losses > self._max_losses:
+                    what = TaskEvent.LOSSES_USED_UP
+            if self._end_attempt(record, worker, what, error) is event:
+                self._accounting.tasks_taken_over += 1
+            taken.insert(0, (lease, record.task))
+        return taken
+
+    # ------------------------------------------------------------ an attempt is over
+
+    def _end_attempt(
+        self, record: TaskRecord, worker: int, event: TaskEvent, error: str, traceback: str = ""
+    ) -> TaskEvent:
+        """Decides what becomes of a task that its worker did not finish; answers what happened."""
+        task = record.task
+        record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
+        record.shorten()
+        if record.nothing_left and event is not TaskEvent.REPORTED_FATAL:
+            self._close(record, TaskEvent.NOTHING_LEFT)
+            return TaskEvent.NOTHING_LEFT
+        record.move(event)
+        if record.state is TaskState.FAILED:
+            self._closed[task.type][TaskState.FAILED] += 1
+            if self._failure is None:
+                self._failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
+        else:
+            record.maybe_trained = task.type is TaskType.TRAINING
+            self._todo.put_back(record)
+        return event
+
+    def _close(self, record: TaskRecord, event: TaskEvent) -> None:
+        record.move(event)
+        self._count_done(record.task)
+
+    def _count_done(self, task: Task) -> None:
+        self._closed[task.type][TaskState.DONE] += 1
+        self._milestones += self._supplies[task.type].close(task)
+
+    # ------------------------------------------------------------ what the master says
 
     def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
         """Adds the tasks of an evaluation round, ahead of all others; answers how many they are.
 
         Raises `UsageError` when the round was added before and is not done.
         """
-        if round in self._rounds:
-            raise UsageError(f"Evaluation round {round} is running; a round must have a number of its own.")
-        layout = ShardLayout(sources, self._layout.records_per_task, self._minibatch_size)
-        if layout:
-            self._evaluations.append((round, ShardOrder(layout)))
-            self._rounds[round] = len(layout)
-        else:
-            self._reach(MilestoneKind.ROUND_DONE, round)
+        layout = ShardLayout(sources, self._layout.records_per_task, self._layout.minibatch_size)
+        self._milestones += self._rounds.add(round, layout)
         return len(layout)
 
     def release_epoch(self, epoch: int) -> None:
         """Lets the epoch after `epoch` begin; matters only with `hold_epochs`."""
-        self._released = max(self._released, epoch)
+        self._epochs.release(epoch)
 
     def stop_training(self, reason: str) -> None:
         """No new training task: those that are TODO are dropped, those that are DOING are finished."""
-        if self._training_done or self._stop_reason is not None:
+        if self._epochs.done or self._epochs.stop_reason is not None:
             return
-        self._stop_reason = reason
-        again = self._again[TaskType.TRAINING]
-        while again:
-            record = again.popleft()
+        tasks, records = self._epochs.unmade()
+        self._accounting.count_dropped(self._epochs.current, records)
+        dropped = self._todo.remove_all(TaskType.TRAINING)
+        for record in dropped:
             record.move(TaskEvent.TRAINING_STOPPED)
-            self._count_dropped(record.task.epoch, record.task.shard.records)
-            self._counts[TaskType.TRAINING][TaskState.DROPPED] += 1
-            self._open[record.task.epoch] -= 1
-        if self._epoch_goes_on(even_stopped=True):
-            self._count_dropped(self._epoch, self._order.records_left)
-            self._counts[TaskType.TRAINING][TaskState.DROPPED] += self._order.left
-        self._settle_epochs()
+            self._accounting.count_dropped(record.task.epoch, record.task.shard.records)
+        self._closed[TaskType.TRAINING][TaskState.DROPPED] += tasks + len(dropped)
+        self._milestones += self._epochs.stop(reason, [record.task for record in dropped])
 
     def add_train_end(self) -> None:
         """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
         if not self._train_end_added:
             self._train_end_added = True
-            self._again[TaskType.TRAIN_END].append(TaskRecord(self._new_task(TaskType.TRAIN_END, Shard("", 0, 0))))
+            self._todo.add_train_end()
 
     def finish(self) -> None:
         """Nothing will be added any more: once all is done, `get_task` answers FINISHED, not WAIT."""
@@ -376,17 +368,17 @@ class TaskQueue:
     @property
     def epoch(self) -> int:
         """The epoch that training tasks are being made of, 0-based."""
-        return max(self._epoch, 0)
+        return max(self._epochs.current, 0)
 
     @property
     def training_done(self) -> bool:
         """Whether all training tasks that there will ever be are done (or dropped)."""
-        return self._training_done
+        return self._epochs.done
 
     @property
     def stop_reason(self) -> str | None:
         """Why training was stopped early, None when it was not."""
-        return self._stop_reason
+        return self._epochs.stop_reason
 
     @property
     def records_per_epoch(self) -> int:
@@ -395,20 +387,17 @@ class TaskQueue:
     @property
     def accounting(self) -> Accounting:
         """A copy of the numbers up to now."""
-        ours = self._accounting
-        return replace(ours, records_trained=dict(ours.records_trained), records_dropped=dict(ours.records_dropped))
+        return self._accounting.copy(batches_handed_out=self._epochs.batches_made)
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next if nothing happens, in seconds; None: nothing is out."""
-        if not self._held:
-            return None
-        return min(self._progress_at[worker] for worker in self._held) + self._lease_seconds
+        return self._doing.next_deadline
 
     def leases(self, worker: int | None = None) -> list[Lease]:
         """The leases that are out, of one worker or of all, oldest first."""
-        records = self._doing if worker is None else self._held.get(worker, {})
-        return [record.lease for record in records.values() if record.lease is not None]
+        records = self._doing if worker is None else self._doing.held_by(worker)
+        return [record.lease for record in records if record.lease is not None]
 
     def counts(self) -> dict[TaskType, dict[TaskState, int]]:
         """How many tasks are in which state.
@@ -416,14 +405,9 @@ class TaskQueue:
         TODO holds the tasks that are still to be made, of all epochs. When `max_batches` will end the
         training early, that part of it is an estimate.
         """
-        counts = {kind: dict(states) for kind, states in self._counts.items()}
-        for record in self._doing.values():
+        counts = {kind: {**closed, TaskState.TODO: self._todo.count(kind)} for kind, closed in self._closed.items()}
+        for record in self._doing:
             counts[record.task.type][TaskState.DOING] += 1
-        for kind, again in self._again.items():
-            counts[kind][TaskState.TODO] += len(again)
-        counts[TaskType.TRAINING][TaskState.TODO] += self._training_to_make()
-        counts[TaskType.EVALUATION][TaskState.TODO] += sum(order.left for _, order in self._evaluations)
-        counts[TaskType.PREDICTION][TaskState.TODO] += self._prediction.left
         return counts
 
     # ------------------------------------------------------------ saving
@@ -434,38 +418,25 @@ class TaskQueue:
         Evaluation rounds are left out: the metric states of their finished tasks live in the master's
         memory, so after a restart they begin anew.
         """
-        again = [
-            _record_to_dict(record)
-            for records in (self._doing.values(), *self._again.values())
-            for record in records
-            if record.task.type is not TaskType.EVALUATION
-        ]
-        accounting = {item.name: getattr(self._accounting, item.name) for item in fields(Accounting)}
-        for name in ("records_trained", "records_dropped"):
-            accounting[name] = {str(epoch): count for epoch, count in accounting[name].items()}
+        records = [record for record in (*self._doing, *self._todo) if record.task.type is not TaskType.EVALUATION]
         return {
             "format": _FORMAT,
             "settings": dict(self._settings),
             "training": [list(source) for source in self._layout.sources],
             "prediction": [list(source) for source in self._prediction_layout.sources],
-            "epoch": self._epoch,
-            "drawn": self._order.drawn,
-            "epochs_done": self._epochs_done,
-            "released": self._released,
-            "training_done": self._training_done,
-            "stop_reason": self._stop_reason,
-            "predicted": self._prediction.drawn,
+            **self._epochs.to_dict(),
+            "predicted": self._prediction.made,
             "train_end_added": self._train_end_added,
             "finishing": self._finishing,
-            "next_task": self._next_task,
-            "next_lease": self._next_lease,
-            "todo": sorted(again, key=lambda saved: int(saved["id"])),
+            "next_task": self._todo.next_id,
+            **self._doing.to_dict(),
+            "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
             "closed": {
                 kind.value: {state.value: number for state, number in states.items() if number}
-                for kind, states in self._counts.items()
+                for kind, states in self._closed.items()
                 if kind is not TaskType.EVALUATION
             },
-            "accounting": accounting,
+            "accounting": self.accounting.to_dict(),
             "milestones": [
                 [milestone.kind.value, milestone.number]
                 for milestone in self._milestones
@@ -485,336 +456,37 @@ class TaskQueue:
                 f"reads {_FORMAT}. Use the release of elasticcb that wrote it."
             )
         try:
-            return cls._restore(saved)
+            queue = cls(
+                training=[(name, count) for name, count in saved["training"]],
+                prediction=[(name, count) for name, count in saved["prediction"]],
+                **saved["settings"],
+            )
+            queue._restore(saved)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"The task queue in this checkpoint can't be read ({type(error).__name__}: {error}). Its "
                 "manifest may have been edited; start from another checkpoint."
             ) from error
-
-    @classmethod
-    def _restore(cls, saved: dict[str, Any]) -> TaskQueue:
-        queue = cls(
-            training=[(name, count) for name, count in saved["training"]],
-            prediction=[(name, count) for name, count in saved["prediction"]],
-            **saved["settings"],
-        )
-        queue._epoch = saved["epoch"]
-        if queue._epoch >= 0:
-            queue._order = queue._order_of(queue._epoch)
-            for _ in range(saved["drawn"]):
-                queue._order.draw()
-        for _ in range(saved["predicted"]):
-            queue._prediction.draw()
-        queue._prediction_left = queue._prediction.left
-        queue._epochs_done = saved["epochs_done"]
-        queue._released = saved["released"]
-        queue._training_done = saved["training_done"]
-        queue._stop_reason = saved["stop_reason"]
-        queue._train_end_added = saved["train_end_added"]
-        queue._finishing = saved["finishing"]
-        queue._next_task = saved["next_task"]
-        queue._next_lease = saved["next_lease"] + _LEASES_PER_LIFE
-        for kind, states in saved["closed"].items():
-            for state, number in states.items():
-                queue._counts[TaskType(kind)][TaskState(state)] = number
-        queue._milestones = [Milestone(MilestoneKind(kind), number) for kind, number in saved["milestones"]]
-        finished_prediction = False
-        for values in saved["todo"]:
-            record = _record_from_dict(values)
-            task = record.task
-            if task.type in RESUMABLE and not task.shard.records:
-                # Its worker had reported all records, but not yet the task.
-                queue._counts[task.type][TaskState.DONE] += 1
-                finished_prediction |= task.type is TaskType.PREDICTION
-                continue
-            queue._again[task.type].append(record)
-            if task.type is TaskType.TRAINING:
-                queue._open[task.epoch] = queue._open.get(task.epoch, 0) + 1
-            elif task.type is TaskType.PREDICTION:
-                queue._prediction_left += 1
-        accounting = dict(saved["accounting"])
-        for name in ("records_trained", "records_dropped"):
-            accounting[name] = {int(epoch): count for epoch, count in accounting[name].items()}
-        queue._accounting = Accounting(**accounting)
-        queue._settle_epochs()
-        if finished_prediction and not queue._prediction_left:
-            queue._reach(MilestoneKind.PREDICTION_DONE)
         return queue
 
-    # ------------------------------------------------------------ handing out
-
-    def _next_record(self) -> TaskRecord | None:
-        for kind in HANDING_OUT_ORDER:
-            if kind is TaskType.TRAIN_END and (self._doing or not self._training_done):
-                continue
-            again = self._again[kind]
-            if again:
-                return again.popleft()
-            task = self._makers[kind]()
-            if task is not None:
-                return TaskRecord(task)
-        return None
-
-    def _hand_out(self, record: TaskRecord, worker: int) -> Decision:
-        held = self._held.get(worker)
-        if held is None:
-            held = self._held[worker] = {}
-            self._progress_at[worker] = self._now
-        task = record.task
-        lease = Lease(self._next_lease, task, worker, self._progress_at[worker] + self._lease_seconds)
-        self._next_lease += 1
-        record.move(TaskEvent.HANDED_OUT)
-        record.lease = lease
-        record.heard = False
-        self._doing[lease.id] = held[lease.id] = record
-        if record.maybe_trained:
-            record.maybe_trained = False
-            self._accounting.records_handed_out_again += task.shard.records
-        if record.attempts:
-            return Decision(DecisionKind.TASK, lease, f"{task}, after: {record.attempts[-1].event.value}")
-        return Decision(DecisionKind.TASK, lease, "the next task")
-
-    def _nothing(self) -> Decision:
-        doing = len(self._doing)
-        if self._again[TaskType.TRAIN_END]:
-            what = f"{doing} running tasks" if doing else "the training"
-            return Decision(DecisionKind.WAIT, None, f"TRAIN_END waits for {what}")
-        if doing:
-            return Decision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
-        if not self._training_done and self._epoch + 1 < self._num_epochs and self._stop_reason is None:
-            return Decision(DecisionKind.WAIT, None, f"epoch {self._epoch} is not released")
-        if self._finishing:
-            return Decision(DecisionKind.FINISHED, None, "all tasks are done")
-        return Decision(DecisionKind.WAIT, None, "all tasks are done, more may come")
-
-    def _new_task(self, kind: TaskType, shard: Shard, epoch: int = 0, evaluation_round: int = 0) -> Task:
-        task = Task(self._next_task, kind, shard, epoch, evaluation_round)
-        self._next_task += 1
-        return task
-
-    def _make_evaluation(self) -> Task | None:
-        if not self._evaluations:
-            return None
-        evaluation_round, order = self._evaluations[0]
-        shard = order.draw()
-        if not order.left:
-            self._evaluations.popleft()
-        return self._new_task(TaskType.EVALUATION, shard, evaluation_round=evaluation_round)
-
-    def _make_training(self) -> Task | None:
-        if not self._epoch_goes_on():
-            if not self._more_epochs() or (self._hold_epochs and self._released < self._epoch):
-                return None
-            self._epoch += 1
-            self._order = self._order_of(self._epoch)
-        shard = self._order.draw()
-        batches = -(-shard.records // self._minibatch_size)
-        if self._max_batches:
-            left = self._max_batches - self._accounting.batches_handed_out
-            if batches > left:
-                batches = left
-                shard = Shard(shard.name, shard.start, shard.start + left * self._minibatch_size)
-        self._accounting.batches_handed_out += batches
-        self._open[self._epoch] = self._open.get(self._epoch, 0) + 1
-        return self._new_task(TaskType.TRAINING, shard, epoch=self._epoch)
-
-    def _make_prediction(self) -> Task | None:
-        if not self._prediction.left:
-            return None
-        return self._new_task(TaskType.PREDICTION, self._prediction.draw())
-
-    def _order_of(self, epoch: int) -> ShardOrder:
-        return ShardOrder(self._layout, f"{self._shuffle_seed}/{epoch}")
-
-    def _more_training(self) -> bool:
-        used_up = 0 < self._max_batches <= self._accounting.batches_handed_out
-        return not used_up and bool(self._layout)
-
-    def _epoch_goes_on(self, even_stopped: bool = False) -> bool:
-        """Whether more tasks of the present epoch will be made."""
-        stopped = self._stop_reason is not None and not even_stopped
-        return not stopped and self._order.left > 0 and self._more_training()
-
-    def _more_epochs(self) -> bool:
-        return self._stop_reason is None and self._epoch + 1 < self._num_epochs and self._more_training()
-
-    def _training_to_make(self) -> int:
-        epochs = self._num_epochs - 1 - self._epoch
-        if self._stop_reason is not None or not self._more_training():
-            return 0
-        tasks = self._order.left + epochs * len(self._layout)
-        if self._max_batches:
-            batches_left = self._max_batches - self._accounting.batches_handed_out
-            if self._max_batches < self._num_epochs * self._layout.batches:
-                per_task = -(-self._layout.records_per_task // self._minibatch_size)
-                tasks = min(tasks, -(-batches_left // per_task))
-        return tasks
-
-    # ------------------------------------------------------------ taking back
-
-    def _put_back_unanswered(self, worker: int, held: Collection[int]) -> None:
-        for lease_id, record in reversed(list(self._held[worker].items())):
-            if lease_id not in held and not record.heard:
-                self._release(record, done=None)
-                record.move(TaskEvent.ANSWER_LOST)
-                self._accounting.answers_lost += 1
-                self._again[record.task.type].appendleft(record)
-
-    def _take_all(self, worker: int, event: TaskEvent) -> list[tuple[Lease, Task]]:
-        """Takes back all leases of `worker`; answers them, oldest first, with what is left to do."""
-        records = list(self._held.get(worker, {}).values())
-        taken: list[tuple[Lease, Task]] = []
-        # From the newest to the oldest, each to the front of the queue: there they stand in their order.
-        for record in reversed(records):
-            lease = self._release(record, done=None)
-            what = event
-            if record is records[0]:
-                record.losses += 1
-                if record.losses > self._max_losses:
-                    what = TaskEvent.LOSSES_USED_UP
-            error = (
-                f"no progress for {self._lease_seconds:g} s" if event is TaskEvent.LEASE_OVER else "the worker was lost"
-            )
-            if self._take_back(record, worker, what, error, "") is event:
-                self._accounting.tasks_taken_over += 1
-            taken.insert(0, (lease, record.task))
-        return taken
-
-    def _take_back(self, record: TaskRecord, worker: int, event: TaskEvent, error: str, traceback: str) -> TaskEvent:
-        """Decides what becomes of a task that its worker did not finish; answers what happened."""
-        task = record.task
-        record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
-        record.shorten()
-        fatal = event is TaskEvent.REPORTED_FATAL
-        if task.type in RESUMABLE and not record.task.shard.records and not fatal:
-            event = TaskEvent.NOTHING_LEFT
-            self._close(record, event)
-            return event
-        record.move(event)
-        if record.state is TaskState.FAILED:
-            self._counts[task.type][TaskState.FAILED] += 1
-            if self._failure is None:
-                self._failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
-        else:
-            record.maybe_trained = task.type is TaskType.TRAINING
-            self._again[task.type].appendleft(record)
-        return event
-
-    def _release(self, record: TaskRecord, done: bool | None) -> Lease:
-        """Ends the lease of `record`. `done` tells how it was reported, None: it was not."""
-        lease = record.lease
-        assert lease is not None
-        record.lease = None
-        del self._doing[lease.id]
-        held = self._held[lease.worker]
-        del held[lease.id]
-        if not held:
-            del self._held[lease.worker]
-        if done is not None:
-            # The worker is alive, and only now begins with its next task.
-            self._progress_at[lease.worker] = self._now
-            closed = self._closed.setdefault(lease.worker, deque(maxlen=_REMEMBERED))
-            closed.append((lease.id, done, record.task))
-        return lease
-
-    def _report_without_lease(self, worker: int, lease_id: int, done: bool) -> Outcome:
-        for closed_id, was_done, task in self._closed.get(worker, ()):
-            if closed_id == lease_id and was_done is done:
-                return Outcome(True, f"{task} was reported before", task, duplicate=True)
-        self._accounting.reports_refused += 1
-        return Outcome(False, self._why_refused(worker, lease_id))
-
-    def _why_refused(self, worker: int, lease_id: int) -> str:
-        record = self._doing.get(lease_id)
-        if record is not None and record.lease is not None:
-            return f"lease {lease_id} belongs to worker {record.lease.worker}, not to worker {worker}"
-        if worker in self._lost:
-            return f"worker {worker} was given up as lost, its leases were taken away"
-        return f"worker {worker} does not hold lease {lease_id} (any more)"
-
-    # ------------------------------------------------------------ counting
-
-    def _close(self, record: TaskRecord, event: TaskEvent) -> None:
-        record.move(event)
-        task = record.task
-        self._counts[task.type][TaskState.DONE] += 1
-        if task.type is TaskType.TRAINING:
-            self._open[task.epoch] -= 1
-            self._settle_epochs()
-        elif task.type is TaskType.EVALUATION:
-            self._rounds[task.evaluation_round] -= 1
-            if not self._rounds[task.evaluation_round]:
-                del self._rounds[task.evaluation_round]
-                self._reach(MilestoneKind.ROUND_DONE, task.evaluation_round)
-        elif task.type is TaskType.PREDICTION:
-            self._prediction_left -= 1
-            if not self._prediction_left:
-                self._reach(MilestoneKind.PREDICTION_DONE)
-        else:
-            self._reach(MilestoneKind.TRAIN_END_DONE)
-
-    def _settle_epochs(self) -> None:
-        """Tells which epochs are done, in their order, and whether training is."""
-        while self._epochs_done <= self._epoch:
-            epoch = self._epochs_done
-            if self._open.get(epoch) or (epoch == self._epoch and self._epoch_goes_on()):
-                return
-            self._open.pop(epoch, None)
-            self._epochs_done += 1
-            self._reach(MilestoneKind.EPOCH_DONE, epoch)
-        if not self._training_done and not self._more_epochs():
-            self._training_done = True
-            self._reach(MilestoneKind.TRAINING_DONE)
-
-    def _count_trained(self, task: Task, records: int) -> None:
-        if task.type is TaskType.TRAINING and records:
-            trained = self._accounting.records_trained
-            trained[task.epoch] = trained.get(task.epoch, 0) + records
-
-    def _count_dropped(self, epoch: int, records: int) -> None:
-        dropped = self._accounting.records_dropped
-        dropped[epoch] = dropped.get(epoch, 0) + records
-
-    def _reach(self, kind: MilestoneKind, number: int = 0) -> None:
-        self._milestones.append(Milestone(kind, number))
-
-
-def _record_to_dict(record: TaskRecord) -> dict[str, Any]:
-    task = record.task
-    done = record.reported if task.type in RESUMABLE else 0
-    return {
-        "id": task.id,
-        "type": task.type.value,
-        "shard": [task.shard.name, task.shard.start + done, task.shard.end],
-        "epoch": task.epoch,
-        "failures": record.failures,
-        "losses": record.losses,
-        # The weights were saved with the queue, a moment before or after: what a worker had in hand may
-        # be in them.
-        "maybe_trained": task.type is TaskType.TRAINING and (record.maybe_trained or record.state is TaskState.DOING),
-        "attempts": [
-            [
-                try_.worker,
-                try_.shard.name,
-                try_.shard.start,
-                try_.shard.end,
-                try_.event.value,
-                try_.error,
-                try_.traceback,
-            ]
-            for try_ in record.attempts
-        ],
-    }
-
-
-def _record_from_dict(values: dict[str, Any]) -> TaskRecord:
-    record = TaskRecord(Task(values["id"], TaskType(values["type"]), Shard(*values["shard"]), epoch=values["epoch"]))
-    record.failures = values["failures"]
-    record.losses = values["losses"]
-    record.maybe_trained = values["maybe_trained"]
-    record.attempts = [
-        Attempt(worker, Shard(name, start, end), TaskEvent(event), error, traceback)
-        for worker, name, start, end, event, error, traceback in values["attempts"]
-    ]
-    return record
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self._accounting = Accounting.from_dict(saved["accounting"])
+        self._epochs.restore(saved, self._accounting.batches_handed_out)
+        self._prediction.restore(saved["predicted"])
+        self._train_end_added = saved["train_end_added"]
+        self._finishing = saved["finishing"]
+        self._todo.next_id = saved["next_task"]
+        self._doing.restore(saved)
+        for kind, states in saved["closed"].items():
+            for state, number in states.items():
+                self._closed[TaskType(kind)][TaskState(state)] = number
+        self._milestones = [Milestone(MilestoneKind(kind), number) for kind, number in saved["milestones"]]
+        records = [TaskRecord.from_dict(values) for values in saved["todo"]]
+        # All are open again before the first is closed: no milestone is reached by half of them.
+        for record in records:
+            self._supplies[record.task.type].reopen(record.task)
+        for record in records:
+            if record.nothing_left:  # its worker had reported all records, but not yet the task
+                self._count_done(record.task)
+            else:
+                self._todo.append(record)

@@ -46,7 +46,7 @@ def eval_metrics_fn():
 
 def callbacks():
     # By the model's version, which counts the gradients of all workers.
-    return [LearningRateScheduler(lambda version: 2e-3 if version < 300 else 5e-4)]
+    return [LearningRateScheduler(lambda version: 1e-3 if version < 450 else 2e-4)]
 
 
 def custom_data_reader(data_origin):

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from elasticcb.cli.options import OPTIONS, defaults
+from elasticcb.cli.option import defaults
+from elasticcb.cli.options import OPTIONS
 from elasticcb.settings import (
     CheckpointSettings,
     ClusterKind,

@@ -548,9 +548,11 @@ class TestFeatures:
         optimizer = "adam"
 
         def feed(dataset, mode, metadata):
-            dataset = dataset.map(tf.strings.split)
-            words = dataset.ragged_batch(1).unbatch()
-            return words.map(lambda words: (words, tf.reduce_any(words == "good")[None]))
+            def parse(line):
+                words = tf.strings.split(line)
+                return words, tf.reduce_any(words == "good")[None]
+
+            return dataset.map(parse).ragged_batch(1).unbatch()
 
         def eval_metrics_fn():
             return {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)}

@@ -196,7 +196,6 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
         (states(1), {}),
         ({"loss": [np.zeros(()), np.zeros(())]}, {}),
         ({"accuracy": [np.zeros(3), np.zeros(())]}, {}),
-        (states(1, 2), {"auc": [np.zeros(3)]}),
         ({}, {"accuracy": [np.zeros(3)]}),
     ],
 )
@@ -208,6 +207,18 @@ def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_i
         rounds.collect(number, 2, other, outputs)
     assert rounds.merged().tasks == 1
     assert rounds.collect(number, 2, states(1, 2)).accepted
+
+
+def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
+    rounds = EvaluationRounds()
+    number = started(rounds.requested(0)).id
+    rounds.collect(number, 1, states(0, 0))
+    rounds.collect(number, 2, states(1, 2), {"auc": [np.ones(3)]})
+    rounds.collect(number, 3, states(0, 0))
+    assert rounds.merged().tasks == 3
+    np.testing.assert_array_equal(rounds.merged().outputs["auc"][0], np.ones(3))
+    with pytest.raises(WireError, match="Evaluation task 4"):
+        rounds.collect(number, 4, states(1, 2), {"other": [np.ones(3)]})
 
 
 def test_outputs_of_other_widths_are_an_error():

@@ -5,18 +5,12 @@ import json
 import pytest
 
 from elasticcb.errors import CheckpointError, JobFailedError, UsageError, WireError
-from elasticcb.master.task import (
-    Accounting,
-    IllegalTransitionError,
-    Lease,
-    Shard,
-    Task,
-    TaskEvent,
-    TaskRecord,
-    TaskState,
-    TaskType,
-)
-from elasticcb.master.task_queue import DecisionKind, Milestone, MilestoneKind, TaskQueue
+from elasticcb.master.accounting import Accounting
+from elasticcb.master.answers import DecisionKind, Milestone, MilestoneKind
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import Lease, Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.master.task_record import IllegalTransitionError, TaskRecord
 
 EPOCH_DONE, TRAINING_DONE = MilestoneKind.EPOCH_DONE, MilestoneKind.TRAINING_DONE
 

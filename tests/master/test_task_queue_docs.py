@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.master.task import HANDING_OUT_ORDER, TRANSITIONS, Accounting, TaskEvent, TaskState
-from elasticcb.master.task_queue import DecisionKind, MilestoneKind
+from elasticcb.master.accounting import Accounting
+from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.task import HANDING_OUT_ORDER, TRANSITIONS, TaskEvent, TaskState
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 

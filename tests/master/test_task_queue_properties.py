@@ -15,8 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from elasticcb.master.answers import DecisionKind, MilestoneKind
 from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
-from elasticcb.master.task_queue import DecisionKind, MilestoneKind, TaskQueue
+from elasticcb.master.task_queue import TaskQueue
 
 LEASE_SECONDS = 100.0
 WORKERS = st.integers(0, 3)

@@ -1,0 +1,50 @@
+"""The numbers of the job's summary, as far as they are about tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from elasticcb.master.task import Task, TaskType
+
+_BY_EPOCH = ("records_trained", "records_dropped")
+
+
+@dataclass
+class Accounting:
+    """Numbers for the job's summary; a record counts as trained when a worker reported it."""
+
+    records_trained: dict[int, int] = field(default_factory=dict)  # by epoch; each record once
+    records_dropped: dict[int, int] = field(default_factory=dict)  # by epoch; left out by stop_training
+    records_handed_out_again: int = 0  # TRAINING; so many at most were trained more than once
+    batches_handed_out: int = 0  # TRAINING; a range that is handed out again counts once
+    tasks_retried: int = 0  # times that a task went back because its worker reported a failure
+    tasks_taken_over: int = 0  # times that a task went back because its worker was lost or hung
+    answers_lost: int = 0  # times that a task went back because its worker never learned of it
+    reports_refused: int = 0
+
+    def count_trained(self, task: Task, records: int) -> None:
+        """`records` more of the task were reported; counts those of TRAINING tasks."""
+        if task.type is TaskType.TRAINING and records:
+            self.records_trained[task.epoch] = self.records_trained.get(task.epoch, 0) + records
+
+    def count_dropped(self, epoch: int, records: int) -> None:
+        if records:
+            self.records_dropped[epoch] = self.records_dropped.get(epoch, 0) + records
+
+    def copy(self, **changes: Any) -> Accounting:
+        """One that does not share anything with this one; `changes` by name of the number."""
+        by_epoch = {name: dict(getattr(self, name)) for name in _BY_EPOCH}
+        return replace(self, **{**by_epoch, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, whose keys are strings."""
+        saved = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in _BY_EPOCH:
+            saved[name] = {str(epoch): count for epoch, count in saved[name].items()}
+        return saved
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Accounting:
+        by_epoch = {name: {int(epoch): count for epoch, count in saved[name].items()} for name in _BY_EPOCH}
+        return cls(**{**saved, **by_epoch})

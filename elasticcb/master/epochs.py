@@ -1,0 +1,166 @@
+"""The training tasks of all epochs: made one by one, and counted until each epoch is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
+from elasticcb.master.task import Task, TaskType
+
+
+class Epochs:
+    """Makes the training tasks, epoch after epoch, and says when an epoch and when training is done.
+
+    Epochs overlap: when all tasks of epoch e are made, those of epoch e + 1 follow, while some of e are
+    still open (TODO again, or DOING). Yet epochs are done in their order, and training after the last.
+
+    Args:
+        layout: the shards of one epoch.
+        num_epochs: passes over the layout.
+        max_batches: batches to make in all, exactly; 0 is no limit.
+        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`.
+        hold: epoch e + 1 begins only after `release(e)`.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, *, num_epochs: int, max_batches: int, shuffle_seed: int, hold: bool
+    ) -> None:
+        self._layout = layout
+        self._num_epochs = num_epochs
+        self._max_batches = max_batches
+        self._shuffle_seed = shuffle_seed
+        self._hold = hold
+
+        self.current = -1  # the one that tasks are being made of; -1 before the first task
+        self.done = not layout  # all tasks that there will ever be are closed
+        self.stop_reason: str | None = None
+        self.batches_made = 0
+
+        self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
+        self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
+        self._epochs_done = 0
+        self._released = -1  # newest epoch that was released
+
+    # ------------------------------------------------------------ making
+
+    def make(self, task_id: int) -> Task | None:
+        """The next task; None when there is none (now)."""
+        if not self._goes_on():
+            if not self._more_epochs() or (self._hold and self._released < self.current):
+                return None
+            self.current += 1
+            self._order = self._order_of(self.current)
+        shard = self._within_max_batches(self._order.draw())
+        self._open[self.current] = self._open.get(self.current, 0) + 1
+        return Task(task_id, TaskType.TRAINING, shard, epoch=self.current)
+
+    def release(self, epoch: int) -> None:
+        """Lets the epoch after `epoch` begin, if epochs are held."""
+        self._released = max(self._released, epoch)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether an epoch is still to come, which, when nothing is open, must be for want of a release."""
+        return not self.done and self.stop_reason is None and self.current + 1 < self._num_epochs
+
+    @property
+    def to_make(self) -> int:
+        """Tasks that are not made yet, of all epochs; an estimate where `max_batches` will cut them off."""
+        if self.stop_reason is not None or not self._batches_left():
+            return 0
+        tasks = self._order.left + (self._num_epochs - 1 - self.current) * len(self._layout)
+        if 0 < self._max_batches < self._num_epochs * self._layout.batches:
+            per_task = -(-self._layout.records_per_task // self._layout.minibatch_size)
+            tasks = min(tasks, -(-(self._max_batches - self.batches_made) // per_task))
+        return tasks
+
+    def _within_max_batches(self, shard: Shard) -> Shard:
+        """`shard`, cut if it would go beyond `max_batches`; counts its batches."""
+        size = self._layout.minibatch_size
+        batches = -(-shard.records // size)
+        if self._max_batches:
+            left = self._max_batches - self.batches_made
+            if batches > left:
+                batches = left
+                shard = Shard(shard.name, shard.start, shard.start + left * size)
+        self.batches_made += batches
+        return shard
+
+    def _order_of(self, epoch: int) -> ShardOrder:
+        return ShardOrder(self._layout, f"{self._shuffle_seed}/{epoch}")
+
+    def _batches_left(self) -> bool:
+        used_up = 0 < self._max_batches <= self.batches_made
+        return not used_up and bool(self._layout)
+
+    def _goes_on(self) -> bool:
+        """Whether more tasks of the current epoch will be made."""
+        return self.stop_reason is None and self._order.left > 0 and self._batches_left()
+
+    def _more_epochs(self) -> bool:
+        return self.stop_reason is None and self.current + 1 < self._num_epochs and self._batches_left()
+
+    # ------------------------------------------------------------ ending
+
+    def close(self, task: Task) -> list[Milestone]:
+        """The task is done; answers what that brings about."""
+        self._open[task.epoch] -= 1
+        return self._settle()
+
+    def unmade(self) -> tuple[int, int]:
+        """(tasks, records) of the current epoch that are not made yet, but would be."""
+        return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
+
+    def stop(self, reason: str, dropped: Iterable[Task]) -> list[Milestone]:
+        """Makes no more tasks, and forgets `dropped`, which are open; answers what that brings about."""
+        self.stop_reason = reason
+        for task in dropped:
+            self._open[task.epoch] -= 1
+        return self._settle()
+
+    def _settle(self) -> list[Milestone]:
+        """Which epochs are done by now, in their order, and whether training is."""
+        milestones = []
+        while self._epochs_done <= self.current:
+            epoch = self._epochs_done
+            if self._open.get(epoch) or (epoch == self.current and self._goes_on()):
+                return milestones
+            self._open.pop(epoch, None)
+            self._epochs_done += 1
+            milestones.append(Milestone(MilestoneKind.EPOCH_DONE, epoch))
+        if not self.done and not self._more_epochs():
+            self.done = True
+            milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
+        return milestones
+
+    # ------------------------------------------------------------ saving
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values; open tasks are saved by who has them."""
+        return {
+            "epoch": self.current,
+            "drawn": self._order.drawn,
+            "epochs_done": self._epochs_done,
+            "released": self._released,
+            "training_done": self.done,
+            "stop_reason": self.stop_reason,
+        }
+
+    def restore(self, saved: dict[str, Any], batches_made: int) -> None:
+        """Goes on where `to_dict` was called; each task that was open then is to be reopened."""
+        self.current = saved["epoch"]
+        if self.current >= 0:
+            self._order = self._order_of(self.current)
+            for _ in range(saved["drawn"]):
+                self._order.draw()
+        self._epochs_done = saved["epochs_done"]
+        self._released = saved["released"]
+        self.done = saved["training_done"]
+        self.stop_reason = saved["stop_reason"]
+        self.batches_made = batches_made
+
+    def reopen(self, task: Task) -> None:
+        """`task` was open when the queue was saved."""
+        self._open[task.epoch] = self._open.get(task.epoch, 0) + 1

@@ -1,0 +1,165 @@
+"""The story of one task: where it stands, who tried it, what became of that, and why it ended the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elasticcb.errors import ElasticCBError, JobFailedError
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import RESUMABLE, TRANSITIONS, Lease, Task, TaskEvent, TaskState, TaskType
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a task that ended otherwise than well."""
+
+    worker: int
+    shard: Shard  # what this try was to do
+    event: TaskEvent
+    error: str = ""
+    traceback: str = ""
+
+    def to_list(self) -> list[Any]:
+        """As JSON values."""
+        return [
+            self.worker,
+            self.shard.name,
+            self.shard.start,
+            self.shard.end,
+            self.event.value,
+            self.error,
+            self.traceback,
+        ]
+
+    @classmethod
+    def from_list(cls, saved: list[Any]) -> Attempt:
+        worker, name, start, end, event, error, traceback = saved
+        return cls(worker, Shard(name, start, end), TaskEvent(event), error, traceback)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the job can't go on, with the whole story of the task that ended it."""
+
+    task: Task
+    event: TaskEvent
+    worker: int
+    error: str
+    traceback: str
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def shard(self) -> Shard:
+        return self.task.shard
+
+    def __str__(self) -> str:
+        if self.task.type is TaskType.TRAIN_END:
+            what = "The TRAIN_END task"
+        else:
+            what = (
+                f"{self.task.type.value} task {self.task.id}, records [{self.shard.start}, {self.shard.end}) "
+                f"of {self.shard.name!r},"
+            )
+        lines = [f"{what} failed on worker {self.worker}: {self.error} ({_GIVEN_UP[self.event]})"]
+        if len(self.attempts) > 1:
+            lines.append(f"It was tried {len(self.attempts)} times:")
+            for number, attempt in enumerate(self.attempts, 1):
+                error = f": {attempt.error}" if attempt.error else ""
+                lines.append(
+                    f"  {number}. worker {attempt.worker}, records [{attempt.shard.start}, "
+                    f"{attempt.shard.end}): {attempt.event.value}{error}"
+                )
+        return "\n".join(lines)
+
+    def to_error(self) -> JobFailedError:
+        """The error to end the job with."""
+        return JobFailedError(str(self), self.traceback)
+
+
+_GIVEN_UP = {
+    TaskEvent.RETRIES_USED_UP: "its retries are used up; --max_task_retries allows more",
+    TaskEvent.LOSSES_USED_UP: "it took too many workers down with it; look into their logs",
+    TaskEvent.REPORTED_FATAL: "the worker says that trying again can't help",
+}
+
+
+class IllegalTransitionError(ElasticCBError):
+    """The task queue was about to move a task in a way that is not in `TRANSITIONS`: a defect."""
+
+
+class TaskRecord:
+    """A task that is TODO again or DOING, with its story. Tasks that are closed are only counted."""
+
+    __slots__ = (
+        "attempts",
+        "failures",
+        "heard",
+        "lease",
+        "losses",
+        "maybe_trained",
+        "reported",
+        "state",
+        "task",
+    )
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.state = TaskState.TODO
+        self.lease: Lease | None = None
+        self.reported = 0  # records of the leased shard
+        self.heard = False  # the worker spoke of the lease, so it knows of it
+        self.failures = 0
+        self.losses = 0  # since there was progress
+        self.maybe_trained = False  # a worker that is gone may have done records that it did not report
+        self.attempts: list[Attempt] = []
+
+    def move(self, event: TaskEvent) -> None:
+        """Raises `IllegalTransitionError` when the table has no such transition."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise IllegalTransitionError(
+                f"{self.task} is {self.state.value} and can't be {event.value!r}. Its attempts: "
+                f"{self.attempts}. This is a defect of elasticcb; please report it."
+            )
+        self.state = following
+
+    def shorten(self) -> None:
+        """Leaves in the task what was not reported."""
+        if self.task.type in RESUMABLE and self.reported:
+            shard = self.task.shard
+            self.task = replace(self.task, shard=Shard(shard.name, shard.start + self.reported, shard.end))
+        self.reported = 0
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether all records were reported, so that another worker would have nothing to do."""
+        return self.task.type in RESUMABLE and self.reported == self.task.shard.records
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is left to do, and the story up to now, as JSON values. An open lease is not saved."""
+        shard = self.task.shard
+        done = self.reported if self.task.type in RESUMABLE else 0
+        # The weights are saved with the queue, a moment before or after: what a worker has in hand may be
+        # in them.
+        in_hand = self.task.type is TaskType.TRAINING and self.state is TaskState.DOING
+        return {
+            "id": self.task.id,
+            "type": self.task.type.value,
+            "shard": [shard.name, shard.start + done, shard.end],
+            "epoch": self.task.epoch,
+            "failures": self.failures,
+            "losses": self.losses,
+            "maybe_trained": self.maybe_trained or in_hand,
+            "attempts": [attempt.to_list() for attempt in self.attempts],
+        }
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> TaskRecord:
+        """The record that `to_dict` saved, TODO."""
+        record = cls(Task(saved["id"], TaskType(saved["type"]), Shard(*saved["shard"]), epoch=saved["epoch"]))
+        record.failures = saved["failures"]
+        record.losses = saved["losses"]
+        record.maybe_trained = saved["maybe_trained"]
+        record.attempts = [Attempt.from_list(values) for values in saved["attempts"]]
+        return record

@@ -1,0 +1,71 @@
+"""The tasks that are TODO: those that were taken back, and behind them those that are still to be made."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from elasticcb.master.shards import Shard
+from elasticcb.master.supplies import Supply
+from elasticcb.master.task import HANDING_OUT_ORDER, Task, TaskType
+from elasticcb.master.task_record import TaskRecord
+
+
+class Todo:
+    """Hands tasks over by type, in `HANDING_OUT_ORDER`; of one type, those taken back come first.
+
+    A task is made when it is handed over, so what waits to be made costs no memory here.
+
+    Args:
+        supplies: what makes the tasks of each type.
+    """
+
+    def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:
+        self.next_id = 1
+        self._again: dict[TaskType, deque[TaskRecord]] = {kind: deque() for kind in HANDING_OUT_ORDER}
+        self._supplies = supplies
+        self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
+
+    def take(self, train_end: bool) -> TaskRecord | None:
+        """The next task; None when there is none (now). `train_end`: it may be the TRAIN_END task."""
+        for kind, again, supply in self._in_order:
+            if kind is TaskType.TRAIN_END and not train_end:
+                continue
+            if again:
+                return again.popleft()
+            task = supply.make(self.next_id)
+            if task is not None:
+                self.next_id += 1
+                return TaskRecord(task)
+        return None
+
+    def put_back(self, record: TaskRecord) -> None:
+        """Puts a task that was taken before all others of its type."""
+        self._again[record.task.type].appendleft(record)
+
+    def append(self, record: TaskRecord) -> None:
+        """Puts a task behind all that were put here, before those that are still to be made."""
+        self._again[record.task.type].append(record)
+
+    def add_train_end(self) -> None:
+        self.append(TaskRecord(Task(self.next_id, TaskType.TRAIN_END, Shard("", 0, 0))))
+        self.next_id += 1
+
+    def remove_all(self, kind: TaskType) -> list[TaskRecord]:
+        """Takes out the tasks of a type that were put here; the supply is not touched."""
+        records = list(self._again[kind])
+        self._again[kind].clear()
+        return records
+
+    @property
+    def train_end_waits(self) -> bool:
+        return bool(self._again[TaskType.TRAIN_END])
+
+    def count(self, kind: TaskType) -> int:
+        """Tasks that were put here, and those that are still to be made."""
+        return len(self._again[kind]) + self._supplies[kind].to_make
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        """The tasks that were put here."""
+        for again in self._again.values():
+            yield from again

@@ -1,0 +1,354 @@
+"""Model files: what they may hold, and what is said about those that are wrong."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.callbacks import PredictionOutputsProcessor
+from elasticcb.errors import DataError, ModelFileError, user_traceback
+from elasticcb.feed import FeedPipeline
+from elasticcb.metrics import ModelMetrics
+from elasticcb.model_spec import ModelSpec
+from elasticcb.model_weights import prime
+from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings, TrainingSettings
+
+HEAD = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+import elasticcb.callbacks
+"""
+GOOD = {
+    "custom_model": """
+        def custom_model():
+            return keras.Sequential([keras.Input((3,), name="x"), keras.layers.Dense(1)])
+    """,
+    "loss": """
+        def loss(labels, predictions):
+            return keras.losses.mean_squared_error(labels, predictions)
+    """,
+    "optimizer": """
+        def optimizer():
+            return keras.optimizers.SGD(0.5)
+    """,
+    "feed": """
+        def feed(dataset, mode, metadata):
+            if mode == "prediction":
+                return dataset.map(lambda record: record["x"])
+            return dataset.map(lambda record: (record["x"], record["y"]))
+    """,
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a model file; parts replace those of a good one. Returns the settings of a job with it."""
+
+    def write(more: str = "", **parts: str) -> JobSettings:
+        texts = [HEAD, *({**GOOD, **parts}.values()), more]
+        name = f"model_{abs(hash(tmp_path))}"
+        (tmp_path / f"{name}.py").write_text("\n".join(textwrap.dedent(text) for text in texts))
+        x = np.arange(24, dtype=np.float32).reshape(8, 3)
+        np.savez(tmp_path / "data.npz", x=x, y=x[:, :1])
+        data = str(tmp_path / "data.npz")
+        return JobSettings(
+            command=Command.TRAIN,
+            name="job",
+            directory=str(tmp_path),
+            model=ModelSettings(zoo=str(tmp_path), definition=f"{name}.custom_model"),
+            data=DataSettings(training=data, validation=data, prediction=data),
+            training=TrainingSettings(minibatch_size=4),
+        )
+
+    yield write
+    sys.modules.pop(f"model_{abs(hash(tmp_path))}", None)
+
+
+def build(settings: JobSettings, mode: str = "training") -> tuple[ModelSpec, keras.Model]:
+    """What every process does before it works."""
+    spec = ModelSpec(settings.model)
+    model = spec.build_model()
+    metrics = ModelMetrics(model, spec.make_eval_metrics())
+    if mode == "training":
+        spec.require_trainable(model)
+    prime(spec, model, FeedPipeline(settings, spec, mode).first_batch(), mode)
+    metrics.reset()
+    spec.make_callbacks()
+    return spec, model
+
+
+def first_loss(settings: JobSettings) -> float:
+    """The loss of the first batch of two records, at present weights."""
+    spec = ModelSpec(settings.model)
+    model = spec.build_model()
+    ModelMetrics(model, spec.make_eval_metrics())
+    return float(model.test_step(FeedPipeline(settings, spec, "training").first_batch())["loss"])
+
+
+ONES = """
+    def custom_model():
+        ones = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.1))
+        return keras.Sequential([keras.Input((3,)), ones])
+"""
+# Of records [0, 1, 2] and [3, 4, 5] with ones as weights: predictions 3 and 12, labels 0 and 3.
+SQUARES = np.array([9.0, 81.0])
+REGULARIZATION = 0.3
+
+
+@pytest.mark.parametrize(
+    ("loss", "weighted", "unweighted"),
+    [
+        (GOOD["loss"], True, SQUARES.mean()),
+        ("def loss(labels, predictions):\n    return tf.square(labels - predictions)", True, SQUARES.mean()),
+        ("loss = keras.losses.MeanSquaredError()", True, SQUARES.mean()),
+        ("loss = keras.losses.MeanSquaredError", True, SQUARES.mean()),
+        ("loss = 'mse'", True, SQUARES.mean()),
+        ("def loss(y, p):\n    return tf.reduce_sum(tf.square(y - p))", False, SQUARES.sum()),
+        ("def loss(y, p, w):\n    return tf.reduce_mean((y - p)[:, 0] ** 2 * (1 if w is None else w))", True, 45.0),
+        (
+            "def loss(y, p, *, sample_weight=None):\n"
+            "    return keras.losses.MeanSquaredError()(y, p, sample_weight=sample_weight)",
+            True,
+            45.0,
+        ),
+    ],
+)
+def test_loss_may_be_given_in_many_ways(write, loss, weighted, unweighted):
+    assert first_loss(write(custom_model=ONES, loss=loss)) == pytest.approx(unweighted + REGULARIZATION)
+    feed = """
+        def feed(dataset, mode, metadata):
+            return dataset.map(lambda record: (record["x"], record["y"], record["y"][0] + 1))
+    """
+    if not weighted:
+        with pytest.raises(ModelFileError, match="returns one number for the whole batch"):
+            build(write(custom_model=ONES, loss=loss, feed=feed))
+
+
+def test_sample_weights_of_feed_weigh_a_loss_that_takes_none(write):
+    feed = """
+        def feed(dataset, mode, metadata):
+            return dataset.map(lambda record: (record["x"], record["y"], record["y"][0] + 1))
+    """
+    expected = np.mean(SQUARES * [1, 4]) + REGULARIZATION
+    for loss in (GOOD["loss"], "loss = 'mse'", "def loss(labels, predictions):\n    return (labels - predictions) ** 2"):
+        settings = write(custom_model=ONES, loss=loss, feed=feed)
+        for name in [name for name in sys.modules if name.startswith("model_")]:
+            del sys.modules[name]
+        assert first_loss(settings) == pytest.approx(expected)
+
+
+def test_class_of_a_model_and_its_parameters(write):
+    settings = write(
+        custom_model="""
+            class custom_model(keras.Model):
+                def __init__(self, units):
+                    super().__init__()
+                    self.dense = keras.layers.Dense(units)
+
+                def call(self, x):
+                    return self.dense(x)
+        """
+    )
+    model_settings = ModelSettings(
+        zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1}
+    )
+    spec = ModelSpec(model_settings)
+    model = spec.build_model()
+    prime(spec, model, FeedPipeline(settings, spec, "training").first_batch(), "training")
+    assert [tuple(weight.shape) for weight in model.weights] == [(3, 1), (1,)]
+
+
+def test_optimizer_may_be_a_name_and_wins_over_that_of_a_compiled_model(write):
+    compiled = """
+        def custom_model():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+    """
+    spec, model = build(write(custom_model=compiled, optimizer="optimizer = 'adam'"))
+    assert isinstance(model.optimizer, keras.optimizers.Adam)
+    assert isinstance(spec.make_optimizer(), keras.optimizers.Adam)
+
+
+def test_loss_scaling_is_refused_in_words(write):
+    scaled = "def optimizer():\n    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())"
+    with pytest.raises(ModelFileError, match="mixed_bfloat16"):
+        build(write(optimizer=scaled))
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("parts", "mode", "words"),
+        [
+            ({"feed": ""}, "training", None),  # the reader brings one for x and y
+            ({"loss": ""}, "training", r"No loss to compute"),
+            ({"optimizer": ""}, "training", r"can't be trained.*`optimizer\(\)`"),
+            ({"loss": "loss = 3"}, "training", r"`loss` in .* is 3. Expected a function of \(labels, predictions\)"),
+            ({"loss": "def loss(y): return y"}, "training", r"takes \(y\). Expected loss\(labels, predictions\)"),
+            ({"loss": "def loss(y, p): return None"}, "training", "returned None .*Expected a floating-point"),
+            ({"loss": "def loss(y, p): return {'a': 1.0}"}, "training", "Expected a floating-point"),
+            (
+                {"loss": "def loss(y, p): return tf.argmax(p, 1)"},
+                "training",
+                "of dtype int64.*Expected a floating-point",
+            ),
+            (
+                {"loss": "def loss(y, p): return y @ p"},
+                "training",
+                r"(?s)can't run on the first batch.*features tensor\(2, 3\) float32; labels tensor\(2, 1\) float32",
+            ),
+            ({"optimizer": "def optimizer(): return 3"}, "training", "gives no usable optimizer: 3"),
+            ({"optimizer": "optimizer = keras.optimizers.SGD()"}, "training", "Make it a function"),
+            ({"custom_model": "def custom_model(): return 3"}, "training", "returned int; expected a keras.Model"),
+            ({"custom_model": "custom_model = keras.Sequential()"}, "training", "Make it a function"),
+            (
+                {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['x'], r['y'], r['y']))"},
+                "training",
+                r"gives tuples of 4 in training; expected \(features, labels\)",
+            ),
+            (
+                {"feed": "def feed(d, mode, metadata): return d.map(lambda r: r['x'])"},
+                "training",
+                "gives no labels, which `loss` needs",
+            ),
+            ({"feed": "def feed(d, mode, metadata): return None"}, "training", "returned NoneType; expected a tf.data"),
+            ({"feed": "def feed(dataset): return dataset"}, "training", r"feed\(\) in .* takes .*positional arg"),
+            (
+                {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['z']))"},
+                "training",
+                r"feed\(\) in .* raised KeyError: 'z'",
+            ),
+            (
+                {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['y']))"},
+                "prediction",
+                "(?s)In prediction, `feed` must return features alone",
+            ),
+            (
+                {"more": "def eval_metrics_fn(): return {'clicks': {'auc': keras.metrics.AUC()}}",
+                 "custom_model": """
+                    def custom_model():
+                        x = keras.Input((3,))
+                        return keras.Model(x, {"click": keras.layers.Dense(1)(x)})
+                 """,
+                 "loss": "def loss(y, p): return keras.losses.mean_squared_error(y, p['click'])"},
+                "training",
+                "names the output 'clicks'; the model's outputs and labels are: click",
+            ),
+            (
+                {"more": "def eval_metrics_fn(): return [keras.metrics.AUC()]"},
+                "training",
+                "returned list; expected a dict",
+            ),
+            ({"more": "def eval_metrics_fn(): return {'auc': 'auc'}"}, "training", "gives 'auc' as the metric 'auc'"),
+            (
+                {"more": "def eval_metrics_fn():\n  m = keras.metrics.AUC()\n  return {'a': m, 'b': m}"},
+                "training",
+                "the same metric object twice",
+            ),
+            ({"more": "def callbacks(): return keras.callbacks.Callback"}, "training", "expected a list"),
+            ({"more": "def callbacks(): return [1]"}, "training", r"returned 1 in its list"),
+            ({"more": "import nothing_of_this_name"}, "training", "can't be imported: ModuleNotFoundError"),
+            ({"more": "def f(:"}, "training", "can't be imported: SyntaxError"),
+        ],
+    )
+    def test_is_one_clear_error(self, write, parts, mode, words):
+        if words is None:
+            build(write(**parts), mode)
+            return
+        with pytest.raises(ModelFileError, match=words) as caught:
+            build(write(**parts), mode)
+        assert "elasticcb/" not in caught.value.user_traceback
+
+    def test_traceback_has_the_users_lines_alone(self, write):
+        model = """
+            def custom_model():
+                return build()
+
+            def build():
+                return keras.layers.Dense("many")
+        """
+        with pytest.raises(ModelFileError) as caught:
+            build(write(custom_model=model))
+        lines = caught.value.user_traceback.splitlines()
+        assert lines[0].startswith("Traceback")
+        assert sum(line.strip().startswith("File") for line in lines) == 2
+        assert "Dense" in lines[-2] or "Dense" in lines[-3]
+
+    def test_examples_of_different_shapes_tell_how_to_batch_them(self, write):
+        feed = """
+            def feed(dataset, mode, metadata):
+                return dataset.map(lambda record: (record["x"][: tf.cast(record["y"][0], tf.int32)], record["y"]))
+        """
+        with pytest.raises(DataError, match=r"ragged_batch\(1\)") as caught:
+            build(write(feed=feed))
+        assert "function_node" not in str(caught.value)
+
+    def test_feed_that_drops_all_records_is_told(self, write):
+        feed = "def feed(dataset, mode, metadata): return dataset.filter(lambda record: record['y'][0] < 0)"
+        with pytest.raises(DataError, match="turned all 8 records into no example"):
+            build(write(feed=feed))
+
+
+def test_first_batch_is_found_behind_records_that_feed_drops(write):
+    feed = """
+        def feed(dataset, mode, metadata):
+            kept = dataset.filter(lambda record: record["y"][0] > 20)
+            return kept.map(lambda record: (record["x"], record["y"]))
+    """
+    settings = write(feed=feed)
+    pipeline = FeedPipeline(settings, ModelSpec(settings.model), "training")
+    assert pipeline.first_batch()[1].numpy().tolist() == [[21.0]]
+    assert not pipeline.keeps_order
+
+
+def test_one_named_feature_of_a_model_of_one_input_is_no_warning(write, recwarn):
+    feed = """
+        def feed(dataset, mode, metadata):
+            return dataset.map(lambda record: ({"x": record["x"]}, record["y"]))
+    """
+    build(write(feed=feed))
+    assert not [warning for warning in recwarn if "structure" in str(warning.message)]
+
+
+class TestPredictionOutputsProcessor:
+    def test_class_of_the_model_file_is_used(self, write):
+        plain = "class PredictionOutputsProcessor:\n    def process(self, predictions, worker_id): pass"
+        spec = ModelSpec(write(plain).model)
+        (callback,) = spec.make_callbacks()
+        assert isinstance(callback, PredictionOutputsProcessor)
+
+    def test_subclass_of_ours_is_used_once(self, write):
+        derived = """
+            class PredictionOutputsProcessor(elasticcb.callbacks.BasePredictionOutputsProcessor):
+                def process(self, predictions, worker_id): pass
+        """
+        spec = ModelSpec(write(derived).model)
+        (callback,) = spec.make_callbacks()
+        assert type(callback) is spec.module.PredictionOutputsProcessor
+        spec.module.callbacks = lambda: [spec.module.PredictionOutputsProcessor()]
+        assert len(spec.make_callbacks()) == 1
+
+    def test_our_own_class_when_imported_is_not(self, write):
+        spec = ModelSpec(write("from elasticcb.callbacks import PredictionOutputsProcessor").model)
+        assert spec.make_callbacks() == []
+
+
+def test_user_traceback_keeps_library_frames_when_there_are_no_others():
+    module = types.ModuleType("site")
+    code = compile("def fail():\n    raise ValueError('inside')", "/x/site-packages/library.py", "exec")
+    exec(code, module.__dict__)
+    try:
+        tf.nest.map_structure(lambda _: module.fail(), [1])
+    except ValueError as error:
+        text = user_traceback(error)
+    assert "test_model_spec.py" in text
+    assert "library.py" not in text
+    assert text.endswith("ValueError: inside\n")
