@@ -79,6 +79,14 @@ class JobInterrupted(ElasticCBError):
     exit_code = ExitCode.INTERRUPTED
 
 
+def describe(error: BaseException) -> str:
+    """"ValueError: what it says", without the lines of code that TensorFlow puts into messages."""
+    text = str(error)
+    if "in user code:" in text:  # the last line says it, with the type
+        return text.strip().splitlines()[-1].strip()
+    return f"{type(error).__name__}: {text}"
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback of an error and its causes, with the user's own lines alone.
 

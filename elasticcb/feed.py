@@ -47,6 +47,7 @@ class FeedPipeline:
             raise ModelFileError(
                 f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
             )
+        _check(raw, fed, spec.path)
         self.keeps_order = _keeps_order(raw, fed)
         self.dataset = fed.batch(settings.training.minibatch_size).prefetch(2)
 
@@ -89,21 +90,45 @@ def _readable(error: tf.errors.OpError) -> str:
     return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
 
 
+# What a `feed` must not do, by TensorFlow's name of the dataset: its iterator is made anew for each task.
+_REFUSED = {
+    "CacheDataset": "caches: every task after the first would get the first one's records. Leave `cache` out",
+    "RepeatDataset": "repeats: a task ends with its last record, and --num_epochs repeats. Leave `repeat` out",
+    "BatchDataset": "makes batches: the framework does, with --minibatch_size. Leave `batch` out, or end with "
+    "`unbatch`",
+}
+_ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
+
+
+def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """What `feed` did to `raw`, from the last step to the first."""
+    pending = [fed]
+    while pending:
+        step = pending.pop()
+        if step is not raw:
+            yield step
+            pending.extend(step._inputs())
+
+
+def _check(raw: tf.data.Dataset, fed: tf.data.Dataset, path: Any) -> None:
+    """Raises `ModelFileError` when `feed` does what breaks the accounting of records."""
+    unbatches = False
+    for step in _steps(raw, fed):
+        kind = type(step).__name__
+        unbatches = unbatches or "Unbatch" in kind or "FlatMap" in kind
+        for name, why in _REFUSED.items():
+            if name in kind and not (name == "BatchDataset" and unbatches):
+                raise ModelFileError(f"`feed` in {path} {why}.")
+
+
 def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
     """Whether `fed` holds one example per record of `raw`, in its order.
 
     Known for chains of maps and the like; anything else counts as no, and then a task that is taken
     over starts at its beginning.
     """
-    one_to_one = ("MapDataset", "PrefetchDataset", "CacheDataset", "OptionsDataset")
-    while fed is not raw:
-        if not any(name in type(fed).__name__ for name in one_to_one) or "FlatMap" in type(fed).__name__:
-            return False
-        inputs = fed._inputs()
-        if len(inputs) != 1:
-            return False
-        fed = inputs[0]
-    return True
+    kinds = [type(step).__name__ for step in _steps(raw, fed)]
+    return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
 def records_in(batch: Any) -> int:

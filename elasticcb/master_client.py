@@ -85,9 +85,8 @@ class MasterClient:
                 over.set()
 
     def leave(self, error: str = "", traceback: str = "") -> None:
-        self._connection.call(
-            self._stub.Leave, pb.LeaveRequest(id=self.id, error=error, traceback=traceback), 5.0
-        )
+        request = pb.LeaveRequest(id=self.id, error=error, traceback=traceback)
+        self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def close(self) -> None:
         self._connection.close()

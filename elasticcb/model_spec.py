@@ -18,7 +18,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.model_loss import make_compute_loss
 from elasticcb.settings import ModelSettings
 
@@ -53,6 +53,7 @@ class ModelSpec:
 
     def build_model(self) -> keras.Model:
         """A new model, compiled with what the file brings; a model without a loss stays uncompiled."""
+        _check_is_function(self._model_factory, self._model_name, self.path)
         model = self.call(self._model_factory, **self._settings.params)
         if not isinstance(model, keras.Model):
             raise ModelFileError(
@@ -78,6 +79,7 @@ class ModelSpec:
             model = self.call(self._model_factory, **self._settings.params)
             optimizer = getattr(model, "optimizer", None)
         else:
+            _check_is_function(factory, self._settings.optimizer, self.path)
             optimizer = factory if isinstance(factory, str) else self.call(factory)
         if isinstance(optimizer, str):
             optimizer = self.call(keras.optimizers.get, optimizer)
@@ -103,7 +105,13 @@ class ModelSpec:
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         """What `callbacks()` returns, and the file's `PredictionOutputsProcessor`; new objects each time."""
         factory = self._get(self._settings.callbacks)
-        callbacks = [] if factory is None else list(self.call(factory) or [])
+        given = [] if factory is None else self.call(factory) or []
+        if not isinstance(given, (list, tuple)):
+            raise ModelFileError(
+                f"{self._settings.callbacks}() in {self.path} returned {given!r}; expected a list of "
+                "keras.callbacks.Callback objects."
+            )
+        callbacks = list(given)
         for callback in callbacks:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise ModelFileError(
@@ -130,9 +138,9 @@ class ModelSpec:
             raise  # it explains itself
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
+            inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             raise ModelFileError(
-                f"{name}() in {self.path} raised {type(error).__name__}: {error}",
-                user_traceback(error),
+                f"{name}() in {self.path} raised {describe(error)}", user_traceback(error) if inside else ""
             ) from error
 
     def _get(self, name: str, needed: bool = False) -> Any:
@@ -182,6 +190,14 @@ def locate(settings: ModelSettings) -> tuple[Path, str]:
     return path.resolve(), name
 
 
+def _check_is_function(value: Any, name: str, path: Path) -> None:
+    if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
+        raise ModelFileError(
+            f"{name} in {path} is an object, {type(value).__name__}, and one is needed in each process. Make it a "
+            "function that returns a new one."
+        )
+
+
 def _import(zoo: str, module: str, path: Path) -> ModuleType:
     with building:
         # The zoo for `import folder.helper`, the file's own folder for `import helper`.
@@ -217,6 +233,6 @@ def _import_by_path(name: str, path: Path) -> ModuleType:
 
 def _import_error(path: Path, error: Exception) -> ModelFileError:
     return ModelFileError(
-        f"The model file {path} can't be imported: {type(error).__name__}: {error}",
+        f"The model file {path} can't be imported: {describe(error)}",
         user_traceback(error),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.errors import ModelFileError, user_traceback
+from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.model_spec import ModelSpec, building
 from elasticcb.ps.partition import VariableSpec
 
@@ -50,6 +50,13 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
     labelled = mode != "prediction"
     _check_structure(spec, batch, mode)
     features = batch[0] if labelled and isinstance(batch, tuple) else batch
+    inputs = _count_inputs(model)
+    if inputs and isinstance(features, tuple) and len(features) > inputs:
+        # Keras would take the first and pass over the others.
+        raise ModelFileError(
+            f"`feed` in {spec.path} gives {len(features)} features in {mode}, and the model has {inputs} "
+            f"input{'s' if inputs > 1 else ''}.{_shown(batch, mode)}"
+        )
     _allow_one_named_feature(model, features)
     try:
         with building:
@@ -61,8 +68,8 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
         raise ModelFileError(
-            f"The model of {spec.path} can't run on the first batch from `feed`: {type(error).__name__}: "
-            f"{error}{_shown(batch, mode)}",
+            f"The model of {spec.path} can't run on the first batch from `feed`: {describe(error)}"
+            f"{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
 
@@ -82,12 +89,16 @@ def _allow_one_named_feature(model: keras.Model, features: Any) -> None:
     """
     if not isinstance(features, dict) or len(features) != 1:
         return
-    try:
-        single = not keras.tree.is_nested(model.input)
-    except (AttributeError, ValueError):
-        return  # it has no such thing
-    if single:
+    if _count_inputs(model) == 1:
         warnings.filterwarnings("ignore", message="The structure of `inputs` doesn't match")
+
+
+def _count_inputs(model: keras.Model) -> int:
+    """How many tensors a functional or Sequential model takes; 0 where that can't be told."""
+    try:
+        return len(model.inputs or ())
+    except (AttributeError, ValueError):
+        return 0
 
 
 def _shown(batch: Any, mode: str) -> str:

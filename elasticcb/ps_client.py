@@ -38,7 +38,8 @@ class Push:
         rows: by variable index, unique row ids (int64, of the whole variable) and their gradients.
         state_deltas: by server and dtype, what the step added to the non-trainable variables, flat.
         loss: of the batch.
-        non_finite: the first variable (or "the loss") that holds NaN or infinity; "" if none does.
+        non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
+            nothing does.
     """
 
     gradients: list[dict[str, Array]]

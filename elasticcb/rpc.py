@@ -120,7 +120,13 @@ class Connection:
             response_deserializer=frame_decoder(response_type),
         )
 
-    def call(self, method: Callable[..., Any], request: Any, deadline_seconds: float = 60.0) -> Any:
+    def call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        deadline_seconds: float = 60.0,
+        patience_seconds: float | None = None,
+    ) -> Any:
         """Calls `method` until it answers.
 
         Raises:
@@ -128,7 +134,8 @@ class Connection:
             WireError: the server refused the message.
             ElasticCBError: the server could not do what was asked; the message is the server's.
         """
-        give_up = time.monotonic() + self._patience
+        patience = self._patience if patience_seconds is None else patience_seconds
+        give_up = time.monotonic() + patience
         pause = 0.05
         while True:
             try:
@@ -145,7 +152,7 @@ class Connection:
                     ) from None
                 if time.monotonic() + pause > give_up:
                     raise ConnectionLostError(
-                        f"{self._name} at {self.address} has not answered for {self._patience:.0f} s "
+                        f"{self._name} at {self.address} has not answered for {patience:.0f} s "
                         f"({code.name}: {details})."
                     ) from None
                 logger.debug("%s at %s: %s, trying again", self._name, self.address, code.name)

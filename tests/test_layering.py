@@ -38,6 +38,7 @@ PURE = (
     "elasticcb.master.epochs",
     "elasticcb.master.evaluation",
     "elasticcb.master.leases",
+    "elasticcb.master.queue_state",
     "elasticcb.master.roster",
     "elasticcb.master.shards",
     "elasticcb.master.supplies",

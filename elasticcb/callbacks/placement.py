@@ -94,8 +94,8 @@ _ROWS = (
         "`metrics`: all of the round, nested by output where the model has several; "
         "each metric under its own name; `version`: model version of the round",
     ),
-    Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`{}`"),
-    Hook("on_test_batch_end", _BATCH, "after the batch", _INDEX, "`{}`"),
+    Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
+    Hook("on_test_batch_end", _BATCH, "after the batch", _INDEX, "`size`; metrics over the task so far"),
     Hook(
         "on_predict_begin",
         (Place.MASTER, Place.WORKER),
@@ -110,7 +110,7 @@ _ROWS = (
         "",
         "`{}`",
     ),
-    Hook("on_predict_batch_begin", _BATCH, "before the batch", _INDEX, "`{}`"),
+    Hook("on_predict_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
     Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`predictions`: outputs of the batch"),
 )
 

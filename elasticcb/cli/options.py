@@ -342,8 +342,7 @@ OPTIONS: tuple[Option, ...] = (
         panel=CLUSTER,
         kind=Kind.TEXT,
         value="ADDRESS",
-        help="Address that the master and the local parameter servers listen on; one that the other "
-        "machines reach, with --cluster=external.",
+        help="Address that the master listens on; one that the other machines reach, with --cluster=external.",
     ),
     Option(
         name="port",

@@ -107,7 +107,7 @@ class Epochs:
     def close(self, task: Task) -> list[Milestone]:
         """The task is done; answers what that brings about."""
         self._open[task.epoch] -= 1
-        return self._settle()
+        return self.settle()
 
     def unmade(self) -> tuple[int, int]:
         """(tasks, records) of the current epoch that are not made yet, but would be."""
@@ -118,11 +118,11 @@ class Epochs:
         self.stop_reason = reason
         for task in dropped:
             self._open[task.epoch] -= 1
-        return self._settle()
+        return self.settle()
 
-    def _settle(self) -> list[Milestone]:
+    def settle(self) -> list[Milestone]:
         """Which epochs are done by now, in their order, and whether training is."""
-        milestones = []
+        milestones: list[Milestone] = []
         while self._epochs_done <= self.current:
             epoch = self._epochs_done
             if self._open.get(epoch) or (epoch == self.current and self._goes_on()):

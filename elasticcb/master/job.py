@@ -110,7 +110,7 @@ class Job:
         master = self._master
         logger.info("The servers hold the model, version %d", self._ps.version)
         with master.changed:
-            master.version = self._ps.version
+            master.version = self._report.start_version = self._ps.version
             master.rounds = EvaluationRounds(
                 evaluation_steps=training.evaluation_steps,
                 start_version=self._ps.version,
@@ -125,7 +125,7 @@ class Job:
             self._call("on_train_begin", {})
             self._call("on_epoch_begin", 0, {})
             self._report.phase = "training"
-            if self._settings.output:
+            if self._host.exports:
                 self._report.saved_model_inputs = self._host.saved_model_inputs()
         elif self._settings.command is Command.EVALUATE:
             self._report.phase = "evaluating"
@@ -258,6 +258,9 @@ class Job:
                 self._call("on_predict_end", {})
                 self._finish()
             elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
+                if self._host.callbacks.wants("on_train_end"):
+                    self._host.set_weights(self._ps.pull(), self._ps)
+                self._call("on_train_end", {})
                 self._finish()
 
     def _finish(self) -> None:

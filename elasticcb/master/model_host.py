@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.callbacks.serving_signature import serving_inputs
@@ -64,6 +65,11 @@ class ModelHost:
         return tuple(
             SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs
         )
+
+    @property
+    def exports(self) -> bool:
+        """Whether the job will write a SavedModel."""
+        return any(isinstance(callback, SavedModelExporter) for callback in self.callbacks.callbacks)
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:

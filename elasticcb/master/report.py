@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from elasticcb.job_callbacks import callback_params
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskState
@@ -31,6 +32,7 @@ class Report:
         display: `update(JobStatus)`, `message(text)`.
 
     Attributes:
+        start_version: of the model, when the job began.
         phase: what the job does now, in one or two words.
         metrics: of the last evaluation round, by name.
         records_evaluated: in that round.
@@ -49,6 +51,7 @@ class Report:
         self._logged_version = 0
         self._rate_points: deque[tuple[float, int]] = deque()
         self.phase = "starting"
+        self.start_version = 0
         self.metrics: dict[str, Any] = {}
         self.records_evaluated = 0
         self.records_predicted = 0
@@ -58,7 +61,8 @@ class Report:
     def show(self) -> None:
         """Updates the display, unless that was done a moment ago; call it holding `master.changed`."""
         now = time.monotonic()
-        if self._first_step is None and self._master.version:
+        trains = self._settings.command is Command.TRAIN
+        if trains and self._first_step is None and self._master.version > self.start_version:
             self._first_step = now - self._started
         self._log_loss()
         if now >= self._next_status:
@@ -120,7 +124,8 @@ class Report:
     def summary(self, queue: TaskQueue) -> Summary:
         """The exact accounting of a job that is over."""
         master, roster, accounting = self._master, self._master.roster, queue.accounting
-        exported = self._settings.output if os.path.isdir(self._settings.output) else ""
+        exported = callback_params(self._settings)["saved_model_path"]
+        exported = exported if os.path.isdir(exported) else ""
         return Summary(
             command=self._settings.command,
             seconds=time.monotonic() - self._started,

@@ -111,7 +111,8 @@ class Roster:
         Raises `UsageError` when there is no such place, or none is free.
         """
         if index == -1:
-            index = self._free_place(role)
+            again = next((m for m in self.up(role) if (m.address, m.pid, m.host) == (address, pid, host)), None)
+            index = self._free_place(role) if again is None else again.index
         elif not 0 <= index < self._sizes[role]:
             raise UsageError(
                 f"A process wants to be {role.value} {index}; this job has {self._sizes[role]}, numbered "

@@ -31,7 +31,7 @@ class Supply(Protocol):
         """`task` had been made, and was not done, when the queue was saved."""
 
 
-class EvaluationRounds:
+class EvaluationTasks:
     """The tasks of evaluation rounds, in order; a round is done when all of its tasks are."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class EvaluationRounds:
         raise AssertionError("evaluation rounds are not saved")
 
 
-class Prediction:
+class PredictionTasks:
     """The prediction tasks, in the order of their records."""
 
     def __init__(self, layout: ShardLayout) -> None:
@@ -106,7 +106,7 @@ class Prediction:
         self._open += 1
 
 
-class TrainEnd:
+class TrainEndTask:
     """The one TRAIN_END task. It is not cut from any source: the master adds it to what is to do."""
 
     to_make = 0

@@ -1,16 +1,17 @@
 """The tasks of a job, as a pure state machine: events in, decisions with their reasons out.
 
 No threads, no clock (`now` is an argument, in seconds), no gRPC, no Keras. The states and what moves a
-task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains them. This file decides
-which event befalls a task; where tasks are meanwhile, others know:
+task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains them.
 
-    TODO    todo.py, and supplies.py and epochs.py, which make tasks when they are handed out
+Each event of that table befalls a task here, and nowhere else. Where a task is meanwhile, others know:
+
+    TODO    todo.py; supplies.py and epochs.py make tasks when they are handed out, so a queue of a
+            million tasks holds little more than a shuffled index of four bytes a task
     DOING   leases.py
-    closed  only counted, and in accounting.py
+    closed  only counted, in queue_state.py, which holds all of these, and saves them
 
-A queue of a million tasks so holds little more than a shuffled index of four bytes a task. What a call
-brings about beyond its answer (an epoch is done, a round is done) is a `Milestone`, which the caller
-fetches with `take_milestones`.
+What a call brings about beyond its answer (an epoch is done, a round is done) is a `Milestone`, which the
+caller fetches with `take_milestones`.
 """
 
 from __future__ import annotations
@@ -18,18 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from elasticcb.errors import CheckpointError, UsageError, WireError
+from elasticcb.errors import WireError
 from elasticcb.master.accounting import Accounting
-from elasticcb.master.answers import Answer, Decision, DecisionKind, Milestone, MilestoneKind, Outcome
-from elasticcb.master.epochs import Epochs
-from elasticcb.master.leases import Leases
-from elasticcb.master.shards import ShardLayout
-from elasticcb.master.supplies import EvaluationRounds, Prediction, Supply, TrainEnd
+from elasticcb.master.answers import Answer, Decision, DecisionKind, Milestone, Outcome
+from elasticcb.master.queue_state import QueueSettings, QueueState, reading
 from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
-from elasticcb.master.todo import Todo
-
-_FORMAT = 1
 
 
 class TaskQueue:
@@ -70,55 +65,20 @@ class TaskQueue:
         hold_epochs: bool = False,
         max_losses: int = 10,
     ) -> None:
-        self._settings: dict[str, Any] = {
-            "records_per_task": records_per_task,
-            "minibatch_size": minibatch_size,
-            "num_epochs": num_epochs,
-            "max_batches": max_batches,
-            "shuffle_seed": shuffle_seed,
-            "max_retries": max_retries,
-            "lease_seconds": lease_seconds,
-            "hold_epochs": hold_epochs,
-            "max_losses": max_losses,
-        }
-        for name, least in (("num_epochs", 1), ("max_batches", 0), ("max_retries", 0), ("max_losses", 0)):
-            if self._settings[name] < least:
-                raise UsageError(f"{name} is {self._settings[name]}; expected at least {least}.")
-        if lease_seconds <= 0:
-            raise UsageError(f"lease_seconds is {lease_seconds}; expected more than 0 seconds.")
-        self._max_retries = max_retries
-        self._max_losses = max_losses
-        self._lease_seconds = lease_seconds
-
-        self._layout = ShardLayout(training, records_per_task, minibatch_size)
-        self._prediction_layout = ShardLayout(prediction, records_per_task, minibatch_size)
-        self._rounds = EvaluationRounds()
-        self._epochs = Epochs(
-            self._layout,
+        settings = QueueSettings(
+            records_per_task=records_per_task,
+            minibatch_size=minibatch_size,
             num_epochs=num_epochs,
             max_batches=max_batches,
             shuffle_seed=shuffle_seed,
-            hold=hold_epochs,
+            max_retries=max_retries,
+            lease_seconds=lease_seconds,
+            hold_epochs=hold_epochs,
+            max_losses=max_losses,
         )
-        self._prediction = Prediction(self._prediction_layout)
-        self._supplies: dict[TaskType, Supply] = {
-            TaskType.EVALUATION: self._rounds,
-            TaskType.TRAINING: self._epochs,
-            TaskType.PREDICTION: self._prediction,
-            TaskType.TRAIN_END: TrainEnd(),
-        }
-        self._todo = Todo(self._supplies)
-        self._doing = Leases(lease_seconds)
-        self._closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
-        self._accounting = Accounting()
-        self._milestones: list[Milestone] = []
-        self._train_end_added = False
-        self._finishing = False
-        self._failure: Failure | None = None
-        if training and not self._layout:
-            self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
-        if prediction and not self._prediction_layout:
-            self._milestones.append(Milestone(MilestoneKind.PREDICTION_DONE))
+        self._settings = settings
+        self._state = state = QueueState(training, prediction, settings)
+        self._epochs, self._todo, self._doing = state.epochs, state.todo, state.doing
 
     # ------------------------------------------------------------ a worker asks for a task
 
@@ -132,7 +92,7 @@ class TaskQueue:
         """
         doing = self._doing
         doing.tell_time(now)
-        if self._failure is not None:
+        if self._state.failure is not None:
             return Decision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):
             return Decision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
@@ -147,7 +107,7 @@ class TaskQueue:
         for record in reversed(self._doing.unanswered(worker, held)):
             self._doing.take_away(record)
             record.move(TaskEvent.ANSWER_LOST)
-            self._accounting.answers_lost += 1
+            self._state.accounting.answers_lost += 1
             self._todo.put_back(record)
 
     def _hand_out(self, record: TaskRecord, worker: int) -> Decision:
@@ -155,7 +115,7 @@ class TaskQueue:
         lease = self._doing.grant(record, worker)
         if record.maybe_trained:
             record.maybe_trained = False
-            self._accounting.records_handed_out_again += lease.task.shard.records
+            self._state.accounting.records_handed_out_again += lease.task.shard.records
         if record.attempts:
             return Decision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
         return Decision(DecisionKind.TASK, lease, "the next task")
@@ -169,7 +129,7 @@ class TaskQueue:
             return Decision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
         if self._epochs.is_held:
             return Decision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
-        if self._finishing:
+        if self._state.finishing:
             return Decision(DecisionKind.FINISHED, None, "all tasks are done")
         return Decision(DecisionKind.WAIT, None, "all tasks are done, more may come")
 
@@ -189,7 +149,7 @@ class TaskQueue:
         self._doing.tell_time(now)
         record = self._doing.find(worker, lease_id)
         if record is None:
-            self._accounting.reports_refused += 1
+            self._state.accounting.reports_refused += 1
             return Answer(False, self._doing.why_not_held(worker, lease_id))
         record.heard = True
         task = record.task
@@ -205,7 +165,7 @@ class TaskQueue:
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
             record.losses = 0
-            self._accounting.count_trained(task, gained)
+            self._state.accounting.count_trained(task, gained)
         return Answer(True, "progress")
 
     def report_done(self, worker: int, lease_id: int) -> Outcome:
@@ -216,7 +176,7 @@ class TaskQueue:
         task = record.task
         counted = record.reported if task.type in RESUMABLE else 0
         self._doing.reported(record, done=True)
-        self._accounting.count_trained(task, task.shard.records - counted)
+        self._state.accounting.count_trained(task, task.shard.records - counted)
         self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
 
@@ -229,7 +189,7 @@ class TaskQueue:
         record.failures += 1
         if fatal:
             event = TaskEvent.REPORTED_FATAL
-        elif record.failures > self._max_retries:
+        elif record.failures > self._settings.max_retries:
             event = TaskEvent.RETRIES_USED_UP
         else:
             event = TaskEvent.REPORTED_FAILED
@@ -237,16 +197,18 @@ class TaskQueue:
         event = self._end_attempt(record, worker, event, error, traceback)
         if event is TaskEvent.NOTHING_LEFT:
             return Outcome(True, f"{task} failed after its last record ({error}); nothing is left to do", task)
-        if self._failure is not None:
+        if self._state.failure is not None:
             return Outcome(True, f"{task} failed: {event.value}", task)
-        self._accounting.tasks_retried += 1
-        return Outcome(True, f"{task} failed {record.failures} of {self._max_retries + 1} times; tried again", task)
+        self._state.accounting.tasks_retried += 1
+        return Outcome(
+            True, f"{task} failed {record.failures} of {self._settings.max_retries + 1} times; tried again", task
+        )
 
     def _report_without_lease(self, worker: int, lease_id: int, done: bool) -> Outcome:
         task = self._doing.reported_before(worker, lease_id, done)
         if task is not None:
             return Outcome(True, f"{task} was reported before", task, duplicate=True)
-        self._accounting.reports_refused += 1
+        self._state.accounting.reports_refused += 1
         return Outcome(False, self._doing.why_not_held(worker, lease_id))
 
     # ------------------------------------------------------------ a worker is lost, or hangs
@@ -259,7 +221,7 @@ class TaskQueue:
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
         self._doing.tell_time(now)
-        error = f"no progress for {self._lease_seconds:g} s"
+        error = f"no progress for {self._settings.lease_seconds:g} s"
         hung = self._doing.overdue()
         return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER, error)]
 
@@ -273,10 +235,10 @@ class TaskQueue:
             what = event
             if record is records[0]:
                 record.losses += 1
-                if record.losses > self._max_losses:
+                if record.losses > self._settings.max_losses:
                     what = TaskEvent.LOSSES_USED_UP
             if self._end_attempt(record, worker, what, error) is event:
-                self._accounting.tasks_taken_over += 1
+                self._state.accounting.tasks_taken_over += 1
             taken.insert(0, (lease, record.task))
         return taken
 
@@ -294,9 +256,9 @@ class TaskQueue:
             return TaskEvent.NOTHING_LEFT
         record.move(event)
         if record.state is TaskState.FAILED:
-            self._closed[task.type][TaskState.FAILED] += 1
-            if self._failure is None:
-                self._failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
+            self._state.closed[task.type][TaskState.FAILED] += 1
+            if self._state.failure is None:
+                self._state.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
         else:
             record.maybe_trained = task.type is TaskType.TRAINING
             self._todo.put_back(record)
@@ -304,11 +266,7 @@ class TaskQueue:
 
     def _close(self, record: TaskRecord, event: TaskEvent) -> None:
         record.move(event)
-        self._count_done(record.task)
-
-    def _count_done(self, task: Task) -> None:
-        self._closed[task.type][TaskState.DONE] += 1
-        self._milestones += self._supplies[task.type].close(task)
+        self._state.count_done(record.task)
 
     # ------------------------------------------------------------ what the master says
 
@@ -317,8 +275,8 @@ class TaskQueue:
 
         Raises `UsageError` when the round was added before and is not done.
         """
-        layout = ShardLayout(sources, self._layout.records_per_task, self._layout.minibatch_size)
-        self._milestones += self._rounds.add(round, layout)
+        layout = self._settings.layout(sources)
+        self._state.milestones += self._state.evaluation.add(round, layout)
         return len(layout)
 
     def release_epoch(self, epoch: int) -> None:
@@ -329,28 +287,26 @@ class TaskQueue:
         """No new training task: those that are TODO are dropped, those that are DOING are finished."""
         if self._epochs.done or self._epochs.stop_reason is not None:
             return
-        tasks, records = self._epochs.unmade()
-        self._accounting.count_dropped(self._epochs.current, records)
         dropped = self._todo.remove_all(TaskType.TRAINING)
         for record in dropped:
             record.move(TaskEvent.TRAINING_STOPPED)
-            self._accounting.count_dropped(record.task.epoch, record.task.shard.records)
-        self._closed[TaskType.TRAINING][TaskState.DROPPED] += tasks + len(dropped)
-        self._milestones += self._epochs.stop(reason, [record.task for record in dropped])
+            self._state.accounting.count_dropped(record.task.epoch, record.task.shard.records)
+        unmade, records = self._epochs.unmade()
+        self._state.accounting.count_dropped(self._epochs.current, records)
+        self._state.closed[TaskType.TRAINING][TaskState.DROPPED] += len(dropped) + unmade
+        self._state.milestones += self._epochs.stop(reason, [record.task for record in dropped])
 
     def add_train_end(self) -> None:
         """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
-        if not self._train_end_added:
-            self._train_end_added = True
-            self._todo.add_train_end()
+        self._todo.add_train_end()
 
     def finish(self) -> None:
         """Nothing will be added any more: once all is done, `get_task` answers FINISHED, not WAIT."""
-        self._finishing = True
+        self._state.finishing = True
 
     def take_milestones(self) -> list[Milestone]:
         """What was reached since the last call, in order. Ask after every other call."""
-        milestones, self._milestones = self._milestones, []
+        milestones, self._state.milestones = self._state.milestones, []
         return milestones
 
     # ------------------------------------------------------------ what it knows
@@ -358,12 +314,12 @@ class TaskQueue:
     @property
     def has_milestones(self) -> bool:
         """Whether `take_milestones` would answer any."""
-        return bool(self._milestones)
+        return bool(self._state.milestones)
 
     @property
     def failure(self) -> Failure | None:
         """The task that ended the job, if one did."""
-        return self._failure
+        return self._state.failure
 
     @property
     def epoch(self) -> int:
@@ -382,12 +338,12 @@ class TaskQueue:
 
     @property
     def records_per_epoch(self) -> int:
-        return self._layout.records
+        return self._state.training_layout.records
 
     @property
     def accounting(self) -> Accounting:
         """A copy of the numbers up to now."""
-        return self._accounting.copy(batches_handed_out=self._epochs.batches_made)
+        return self._state.copy_accounting()
 
     @property
     def next_deadline(self) -> float | None:
@@ -405,10 +361,7 @@ class TaskQueue:
         TODO holds the tasks that are still to be made, of all epochs. When `max_batches` will end the
         training early, that part of it is an estimate.
         """
-        counts = {kind: {**closed, TaskState.TODO: self._todo.count(kind)} for kind, closed in self._closed.items()}
-        for record in self._doing:
-            counts[record.task.type][TaskState.DOING] += 1
-        return counts
+        return self._state.counts()
 
     # ------------------------------------------------------------ saving
 
@@ -418,31 +371,7 @@ class TaskQueue:
         Evaluation rounds are left out: the metric states of their finished tasks live in the master's
         memory, so after a restart they begin anew.
         """
-        records = [record for record in (*self._doing, *self._todo) if record.task.type is not TaskType.EVALUATION]
-        return {
-            "format": _FORMAT,
-            "settings": dict(self._settings),
-            "training": [list(source) for source in self._layout.sources],
-            "prediction": [list(source) for source in self._prediction_layout.sources],
-            **self._epochs.to_dict(),
-            "predicted": self._prediction.made,
-            "train_end_added": self._train_end_added,
-            "finishing": self._finishing,
-            "next_task": self._todo.next_id,
-            **self._doing.to_dict(),
-            "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
-            "closed": {
-                kind.value: {state.value: number for state, number in states.items() if number}
-                for kind, states in self._closed.items()
-                if kind is not TaskType.EVALUATION
-            },
-            "accounting": self.accounting.to_dict(),
-            "milestones": [
-                [milestone.kind.value, milestone.number]
-                for milestone in self._milestones
-                if milestone.kind is not MilestoneKind.ROUND_DONE
-            ],
-        }
+        return self._state.to_dict()
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TaskQueue:
@@ -450,43 +379,11 @@ class TaskQueue:
 
         Raises `CheckpointError` when `saved` is something else.
         """
-        if saved.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"The task queue in this checkpoint has the format {saved.get('format')!r}; this release "
-                f"reads {_FORMAT}. Use the release of elasticcb that wrote it."
-            )
-        try:
+        with reading(saved):
             queue = cls(
                 training=[(name, count) for name, count in saved["training"]],
                 prediction=[(name, count) for name, count in saved["prediction"]],
                 **saved["settings"],
             )
-            queue._restore(saved)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError(
-                f"The task queue in this checkpoint can't be read ({type(error).__name__}: {error}). Its "
-                "manifest may have been edited; start from another checkpoint."
-            ) from error
+            queue._state.restore(saved)
         return queue
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        self._accounting = Accounting.from_dict(saved["accounting"])
-        self._epochs.restore(saved, self._accounting.batches_handed_out)
-        self._prediction.restore(saved["predicted"])
-        self._train_end_added = saved["train_end_added"]
-        self._finishing = saved["finishing"]
-        self._todo.next_id = saved["next_task"]
-        self._doing.restore(saved)
-        for kind, states in saved["closed"].items():
-            for state, number in states.items():
-                self._closed[TaskType(kind)][TaskState(state)] = number
-        self._milestones = [Milestone(MilestoneKind(kind), number) for kind, number in saved["milestones"]]
-        records = [TaskRecord.from_dict(values) for values in saved["todo"]]
-        # All are open again before the first is closed: no milestone is reached by half of them.
-        for record in records:
-            self._supplies[record.task.type].reopen(record.task)
-        for record in records:
-            if record.nothing_left:  # its worker had reported all records, but not yet the task
-                self._count_done(record.task)
-            else:
-                self._todo.append(record)

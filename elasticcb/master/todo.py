@@ -22,6 +22,7 @@ class Todo:
 
     def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:
         self.next_id = 1
+        self.train_end_added = False
         self._again: dict[TaskType, deque[TaskRecord]] = {kind: deque() for kind in HANDING_OUT_ORDER}
         self._supplies = supplies
         self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
@@ -48,6 +49,10 @@ class Todo:
         self._again[record.task.type].append(record)
 
     def add_train_end(self) -> None:
+        """Adds the one TRAIN_END task; once more changes nothing."""
+        if self.train_end_added:
+            return
+        self.train_end_added = True
         self.append(TaskRecord(Task(self.next_id, TaskType.TRAIN_END, Shard("", 0, 0))))
         self.next_id += 1
 

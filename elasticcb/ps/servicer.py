@@ -342,7 +342,7 @@ def _non_finite(request: pb.ExchangeRequest, push: Push, model: _Model) -> str:
     """Why a push holds NaN or infinity; "" when it does not."""
     what = ""
     if request.non_finite:
-        what = f"{request.non_finite!r}, as the worker found,"
+        what = request.non_finite
     elif not math.isfinite(request.loss):
         return f"the loss is {request.loss}"
     else:

@@ -191,11 +191,11 @@ class Trainer:
             return "the loss"
         for index, (_, values) in push.rows.items():
             if not np.isfinite(values.astype(np.float64)).all():
-                return self._specs[index].path
+                return f"the gradient of {self._specs[index].path!r}"
         for slices, blocks in zip(self._partition, push.gradients, strict=True):
             for part, dtype, offset in layout(self._specs, slices, True, push.dense_variables):
                 if not np.isfinite(blocks[dtype][offset : offset + part.elements].astype(np.float64)).all():
-                    return self._specs[part.variable].path
+                    return f"the gradient of {self._specs[part.variable].path!r}"
         return ""
 
 

@@ -16,6 +16,7 @@ from elasticcb.errors import (
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
+    describe,
     user_traceback,
 )
 from elasticcb.feed import FeedPipeline
@@ -64,9 +65,10 @@ class Worker:
         self._states: States = {}  # metric states of the present task
         self._outputs: list[Any] = []
         self._batch_index = 0  # among the batches of the present epoch, evaluation round or prediction
-        self._counted: tuple[int, int, int] = (0, 0, 0)  # what `_batch_index` counts in
+        self._pass = (0, 0, 0)  # task type, epoch and evaluation round that `_batch_index` counts in
         self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
         self._stop_told = False
+        self._gave_up = False  # the job fails; what is at hand is not worth doing
         self._assigned: Blocks | None = None  # what the model's variables hold
         self._local_steps = 0
         self._last_version = 0
@@ -134,6 +136,8 @@ class Worker:
                 if event.error is not None:
                     raise event.error
                 break
+            if self._gave_up:
+                continue
             try:
                 if isinstance(event, TaskStarted):
                     self._start_task(event)
@@ -161,7 +165,7 @@ class Worker:
         self._states, self._outputs = {}, []
         if self._settings.command is Command.TRAIN:
             self._call("on_train_begin", {})
-        self._count_batches_from(event.task)
+        self._begin_pass(event.task)
         self._passes.leave(event.task)
         if event.task.type == pb.EVALUATION:
             self._show_snapshot(event.task.evaluation_round)
@@ -184,11 +188,16 @@ class Worker:
             self._snapshot = (evaluation_round, self._ps.pull_snapshot(evaluation_round))
         self._show(self._snapshot[1])
 
-    def _count_batches_from(self, task: Any) -> None:
+    def _begin_pass(self, task: Any) -> None:
         """Batches are counted anew in each epoch and in each evaluation round."""
-        counted = (task.type, task.epoch, task.evaluation_round)
-        if counted != self._counted:
-            self._counted, self._batch_index = counted, 0
+        present = (task.type, task.epoch, task.evaluation_round)
+        if present == self._pass:
+            return
+        self._pass, self._batch_index = present, 0
+        if task.type == pb.TRAINING:
+            # The master's callbacks may have set the learning rate at the end of the epoch before.
+            self._ps.pull()
+            self._adopt_base_learning_rate()
 
     def _run_batch(self, batch: Batch) -> None:
         if self._task.lease in self._progress.lost_leases:
@@ -231,10 +240,11 @@ class Worker:
         if isinstance(error, ElasticCBError):
             message, trace = str(error), error.user_traceback
         else:
-            message = f"{type(error).__name__}: {error}"
+            message = describe(error)
             trace = user_traceback(error)
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
         self._client.report_failed(self._task.lease, message, trace, fatal)
+        self._gave_up = fatal
         self._abandon_task()
 
     def _abandon_task(self) -> None:

@@ -2,9 +2,9 @@
 
 import json
 
-import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from jobs import job_settings, run_job, write_model_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_model_files import RECORDS, write_arrays
@@ -71,17 +71,6 @@ Recorder.file = "hooks"
 @runs_on("worker")
 class OnWorkers(Recorder):
     file = "moved"
-
-@runs_on("master")
-class OnMaster(keras.callbacks.Callback):
-    file = "kept"
-
-    def on_train_begin(self, logs=None):
-        write("kept", "on_train_begin")
-
-    def on_train_end(self, logs=None):
-        write("kept", "on_train_end")
-        raise AssertionError("training ends on a worker")  # never reached
 
 def callbacks():
     return [Recorder(), OnWorkers()]
@@ -288,7 +277,7 @@ def callbacks():
             summary, _ = run_job(small_job(folder, path, num_epochs=50, evaluation_steps=10))
             assert summary.version < 50 * RECORDS // 8
             assert f"Stop.{hook}" in summary.stopped_early
-            assert who in summary.stopped_early
+            assert ("on worker" in summary.stopped_early) == (who == "worker")
             tested = calls(folder, "tested", "master")
             (ended,) = (entry for index in range(2) for entry in calls(folder, "ended", f"worker-{index}"))
             assert tested[-1][0] == summary.version
@@ -355,9 +344,10 @@ def callbacks():
         lines = (tmp_path / "epochs.csv").read_text().splitlines()
         assert lines[0] == "epoch,loss,mae,val_loss,val_mae"
         assert len(lines) == len(values) + 1
-        served = keras.layers.TFSMLayer(str(tmp_path / "model"), call_endpoint="serve")
+        served = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
         data = np.load(tmp_path / "data.npz")
-        assert np.mean(np.abs(served(data["x"]) - data["y"])) == pytest.approx(summary.metrics["mae"], rel=1e-4)
+        (predictions,) = served(tf.constant(data["x"])).values()
+        assert np.mean(np.abs(predictions - data["y"])) == pytest.approx(summary.metrics["mae"], rel=1e-4)
 
     def test_steps_end_training(self, tmp_path):
         text = "def callbacks():\n    return [elasticcb.callbacks.MaxStepsStopper(5)]\n"

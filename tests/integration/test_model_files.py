@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from jobs import job_settings, run_job, write_model_file
 
-from elasticcb.settings import Command
+from elasticcb.errors import JobFailedError
+from elasticcb.settings import Command, NonFinite
 
 RECORDS = 96
 
@@ -571,3 +572,88 @@ class TestFeatures:
         summary, _ = run_job(settings)
         assert summary.records_per_epoch == (40,)
         assert np.isfinite(summary.metrics["loss"])
+
+
+class TestNonFinite:
+    MODEL_FILE = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    @keras.saving.register_keras_serializable()
+    def root(x):
+        return tf.sqrt(x)  # its gradient at 0 is infinite
+
+    def custom_model():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([
+            keras.Input((6,)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, name="last", kernel_initializer=INITIALIZER, activation=ACTIVATION),
+        ])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda record: (record["x"], record["y"]))
+
+    def callbacks():
+        return [SaveWeights()]
+    """
+
+    def settings(self, tmp_path, data, initializer="'ones'", activation="None", **parts):
+        text = self.MODEL_FILE.replace("INITIALIZER", initializer).replace("ACTIVATION", activation)
+        path = write_model_file(tmp_path, text + weights_saver(tmp_path), f"non_finite_{abs(hash(tmp_path))}")
+        return job_settings(path, tmp_path / "job", training=data, minibatch_size=8, **parts)
+
+    def data_with_nan(self, path):
+        write_arrays(path)
+        with np.load(path) as arrays:
+            x, y = arrays["x"], arrays["y"]
+        x[3], x[50] = np.nan, np.inf
+        np.savez(path, x=x, y=y)
+        return str(path)
+
+    def test_infinite_gradient_stops_the_job_and_names_the_variable(self, tmp_path):
+        data = write_arrays(tmp_path / "data.npz")
+        with pytest.raises(JobFailedError, match="gradient of 'sequential/batch_norm.* holds NaN or infinity"):
+            run_job(self.settings(tmp_path, data, "'zeros'", "root"))
+
+    def test_loss_that_is_not_finite_stops_the_job(self, tmp_path):
+        with pytest.raises(JobFailedError, match="the loss is nan"):
+            run_job(self.settings(tmp_path, self.data_with_nan(tmp_path / "data.npz")))
+
+    def test_skipped_batches_are_counted_and_leave_no_trace(self, tmp_path):
+        data = self.data_with_nan(tmp_path / "data.npz")
+        summary, _ = run_job(self.settings(tmp_path, data, non_finite=NonFinite.SKIP, num_workers=2, num_ps=2))
+        assert summary.batches_skipped == 2
+        assert summary.version == RECORDS // 8 - 2
+        for weight in final_weights(tmp_path):
+            assert np.isfinite(weight).all()
+
+
+def test_model_that_differs_between_processes_is_told(tmp_path):
+    text = """
+    import threading
+
+    import keras
+
+    def custom_model():
+        units = 4 if threading.current_thread().name.startswith("worker") else 3
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda record: (record["x"], record["y"]))
+    """
+    path = write_model_file(tmp_path, text, "differing_model")
+    settings = job_settings(path, tmp_path / "job", training=write_arrays(tmp_path / "data.npz"))
+    with pytest.raises(JobFailedError, match="must build the same model in every process") as caught:
+        run_job(settings)
+    assert "(6, 4)" in str(caught.value)
+    assert "(6, 3)" in str(caught.value)

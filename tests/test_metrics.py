@@ -1,0 +1,181 @@
+"""Metrics whose records are spread over workers give what one process would."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+from elasticcb.metrics import (
+    ModelMetrics,
+    Transport,
+    from_metric_states,
+    to_metric_states,
+    unflatten_outputs,
+)
+
+generator = np.random.default_rng(0)
+X = generator.normal(size=(40, 3)).astype("float32")
+Y = generator.integers(0, 2, size=(40, 1)).astype("float32")
+WEIGHT = generator.uniform(0, 2, 40).astype("float32")
+TASKS = [slice(0, 7), slice(7, 30), slice(30, 40)]
+
+
+class LastLabel(keras.metrics.Metric):
+    """Can neither be added up nor merged."""
+
+    def __init__(self, name="last", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.last = self.add_weight(name="last", shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.last.assign(tf.reshape(y_true, [-1])[-1])
+
+    def result(self):
+        return self.last
+
+
+class Largest(keras.metrics.Metric):
+    """Brings merge_state."""
+
+    def __init__(self, name="largest", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.largest = self.add_weight(name="largest", shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(y_pred)))
+
+    def result(self):
+        return self.largest
+
+    def merge_state(self, metrics):
+        for metric in metrics:
+            self.largest.assign(tf.maximum(self.largest, metric.largest))
+
+
+class Halved(keras.metrics.MeanSquaredError):
+    """Changes the result alone, so its state still adds up."""
+
+    def result(self):
+        return super().result() / 2
+
+
+def make(eval_metrics=None, **compiled):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile("sgd", "mse", **compiled)
+    metrics = ModelMetrics(model, eval_metrics or {})
+    model.test_step((X[:2], Y[:2]))
+    metrics.reset()
+    return model, metrics
+
+
+EVAL_METRICS = {
+    "auc": keras.metrics.AUC,
+    "halved": Halved,
+    "last": LastLabel,
+    "largest": Largest,
+    "right": lambda: lambda labels, predictions: tf.equal(labels, tf.round(predictions)),
+    "average": lambda: lambda labels, predictions: tf.reduce_mean(predictions),
+}
+
+
+def all_metrics():
+    return make(
+        {name: make_metric() for name, make_metric in EVAL_METRICS.items()},
+        metrics=["accuracy", LastLabel(name="final")],
+        weighted_metrics=["mae"],
+    )
+
+
+def test_each_metric_travels_in_its_own_way():
+    _, metrics = all_metrics()
+    assert metrics.transports() == {
+        "loss": Transport.SUM,
+        "accuracy": Transport.SUM,
+        "final": Transport.OUTPUTS,
+        "mae": Transport.SUM,
+        "auc": Transport.SUM,
+        "halved": Transport.SUM,
+        "last": Transport.OUTPUTS,
+        "largest": Transport.MERGE,
+        "right": Transport.SUM,
+        "average": Transport.SUM,
+    }
+
+
+def test_merged_tasks_equal_one_process_over_all_records():
+    model, metrics = all_metrics()
+    of_tasks, outputs = [], []
+    for task in TASKS:
+        metrics.reset()
+        batch = (X[task], Y[task], WEIGHT[task])
+        model.test_step(batch)
+        states = {name: [np.array(v) for v in values] for name, values in metrics.state_tensors().items()}
+        messages = to_metric_states(states, [(Y[task], model.predict_on_batch(X[task]), WEIGHT[task])])
+        states, arrays = from_metric_states(messages)
+        of_tasks.append(states)
+        outputs.append(arrays)
+
+    whole_model, whole = all_metrics()
+    whole_model.test_step((X, Y, WEIGHT))
+    expected = whole.results()
+
+    merged = {name: metrics.merge_states(name, [task[name] for task in of_tasks]) for name in of_tasks[0]}
+    joined = {path: np.concatenate([task[path] for task in outputs]) for path in outputs[0]}
+    metrics.load(merged, unflatten_outputs(joined))
+    assert metrics.results() == pytest.approx(expected, rel=1e-6)
+    assert metrics.results({"accuracy", "auc"}) == pytest.approx({k: expected[k] for k in ("accuracy", "auc")})
+
+
+def test_names_of_outputs_nest_the_results_and_may_meet_lists():
+    x = keras.Input((3,))
+    a, b = keras.layers.Dense(1, name="a")(x), keras.layers.Dense(1, name="b")(x)
+    for outputs, labels in (({"a": a, "b": b}, {"a": Y, "b": 1 - Y}), ([a, b], (Y, 1 - Y))):
+        model = keras.Model(x, outputs)
+        model.compile("sgd")
+        model.compute_loss = lambda x, y, y_pred, sample_weight, training: tf.constant(0.0)
+        metrics = ModelMetrics(
+            model,
+            {"a": {"mse": keras.metrics.MeanSquaredError()}, "b": {"mse": keras.metrics.MeanSquaredError()}},
+        )
+        model.test_step((X, labels))
+        predictions = model(X)
+        first, second = predictions.values() if isinstance(predictions, dict) else predictions
+        expected = {"a": {"mse": np.mean((first - Y) ** 2)}, "b": {"mse": np.mean((second - 1 + Y) ** 2)}}
+        nested = metrics.nested_results()
+        assert nested == {"loss": 0.0, "a": pytest.approx(expected["a"]), "b": pytest.approx(expected["b"])}
+        assert sorted(metrics.results()) == ["a_mse", "b_mse", "loss"]
+
+
+def test_metric_named_like_one_of_the_model_keeps_its_own_state():
+    model, metrics = make({"loss": keras.metrics.MeanAbsoluteError()})
+    assert sorted(metrics.units()) == ["loss", "loss_2"]
+    model.test_step((X, Y))
+    states = {name: [np.array(v) for v in values] for name, values in metrics.state_tensors().items()}
+    expected = metrics.results()
+    metrics.load(states)
+    assert metrics.results() == expected
+
+
+def test_metric_that_cannot_be_copied_to_be_merged_is_told():
+    class NeedsMore(Largest):
+        def __init__(self, start, name="more", **kwargs):
+            super().__init__(name=name, **kwargs)
+
+    _, metrics = make({"more": NeedsMore(3)})
+    with pytest.raises(ModelFileError, match=r"'more' has merge_state.*get_config\(\) that holds"):
+        metrics.merge_states("more", [[np.zeros(())], [np.ones(())]])
+
+
+@pytest.mark.parametrize("structure", [Y, (Y, WEIGHT), ({"a": Y, "b.c": X}, {"a": WEIGHT})])
+def test_outputs_keep_their_structure_on_the_way(structure):
+    messages = to_metric_states({}, [structure, structure])
+    _, outputs = from_metric_states(messages)
+    twice = tf.nest.map_structure(lambda array: np.concatenate([array, array]), structure)
+    arrived = unflatten_outputs(outputs)
+    tf.nest.assert_same_structure(twice, arrived)
+    for sent, received in zip(tf.nest.flatten(twice), tf.nest.flatten(arrived), strict=True):
+        np.testing.assert_array_equal(sent, received)
