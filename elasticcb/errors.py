@@ -80,7 +80,7 @@ class JobInterrupted(ElasticCBError):
 
 
 def describe(error: BaseException) -> str:
-    """"ValueError: what it says", without the lines of code that TensorFlow puts into messages."""
+    """ "ValueError: what it says", without the lines of code that TensorFlow puts into messages."""
     text = str(error)
     if "in user code:" in text:  # the last line says it, with the type
         return text.strip().splitlines()[-1].strip()

@@ -142,7 +142,11 @@ def test_sample_weights_of_feed_weigh_a_loss_that_takes_none(write):
             return dataset.map(lambda record: (record["x"], record["y"], record["y"][0] + 1))
     """
     expected = np.mean(SQUARES * [1, 4]) + REGULARIZATION
-    for loss in (GOOD["loss"], "loss = 'mse'", "def loss(labels, predictions):\n    return (labels - predictions) ** 2"):
+    for loss in (
+        GOOD["loss"],
+        "loss = 'mse'",
+        "def loss(labels, predictions):\n    return (labels - predictions) ** 2",
+    ):
         assert first_loss(write(custom_model=ONES, loss=loss, feed=feed)) == pytest.approx(expected)
 
 
@@ -158,9 +162,7 @@ def test_class_of_a_model_and_its_parameters(write):
                     return self.dense(x)
         """
     )
-    model_settings = ModelSettings(
-        zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1}
-    )
+    model_settings = ModelSettings(zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1})
     spec = ModelSpec(model_settings)
     model = spec.build_model()
     prime(spec, model, FeedPipeline(settings, spec, "training").first_batch(), "training")
@@ -221,7 +223,11 @@ class TestMistakes:
                 "gives no labels, which `loss` needs",
             ),
             ({"feed": "def feed(d, mode, metadata): return None"}, "training", "returned NoneType; expected a tf.data"),
-            ({"feed": "def feed(dataset): return dataset"}, "training", r"feed\(\) in .* raised TypeError: feed\(\) takes 1 pos"),
+            (
+                {"feed": "def feed(dataset): return dataset"},
+                "training",
+                r"feed\(\) in .* raised TypeError: feed\(\) takes 1 pos",
+            ),
             (
                 {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['z']))"},
                 "training",
@@ -233,13 +239,15 @@ class TestMistakes:
                 "(?s)In prediction, `feed` must return features alone",
             ),
             (
-                {"more": "def eval_metrics_fn(): return {'clicks': {'auc': keras.metrics.AUC()}}",
-                 "custom_model": """
+                {
+                    "more": "def eval_metrics_fn(): return {'clicks': {'auc': keras.metrics.AUC()}}",
+                    "custom_model": """
                     def custom_model():
                         x = keras.Input((3,))
                         return keras.Model(x, {"click": keras.layers.Dense(1)(x)})
                  """,
-                 "loss": "def loss(y, p): return keras.losses.mean_squared_error(y, p['click'])"},
+                    "loss": "def loss(y, p): return keras.losses.mean_squared_error(y, p['click'])",
+                },
                 "training",
                 "names the output 'clicks'; the model's outputs and labels are: click",
             ),

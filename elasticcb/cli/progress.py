@@ -62,7 +62,8 @@ def status_parts(status: JobStatus) -> list[str]:
         parts.append(f"version {format_count(status.version)}")
     if status.loss is not None:
         parts.append(f"loss {format_metric(status.loss)}")
-    parts += [f"{name} {format_metric(value)}" for name, value in status.metrics.items()]
+    # Named as Keras names them, so that the two losses can be told apart.
+    parts += [f"val_{name} {format_metric(value)}" for name, value in status.metrics.items()]
     parts.append(f"workers {status.workers_up}/{status.workers_planned}")
     parts.append(f"servers {status.ps_up}/{status.ps_planned}")
     if status.tasks_todo or status.tasks_doing:

@@ -111,8 +111,7 @@ class Master:
             if self.error is not None:
                 raise self.error
             if self.queue is not None:
-                if self.queue.failure is not None:
-                    raise self.queue.failure.to_error()
+                self._raise_failure()
                 for lease in self.queue.expire(time.monotonic()):
                     logger.warning(
                         "Worker %d made no progress on %s; its lease is over", lease.worker, lease.task
@@ -120,8 +119,13 @@ class Master:
                     self._replace_hung(lease.worker)
             self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
             self.processes.start_missing(self.address)
-            if self.queue is not None and self.queue.failure is not None:
-                raise self.queue.failure.to_error()
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure = self.queue.failure if self.queue is not None else None
+        if failure is not None:
+            where = self.processes.where(failure.worker)
+            raise JobFailedError(f"{failure}\n{where}", failure.traceback)
 
     # ------------------------------------------------------------ called by the servicer
 

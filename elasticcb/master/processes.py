@@ -58,6 +58,13 @@ class Processes:
         """Ends a process that hangs."""
         self._backend.kill(_NAMES[member.role], member.index)
 
+    def where(self, worker: int) -> str:
+        """What a person needs to find the log of a worker."""
+        member = self._roster.find(worker)
+        if member is None:
+            return ""
+        return f"Worker {worker} was process {member.pid} on {member.host}, in place {member.index} (log: worker-{member.index}.log)."
+
     def lost(self, id: int, reason: str) -> None:
         """A member is gone. Raises `JobFailedError` when the job can't go on without it."""
         member = self._roster.member(id)

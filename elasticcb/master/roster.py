@@ -202,6 +202,10 @@ class Roster:
         """The members of a role that are up, by place."""
         return sorted((m for m in self._up.values() if m.role is role), key=lambda member: member.index)
 
+    def find(self, id: int) -> Member | None:
+        """The member with this id, whether it is up or gone."""
+        return self._up[id] if id in self._up else self._gone.get(id, (None,))[0]
+
     def complete(self, role: Role) -> bool:
         """Whether every place of the role is taken."""
         return len(self.up(role)) == self._sizes[role]

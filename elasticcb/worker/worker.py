@@ -68,7 +68,7 @@ class Worker:
         self._pass = (0, 0, 0)  # task type, epoch and evaluation round that `_batch_index` counts in
         self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
         self._stop_told = False
-        self._gave_up = False  # the job fails; what is at hand is not worth doing
+        self._gave_up = False  # the job fails by an error here
         self._assigned: Blocks | None = None  # what the model's variables hold
         self._local_steps = 0
         self._last_version = 0
@@ -136,8 +136,6 @@ class Worker:
                 if event.error is not None:
                     raise event.error
                 break
-            if self._gave_up:
-                continue
             try:
                 if isinstance(event, TaskStarted):
                     self._start_task(event)
@@ -151,6 +149,8 @@ class Worker:
                 raise
             except Exception as error:
                 self._fail_task(error)
+                if self._gave_up:
+                    return
         self._passes.end()
         if self._settings.command is Command.PREDICT:
             self._call("on_predict_end", {})

@@ -228,9 +228,15 @@ def callbacks():
 
     def test_rate_of_a_batch_is_the_one_its_push_is_applied_with_and_the_masters_becomes_the_base(self, tmp_path):
         path = model_file(tmp_path, self.CALLBACKS, "rates_file")
-        settings = small_job(tmp_path, path, num_epochs=2, num_workers=1, validation="", training=str(
-            write_arrays(tmp_path / "data.npz")
-        ), num_minibatches_per_task=RECORDS // 8)
+        settings = small_job(
+            tmp_path,
+            path,
+            num_epochs=2,
+            num_workers=1,
+            validation="",
+            training=str(write_arrays(tmp_path / "data.npz")),
+            num_minibatches_per_task=RECORDS // 8,
+        )
         run_job(settings)
         data = np.load(tmp_path / "data.npz")
         entries = calls(tmp_path, "rates", "worker-0")

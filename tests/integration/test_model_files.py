@@ -620,11 +620,11 @@ class TestNonFinite:
 
     def test_infinite_gradient_stops_the_job_and_names_the_variable(self, tmp_path):
         data = write_arrays(tmp_path / "data.npz")
-        with pytest.raises(JobFailedError, match="gradient of 'sequential/batch_norm.* holds NaN or infinity"):
+        with pytest.raises(JobFailedError, match="gradient of '.*batch_norm.* holds NaN or infinity"):
             run_job(self.settings(tmp_path, data, "'zeros'", "root"))
 
     def test_loss_that_is_not_finite_stops_the_job(self, tmp_path):
-        with pytest.raises(JobFailedError, match="the loss is nan"):
+        with pytest.raises(JobFailedError, match="the loss holds NaN or infinity"):
             run_job(self.settings(tmp_path, self.data_with_nan(tmp_path / "data.npz")))
 
     def test_skipped_batches_are_counted_and_leave_no_trace(self, tmp_path):

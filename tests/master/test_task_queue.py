@@ -832,6 +832,13 @@ def test_restored_queue_remembers_failures_of_a_task():
     assert [attempt.error for attempt in restored.failure.attempts] == ["first", "second"]
 
 
+def test_failed_task_does_not_hold_its_epoch_open_in_a_restored_queue():
+    queue = make_queue(training=[("a", 20)], max_retries=0)
+    queue.report_failed(1, take(queue).id, "boom", "")
+    restored = TaskQueue.from_dict(queue.to_dict())
+    assert reached(restored) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
 def test_restored_queue_leaves_evaluation_rounds_out():
     queue = make_queue(training=())
     queue.add_evaluation(1, [("v", 100)])
