@@ -61,9 +61,7 @@ class SavedFile:
 # ------------------------------------------------------------------ a server's side
 
 
-def save_part(
-    directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int
-) -> SavedFile:
+def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
     """Writes one server's file into `directory`, which exists.
 
     Args:
@@ -85,9 +83,7 @@ def save_part(
     }
     path = Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors"
     try:
-        save_file(
-            {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in tensors.items()}, path, metadata
-        )
+        save_file({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in tensors.items()}, path, metadata)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         return SavedFile(path.name, path.stat().st_size, _sha256(path))
@@ -141,9 +137,7 @@ def load_slices(
                 if place == scalars_from:
                     result.optimizer = (file.metadata() or {}).get("optimizer", "")
                     result.shared = {
-                        name.partition("/")[2]: file.get_tensor(name)
-                        for name in names
-                        if name.startswith("shared/")
+                        name.partition("/")[2]: file.get_tensor(name) for name in names if name.startswith("shared/")
                     }
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
@@ -375,9 +369,7 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         new = given[place] if place < len(given) else None
         # Keras numbers layers per process, so a path may differ where shape and dtype do not.
         if old is None or new is None or {**old, "path": ""} != {**new, "path": ""}:
-            differences.append(
-                f"variable {place}: {_shown(old)} in the checkpoint, {_shown(new)} in the model"
-            )
+            differences.append(f"variable {place}: {_shown(old)} in the checkpoint, {_shown(new)} in the model")
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(

@@ -46,9 +46,7 @@ class MasterClient:
     def wait_for_cluster(self, stopped: Callable[[], bool] = lambda: False) -> Any:
         """Waits until all parameter servers hold the model; returns the `GetClusterResponse`."""
         while not stopped():
-            answer = self._connection.call(
-                self._stub.GetCluster, pb.GetClusterRequest(id=self.id), _LONG_POLL_SECONDS
-            )
+            answer = self._connection.call(self._stub.GetCluster, pb.GetClusterRequest(id=self.id), _LONG_POLL_SECONDS)
             if answer.ready:
                 return answer
         return None
@@ -67,15 +65,11 @@ class MasterClient:
         return self._connection.call(self._stub.ReportTask, report)
 
     def report_failed(self, lease: int, error: str, traceback: str, fatal: bool) -> Any:
-        request = pb.ReportTaskRequest(
-            worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal
-        )
+        request = pb.ReportTaskRequest(worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal)
         return self._connection.call(self._stub.ReportTask, request)
 
     def stop_training(self, reason: str) -> None:
-        self._connection.call(
-            self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason)
-        )
+        self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
 
     def stay_until_over(self, interval_seconds: float = 1.0) -> None:
         """Gives signs of life until the job is over. Raises when the master is gone before that."""

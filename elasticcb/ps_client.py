@@ -126,9 +126,7 @@ class PSClient:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
         def pull(server: _Server) -> Frame[Any]:
-            request = pb.ExchangeRequest(
-                pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round
-            )
+            request = pb.ExchangeRequest(pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round)
             return self._call(server, "Exchange", request)
 
         answers = list(self._pool.map(pull, self._servers))
@@ -274,20 +272,14 @@ class PSClient:
             server.connection.close()
 
 
-def pack_weights(
-    weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
-) -> dict[str, Array]:
+def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
     """One server's part of `weights`, as it travels."""
     trainable = pack(weights, specs, slices, trainable=True)
     state = pack(weights, specs, slices, trainable=False)
-    return {f"weights/{d}": flat for d, flat in trainable.items()} | {
-        f"state/{d}": flat for d, flat in state.items()
-    }
+    return {f"weights/{d}": flat for d, flat in trainable.items()} | {f"state/{d}": flat for d, flat in state.items()}
 
 
-def unpack_weights(
-    blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
-) -> list[Array]:
+def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
     """The whole weights from all servers' blocks, in the order of `specs`."""
     weights = [np.empty(spec.shape, dtype_of(spec.dtype)) for spec in specs]
     for server, slices in zip(blocks, parts, strict=True):

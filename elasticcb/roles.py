@@ -76,9 +76,7 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
         Worker(settings, client, index).run()
 
 
-def run_ps(
-    master_address: str, index: int = -1, host: str = "127.0.0.1", parent_pid: int | None = None
-) -> None:
+def run_ps(master_address: str, index: int = -1, host: str = "127.0.0.1", parent_pid: int | None = None) -> None:
     """Joins the job of the master at `master_address` as a parameter server, until it is ended."""
     if parent_pid is not None:
         follow_parent(parent_pid)

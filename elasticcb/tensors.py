@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,8 @@ def from_message(message: pb.Tensor) -> Array:
     return _view(message, memoryview(message.content), message.name)
 
 
-class Frame(NamedTuple, Generic[Header]):
+@dataclass(frozen=True)
+class Frame(Generic[Header]):
     """A header and the arrays that travel with it, by name."""
 
     header: Header
@@ -142,9 +144,7 @@ def _view(message: pb.Tensor, content: memoryview, name: str) -> Array:
 def _strings_to_message(array: Array, name: str) -> pb.Tensor:
     values = [v if isinstance(v, bytes) else str(v).encode() for v in array.reshape(-1)]
     lengths = np.array([len(value) for value in values], np.int64)
-    return pb.Tensor(
-        dtype="bytes", shape=array.shape, content=lengths.tobytes() + b"".join(values), name=name
-    )
+    return pb.Tensor(dtype="bytes", shape=array.shape, content=lengths.tobytes() + b"".join(values), name=name)
 
 
 def _strings_from_message(message: pb.Tensor) -> Array:

@@ -86,9 +86,7 @@ class Dispatcher:
             if hook in _ONCE:  # not before: a beginning that failed is tried again with the next task
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
-                self.stop_reason = (
-                    f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
-                )
+                self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
 
     def _guarded(self, callback: Any, hook: str, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -100,14 +98,10 @@ class Dispatcher:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise CallbackError(
-                f"{self._story(callback, hook, args)} {what}", user_traceback(error)
-            ) from error
+            raise CallbackError(f"{self._story(callback, hook, args)} {what}", user_traceback(error)) from error
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
-        return (
-            f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
-        )
+        return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
 
 
 def _process_name(place: Place, params: Mapping[str, Any]) -> str:

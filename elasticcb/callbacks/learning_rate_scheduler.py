@@ -55,9 +55,7 @@ class LearningRateScheduler(keras.callbacks.Callback):
     def _optimizer(self) -> Any:
         optimizer = getattr(self.model, "optimizer", None)
         if not hasattr(optimizer, "learning_rate"):
-            given = (
-                "no optimizer" if optimizer is None else f"an optimizer of type {type(optimizer).__name__}"
-            )
+            given = "no optimizer" if optimizer is None else f"an optimizer of type {type(optimizer).__name__}"
             raise CallbackError(
                 f'The optimizer must have a "learning_rate" attribute. Received: {given}. Return a '
                 "keras.optimizers.Optimizer from optimizer(), or take LearningRateScheduler out of "

@@ -51,9 +51,7 @@ _VERSION = "`batch`: model version"
 _INDEX = "`batch`: index in this worker"
 
 _ROWS = (
-    Hook(
-        "on_train_begin", (Place.WITH_OTHER_HOOKS,), "once, before the first task of the process", "", "`{}`"
-    ),
+    Hook("on_train_begin", (Place.WITH_OTHER_HOOKS,), "once, before the first task of the process", "", "`{}`"),
     Hook(
         "on_train_end",
         (Place.TRAIN_END_WORKER,),

@@ -53,9 +53,7 @@ class PredictionOutputsProcessor(keras.callbacks.Callback):
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not logs or "predictions" not in logs:
-            raise CallbackError(
-                f'Expected the outputs of the batch in logs["predictions"]. Received logs: {logs!r}.'
-            )
+            raise CallbackError(f'Expected the outputs of the batch in logs["predictions"]. Received logs: {logs!r}.')
         self.process(logs["predictions"], int((self.params or {}).get("worker_id", 0)))
 
 

@@ -45,9 +45,7 @@ def read_config(path: Path) -> ConfigFile:
     if root is None:
         return ConfigFile(path, {})
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(
-            f"{path} holds no flags. Expected lines of the form `name: value`, such as `num_workers: 2`."
-        )
+        raise UsageError(f"{path} holds no flags. Expected lines of the form `name: value`, such as `num_workers: 2`.")
     values: dict[str, Any] = {}
     for key, value in root.value:
         place = f"{path}:{key.start_mark.line + 1}"
@@ -64,8 +62,7 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"The config file {path} can't be read: {reason}. --config expects a YAML file with the names "
-            "of the flags."
+            f"The config file {path} can't be read: {reason}. --config expects a YAML file with the names of the flags."
         ) from error
 
 

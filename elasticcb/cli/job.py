@@ -100,8 +100,6 @@ def _new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UsageError(
-                f"The job's folder {path} can't be made: {error}. Name another: --job_dir."
-            ) from error
+            raise UsageError(f"The job's folder {path} can't be made: {error}. Name another: --job_dir.") from error
         return path
     raise UsageError(f"No free folder like {parent / name}-{stamp}. Name one: --job_dir.")

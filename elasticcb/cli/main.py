@@ -24,9 +24,7 @@ from elasticcb.errors import ElasticCBError, ExitCode
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
 @click.command_panel("Jobs", commands=["train", "evaluate", "predict"])
-@click.command_panel(
-    "Single processes, to start on several machines by hand", commands=["master", "ps", "worker"]
-)
+@click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
     """Elastic parameter-server training for Keras 3, driven by callbacks.
 
@@ -50,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     session = Session(debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
     try:
-        elasticcb.main(
-            args=list(arguments) or ["--help"], prog_name="elasticcb", standalone_mode=False, obj=session
-        )
+        elasticcb.main(args=list(arguments) or ["--help"], prog_name="elasticcb", standalone_mode=False, obj=session)
     except (KeyboardInterrupt, click.Abort):
         return _end("Interrupted.", ExitCode.INTERRUPTED, session)
     except ElasticCBError as error:

@@ -35,9 +35,7 @@ class ModelFile:
         if self.may_define(name):
             return
         public = [found for found in self.names if not found.startswith("_")]
-        raise UsageError(
-            f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}"
-        )
+        raise UsageError(f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}")
 
 
 def find_model_file(zoo: Path, definition: str, zoo_flag: str, definition_flag: str) -> ModelFile:
@@ -76,9 +74,7 @@ def parse_model_file(path: Path) -> ModelFile:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         line = f"\n    {error.text.strip()}" if error.text else ""
-        raise UsageError(
-            f"{path}:{error.lineno}: the model file holds a syntax error: {error.msg}.{line}"
-        ) from error
+        raise UsageError(f"{path}:{error.lineno}: the model file holds a syntax error: {error.msg}.{line}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"The model file {path} can't be read: {error}.") from error
     names = dict.fromkeys(_bound_names(tree.body))
@@ -120,9 +116,7 @@ def _modules(zoo: Path) -> list[str]:
 def _suggest(name: str, available: list[str]) -> str:
     close = difflib.get_close_matches(name, available, n=3)
     # The right file in the wrong folder, or with the folder left out.
-    close += [
-        other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close
-    ]
+    close += [other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close]
     return (f"Did you mean {' or '.join(close[:3])}? " if close else "") + _there(available)
 
 
@@ -134,8 +128,6 @@ def _there(available: list[str]) -> str:
 
 
 def _nearest_folder(path: Path) -> str:
-    siblings = (
-        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    )
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     return f" Did you mean {path.parent / close[0]}?" if close else ""

@@ -401,9 +401,7 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
-CANONICAL: dict[str, str] = {
-    spelling: option.name for option in OPTIONS for spelling in (option.name, *option.aliases)
-}
+CANONICAL: dict[str, str] = {spelling: option.name for option in OPTIONS for spelling in (option.name, *option.aliases)}
 
 
 def normalize(text: str) -> str:

@@ -169,11 +169,7 @@ class LiveDisplay:
         if status is None:
             return Text(self._name)
         bar = Table.grid(padding=(0, 1))
-        share = (
-            Text(f"{min(1.0, status.records_done / status.records_total):4.0%}")
-            if status.records_total
-            else ""
-        )
+        share = Text(f"{min(1.0, status.records_done / status.records_total):4.0%}") if status.records_total else ""
         bar.add_row(
             Text(self._name, style="bold"),
             Text(status.phase, style="cyan"),

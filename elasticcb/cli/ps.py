@@ -10,12 +10,8 @@ from elasticcb.settings import ClusterSettings
 
 
 @click.command(context_settings=CONTEXT)
-@click.option(
-    "--master", "master_address", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP
-)
-@click.option(
-    "--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP
-)
+@click.option("--master", "master_address", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP)
+@click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP)
 @click.option(
     "--host",
     metavar="ADDRESS",

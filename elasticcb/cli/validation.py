@@ -204,10 +204,7 @@ def _check_writable(flag: str, path: Path) -> Iterator[str]:
         which = "" if nearest == path else f", but {nearest} stands in its way: it"
         yield f"{flag} names {path}{which or ', which'} is not a folder. Name another folder."
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield (
-            f"{flag} names {path}, but {nearest} can't be written to. Name another folder, or change "
-            "its rights."
-        )
+        yield (f"{flag} names {path}, but {nearest} can't be written to. Name another folder, or change its rights.")
 
 
 def _check_replaceable(given: Given, output: Path) -> Iterator[str]:

@@ -9,12 +9,8 @@ from elasticcb.cli.command import CONTEXT
 
 
 @click.command(context_settings=CONTEXT)
-@click.option(
-    "--master", "master_address", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP
-)
-@click.option(
-    "--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP
-)
+@click.option("--master", "master_address", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP)
+@click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP)
 @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
 def worker(master_address: str, index: int, parent_pid: int | None) -> None:
     """Run one worker, which takes tasks from a master until there are no more.

@@ -105,9 +105,7 @@ class LocalCluster(ClusterBackend):
             environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
         if self._gpus:
             # One GPU per worker; servers would only take memory from them.
-            environment["CUDA_VISIBLE_DEVICES"] = (
-                self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
-            )
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
         return os.environ | environment
 
 

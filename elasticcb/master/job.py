@@ -81,6 +81,8 @@ class Job:
             except (JobFailedError, ConnectionLostError) as error:
                 raise self._explained(error) from error
             self._wait_until_gone(Role.WORKER, _LEAVE_SECONDS)
+            if self._master.error is not None:
+                raise self._master.error
             return self._report.summary(self._queue)
         finally:
             self._stop()
@@ -266,6 +268,7 @@ class Job:
     def _finish(self) -> None:
         with self._master.changed:
             self._queue.finish()
+            self._master.over = True
             self._master.changed.notify_all()
         self._over = True
 

@@ -81,6 +81,7 @@ class Master:
         threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
         self._server = Server(cluster.host, cluster.port, threads)
         add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
+        self.over = False  # there are no more tasks; workers leave
         self.closing = False  # the job is over
 
     @property
@@ -113,9 +114,7 @@ class Master:
             if self.queue is not None:
                 self._raise_failure()
                 for lease in self.queue.expire(time.monotonic()):
-                    logger.warning(
-                        "Worker %d made no progress on %s; its lease is over", lease.worker, lease.task
-                    )
+                    logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     self._replace_hung(lease.worker)
             self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
             self.processes.start_missing(self.address)
@@ -217,6 +216,9 @@ class Master:
             if error and member is not None:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
+                    if self.over:  # what it failed in, such as `on_predict_end`, nobody does again
+                        self.roster.left(id)
+                        raise JobFailedError(f"{member} failed after its last task: {error}")
                     self.processes.lost(id, error)
                 except JobFailedError as failure:
                     failure.user_traceback = traceback

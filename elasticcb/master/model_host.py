@@ -62,9 +62,7 @@ class ModelHost:
             specs = serving_inputs(self.model, self._features_spec)
         except CallbackError:
             return ()  # the exporter will say why
-        return tuple(
-            SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs
-        )
+        return tuple(SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs)
 
     @property
     def exports(self) -> bool:

@@ -63,7 +63,8 @@ class Processes:
         member = self._roster.find(worker)
         if member is None:
             return ""
-        return f"Worker {worker} was process {member.pid} on {member.host}, in place {member.index} (log: worker-{member.index}.log)."
+        place = f"in place {member.index} (log: worker-{member.index}.log)"
+        return f"Worker {worker} was process {member.pid} on {member.host}, {place}."
 
     def lost(self, id: int, reason: str) -> None:
         """A member is gone. Raises `JobFailedError` when the job can't go on without it."""

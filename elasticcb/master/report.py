@@ -23,7 +23,6 @@ _STATUS_SECONDS = 0.5  # between updates of the display
 _RATE_SECONDS = 10.0  # records per second are over so long
 
 
-
 class Report:
     """Watches a job for its display.
 

@@ -97,9 +97,7 @@ class MasterServicer(Generated):
             request.version,
             request.loss if request.batches else None,
         )
-        return pb.ReportProgressResponse(
-            accepted=answer.accepted, reason=answer.reason, over=self._master.closing
-        )
+        return pb.ReportProgressResponse(accepted=answer.accepted, reason=answer.reason, over=self._master.closing)
 
     @_answered
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:

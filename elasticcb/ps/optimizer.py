@@ -19,6 +19,7 @@ from elasticcb.ps.partition import VariableSpec
 
 MakeOptimizer = Callable[[], "keras.optimizers.Optimizer"]
 
+
 class Slot(NamedTuple):
     """A variable of the optimizer that belongs to one variable of the model."""
 

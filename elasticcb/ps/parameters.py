@@ -77,9 +77,7 @@ class Parameters:
                 if specs[part.variable].trainable
             }
             self.optimizer = (
-                ServerOptimizer(make_optimizer, self._variables, specs)
-                if make_optimizer is not None
-                else None
+                ServerOptimizer(make_optimizer, self._variables, specs) if make_optimizer is not None else None
             )
         self._read = tf.function(
             lambda: [tf.identity(variable.value) for variable in self._variables.values()], autograph=False
@@ -141,9 +139,7 @@ class Parameters:
             if base is not None:
                 optimizer.set_learning_rate(base)
         if any(delta.any() for delta in push.state.values()):
-            self._state = {
-                dtype: _frozen(_added(block, push.state[dtype])) for dtype, block in self._state.items()
-            }
+            self._state = {dtype: _frozen(_added(block, push.state[dtype])) for dtype, block in self._state.items()}
             self.state_version += 1
         self.version += 1
         self._blocks = None
@@ -158,17 +154,14 @@ class Parameters:
     def _need_optimizer(self) -> ServerOptimizer:
         if self.optimizer is None:
             raise ElasticCBError(
-                "This parameter server was started without an optimizer, to evaluate or predict; it "
-                "takes no gradients."
+                "This parameter server was started without an optimizer, to evaluate or predict; it takes no gradients."
             )
         return self.optimizer
 
     def _apply_gradients(self, push: Push) -> None:
         key = (push.dense, tuple(push.rows))
         blocks = [tf.convert_to_tensor(block) for block in push.blocks.values()]
-        rows = [
-            (tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()
-        ]
+        rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         function = self._functions.get(key)
         if function is not None:
             function(blocks, rows)
@@ -190,9 +183,7 @@ class Parameters:
         try:
             function(blocks, rows)
         except tf.errors.OpError as error:
-            logger.warning(
-                "The optimizer %s runs without XLA, slower: %s", self._need_optimizer().name, error.message
-            )
+            logger.warning("The optimizer %s runs without XLA, slower: %s", self._need_optimizer().name, error.message)
             function = self._make_function(push, jit_compile=False)
             function(blocks, rows)
         return function

@@ -197,10 +197,7 @@ def block_sizes(
     subset: Collection[int] | None = None,
 ) -> dict[str, int]:
     """Elements of each flat block, by dtype."""
-    return {
-        placed.dtype: placed.offset + placed.slice.elements
-        for placed in layout(specs, slices, trainable, subset)
-    }
+    return {placed.dtype: placed.offset + placed.slice.elements for placed in layout(specs, slices, trainable, subset)}
 
 
 def pack(
@@ -217,8 +214,7 @@ def pack(
         specs, slices, trainable, subset: as in `layout`.
     """
     blocks = {
-        dtype: np.empty(size, dtype_of(dtype))
-        for dtype, size in block_sizes(specs, slices, trainable, subset).items()
+        dtype: np.empty(size, dtype_of(dtype)) for dtype, size in block_sizes(specs, slices, trainable, subset).items()
     }
     for part, dtype, offset in layout(specs, slices, trainable, subset):
         source = np.asarray(arrays[part.variable]).reshape(-1)[part.start : part.stop]

@@ -25,9 +25,7 @@ class Peers:
         self._connections = [
             Connection(address, f"parameter server {index}") for index, address in enumerate(addresses, 1)
         ]
-        self._calls = [
-            connection.frame_call(SERVICE, "Apply", pb.ApplyResponse) for connection in self._connections
-        ]
+        self._calls = [connection.frame_call(SERVICE, "Apply", pb.ApplyResponse) for connection in self._connections]
 
     def apply(self, pushes: Sequence[PushName], version: int, learning_rate: float | None) -> None:
         """Lets all others apply the mean of `pushes`, which takes the model to `version`.
@@ -50,9 +48,7 @@ class Peers:
             connection.start_call(call, request)
             for connection, call, request in zip(self._connections, self._calls, requests, strict=True)
         ]
-        for connection, call, request, future in zip(
-            self._connections, self._calls, requests, started, strict=True
-        ):
+        for connection, call, request, future in zip(self._connections, self._calls, requests, started, strict=True):
             try:
                 future.result()
             except grpc.RpcError:

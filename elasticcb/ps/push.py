@@ -51,9 +51,7 @@ class PushReader:
         self._slices = slices
         self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
 
-    def read(
-        self, tensors: Mapping[str, Array], dense: Sequence[int], learning_rate: float | None = None
-    ) -> Push:
+    def read(self, tensors: Mapping[str, Array], dense: Sequence[int], learning_rate: float | None = None) -> Push:
         """The push in a frame.
 
         Args:
@@ -141,9 +139,7 @@ class PushReader:
             else:
                 rows[index] = merged
         states = [push.state for push in pushes if push.state]
-        state = (
-            {dtype: _merge_state([s[dtype] for s in states], count) for dtype in states[0]} if states else {}
-        )
+        state = {dtype: _merge_state([s[dtype] for s in states], count) for dtype in states[0]} if states else {}
         rates = [push.learning_rate for push in pushes if push.learning_rate is not None]
         return Push(dense, blocks, rows, state, rates[-1] if rates else None)
 
@@ -182,9 +178,7 @@ class PushReader:
         if part is None:
             raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
         if set(pair) != {"ids", "values"}:
-            raise WireError(
-                f"The push holds {sorted(pair)} of the rows of {spec.path!r}; it needs ids and values."
-            )
+            raise WireError(f"The push holds {sorted(pair)} of the rows of {spec.path!r}; it needs ids and values.")
         ids, values = pair["ids"], pair["values"]
         if not spec.shape:
             raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")

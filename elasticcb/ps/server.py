@@ -30,9 +30,7 @@ class PSServer:
     ) -> None:
         self._servicer = Servicer(settings.training, make_optimizer)
         self._server = rpc.Server(host, port)
-        self._server.grpc_server.add_generic_rpc_handlers(
-            (rpc.frame_handlers(SERVICE, self._servicer.methods()),)
-        )
+        self._server.grpc_server.add_generic_rpc_handlers((rpc.frame_handlers(SERVICE, self._servicer.methods()),))
 
     @property
     def address(self) -> str:

@@ -98,9 +98,7 @@ class Servicer:
             if self._model is not None:
                 self._model.peers.close()
 
-    def _locked(
-        self, function: Callable[[Frame[Any], Any], Frame[Any]]
-    ) -> Callable[[Frame[Any]], Frame[Any]]:
+    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self._lock:
                 return function(frame, self._initialized())
@@ -170,9 +168,7 @@ class Servicer:
             part = model.parameters.export()
         # The arrays are never written again: others go on while the file is.
         saved = checkpoint.save_part(frame.header.directory, part, model.slices, model.index, model.num_ps)
-        response = pb.SaveResponse(
-            file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version
-        )
+        response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
         return Frame(response, {})
 
     # -------------------------------------------------------------- training
@@ -310,9 +306,7 @@ class Servicer:
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 
 
-def _values(
-    tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
-) -> dict[int, Array]:
+def _values(tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[int, Array]:
     """The slices' arrays in the frame of an Initialize."""
     values: dict[int, Array] = {}
     for kind, trainable in (("weights", True), ("state", False)):

@@ -84,7 +84,7 @@ def test_a_plain_line_holds_all_figures():
     PlainDisplay("digits", stream).update(STATUS)
     assert stream.getvalue() == (
         "[digits] training: epoch 2/3, 50% (1,500/3,000 records), 812 records/s, version 47, loss 0.12346, "
-        "accuracy 0.95123, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
+        "val_accuracy 0.95123, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
     )
 
 

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
-from jobs import job_settings, run_job, write_model_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_model_files import RECORDS, write_arrays
 
 from elasticcb.callbacks.placement import TABLE
 from elasticcb.errors import JobFailedError
 from elasticcb.settings import Command
+from jobs import job_settings, run_job, write_model_file
 
 MODEL = """
 import json
@@ -116,7 +116,7 @@ class TestPlacement:
         order = [name for name, *_ in master]
         epoch = ["on_epoch_begin", "on_test_begin", "on_test_end", "on_epoch_end"]
         assert order == ["on_train_begin", *epoch, *epoch, "on_train_end"]
-        for name, *values, logs in master:
+        for name, *_, logs in master:
             if name == "on_epoch_end":
                 assert sorted(logs) == ["loss", "mae", "val_loss", "val_mae"]
             elif name == "on_test_end":
@@ -326,6 +326,26 @@ def callbacks():
             run_job(small_job(tmp_path, path, num_workers=1))
         assert len(calls(tmp_path, "tried", "worker-0")) == 1
         assert 'return logs["accuracy"]' in caught.value.user_traceback
+
+
+    def test_end_of_prediction_that_fails_on_a_worker_fails_the_job(self, tmp_path):
+        text = """
+class Fails(keras.callbacks.Callback):
+    def on_predict_batch_end(self, batch, logs=None):
+        pass
+
+    def on_predict_end(self, logs=None):
+        if process() != "master":
+            raise OSError("can't flush")
+
+def callbacks():
+    return [Fails()]
+"""
+        path = model_file(tmp_path, text, "fails_at_end_of_prediction")
+        data = write_arrays(tmp_path / "data.npz")
+        with pytest.raises(JobFailedError, match=r"on_predict_end on worker \d+: OSError: can't flush") as caught:
+            run_job(small_job(tmp_path, path, command=Command.PREDICT, prediction=data, num_workers=1))
+        assert "raise OSError" in caught.value.user_traceback
 
 
 class TestPremade:

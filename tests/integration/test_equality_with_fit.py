@@ -126,6 +126,8 @@ def test_weights_equal_those_of_fit_with_two_servers(tmp_path):
     assert_equal(*train_both(tmp_path, "keras.optimizers.Adam(0.01)", DENSE, num_ps=2))
 
 
-@pytest.mark.parametrize("optimizer", ["keras.optimizers.SGD(0.05)", "keras.optimizers.Adagrad(0.05)", "HalfSigned(0.01)"])
+@pytest.mark.parametrize(
+    "optimizer", ["keras.optimizers.SGD(0.05)", "keras.optimizers.Adagrad(0.05)", "HalfSigned(0.01)"]
+)
 def test_row_gradients_of_an_embedding_end_where_fit_ends(tmp_path, optimizer):
     assert_equal(*train_both(tmp_path, optimizer, EMBEDDING))

@@ -5,10 +5,10 @@ import json
 import keras
 import numpy as np
 import pytest
-from jobs import job_settings, run_job, write_model_file
 from test_model_files import load_module
 
 from elasticcb.settings import Command
+from jobs import job_settings, run_job, write_model_file
 
 RECORDS = 203  # neither tasks nor batches come out even
 

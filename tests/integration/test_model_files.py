@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from jobs import job_settings, run_job, write_model_file
 
 from elasticcb.errors import JobFailedError
 from elasticcb.settings import Command, NonFinite
+from jobs import job_settings, run_job, write_model_file
 
 RECORDS = 96
 
@@ -620,7 +620,7 @@ class TestNonFinite:
 
     def test_infinite_gradient_stops_the_job_and_names_the_variable(self, tmp_path):
         data = write_arrays(tmp_path / "data.npz")
-        with pytest.raises(JobFailedError, match="gradient of '.*batch_norm.* holds NaN or infinity"):
+        with pytest.raises(JobFailedError, match=r"gradient of '.*batch_norm.* holds NaN or infinity"):
             run_job(self.settings(tmp_path, data, "'zeros'", "root"))
 
     def test_loss_that_is_not_finite_stops_the_job(self, tmp_path):

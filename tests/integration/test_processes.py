@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+
 from jobs import write_model_file
 
 MODEL_FILE = """
@@ -117,7 +118,8 @@ def test_a_killed_parameter_server_fails_the_job_and_its_checkpoint_goes_on(data
     assert re.search(r"rows +1,?000", evaluation.output)
 
     monkeypatch.setenv("PREDICTIONS", str(data / "predictions.txt"))
-    prediction = start_job("predict", *common, f"--prediction_data={data / 'test.npz'}", "--num_workers=2", "--num_ps=3")
+    flags = [f"--prediction_data={data / 'test.npz'}", "--num_workers=2", "--num_ps=3"]
+    prediction = start_job("predict", *common, *flags)
     assert prediction.finish() == 0, prediction.output
     predicted = np.sort(np.loadtxt(data / "predictions.txt"))
     expected = np.sort(np.load(data / "test.npz")["y"].reshape(-1))

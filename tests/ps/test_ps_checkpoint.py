@@ -5,12 +5,12 @@ import json
 import keras
 import numpy as np
 import pytest
-from helpers_ps import SPECS, Part, gradients, initial_values
 
 from elasticcb import checkpoint
 from elasticcb.errors import CheckpointError
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, partition
+from helpers_ps import SPECS, Part, gradients, initial_values
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),

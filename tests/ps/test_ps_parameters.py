@@ -6,12 +6,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
+from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 optimizers = keras.optimizers
 

@@ -7,7 +7,6 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from helpers_ps import SPECS, Part, gradients, initial_values, push_frame
 
 from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
@@ -17,6 +16,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc import Connection
 from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.tensors import Frame
+from helpers_ps import SPECS, Part, gradients, initial_values, push_frame
 
 # Large enough to be cut in two.
 CUT = (
