@@ -101,17 +101,22 @@ _ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
 
 
 def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """What `feed` did to `raw`, from the last step to the first."""
+    """What `feed` did to `raw`, from the last step to `raw` itself."""
     pending = [fed]
     while pending:
         step = pending.pop()
+        yield step
         if step is not raw:
-            yield step
             pending.extend(step._inputs())
 
 
 def _check(raw: tf.data.Dataset, fed: tf.data.Dataset, path: Any) -> None:
     """Raises `ModelFileError` when `feed` does what breaks the accounting of records."""
+    if all(step is not raw for step in _steps(raw, fed)):
+        raise ModelFileError(
+            f"`feed` in {path} returns a dataset that is not made from the one it is given, so every task would "
+            "hold the same records. Return dataset.map(...), or the like."
+        )
     unbatches = False
     for step in _steps(raw, fed):
         kind = type(step).__name__
@@ -127,7 +132,7 @@ def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
     Known for chains of maps and the like; anything else counts as no, and then a task that is taken
     over starts at its beginning.
     """
-    kinds = [type(step).__name__ for step in _steps(raw, fed)]
+    kinds = [type(step).__name__ for step in _steps(raw, fed) if step is not raw]
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 

@@ -221,6 +221,14 @@ class TestMistakes:
                 "training",
                 "gives no labels, which `loss` needs",
             ),
+            ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches: .*Leave `cache` out"),
+            ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats: .*--num_epochs"),
+            ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "makes batches"),
+            (
+                {"feed": "def feed(d, mode, metadata): return tf.data.Dataset.from_tensors((1, 2))"},
+                "training",
+                "not made from the one it is given",
+            ),
             ({"feed": "def feed(d, mode, metadata): return None"}, "training", "returned NoneType; expected a tf.data"),
             (
                 {"feed": "def feed(dataset): return dataset"},

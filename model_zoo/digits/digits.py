@@ -17,9 +17,11 @@ from elasticcb.data import Metadata, Reader, Source
 def custom_model():
     image = keras.Input((8, 8), name="image")
     x = keras.layers.Reshape((8, 8, 1))(image)
-    x = keras.layers.Conv2D(32, 3, activation="relu")(x)
-    x = keras.layers.Conv2D(32, 3, activation="relu")(x)
+    x = keras.layers.Conv2D(32, 3, padding="same", activation="relu")(x)
+    x = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(x)
+    x = keras.layers.MaxPooling2D()(x)
     x = keras.layers.Flatten()(x)
+    x = keras.layers.Dropout(0.3)(x)
     x = keras.layers.Dense(64, activation="relu")(x)
     return keras.Model({"image": image}, keras.layers.Dense(10, name="logits")(x))
 
@@ -46,7 +48,7 @@ def eval_metrics_fn():
 
 def callbacks():
     # By the model's version, which counts the gradients of all workers.
-    return [LearningRateScheduler(lambda version: 1e-3 if version < 450 else 2e-4)]
+    return [LearningRateScheduler(lambda version: 1e-3 if version < 500 else 3e-4)]
 
 
 def custom_data_reader(data_origin):
