@@ -78,8 +78,9 @@ class MasterClient:
             if self.report_progress(pb.ReportProgressRequest()).over:
                 over.set()
 
-    def leave(self, error: str = "", traceback: str = "") -> None:
-        request = pb.LeaveRequest(id=self.id, error=error, traceback=traceback)
+    def leave(self, error: str = "", traceback: str = "", fatal: bool = False) -> None:
+        """Says goodbye; `fatal`: with an error that another process in this place would end with too."""
+        request = pb.LeaveRequest(id=self.id, error=error, traceback=traceback, fatal=fatal)
         self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def close(self) -> None:

@@ -97,6 +97,7 @@ class PSClient:
         self.split = split
         self.version = 0  # of the model, as the first server counts it
         self.learning_rate = 0.0  # the base rate
+        self.learning_rate_version = -1  # rises when the master sets the base rate
         self.snapshot_version = 0  # of the weights that `pull_snapshot` fetched last
         self._client_id = client_id
         self._staged = synchronous and len(addresses) > 1
@@ -199,6 +200,7 @@ class PSClient:
             answers = list(self._pool.map(lambda pair: self._call_frame(*pair), servers))
         first = answers[0].header
         self.version, self.learning_rate = first.version, first.learning_rate
+        self.learning_rate_version = first.base_learning_rate_version
         for server, answer in zip(self._servers, answers, strict=True):
             if any(name.startswith("weights/") for name in answer.tensors):
                 server.version = answer.header.version

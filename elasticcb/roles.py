@@ -13,7 +13,7 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import DataError, ElasticCBError, ModelFileError
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import ClusterKind, Command, JobSettings
@@ -119,7 +119,8 @@ class _Farewell:
             text = str(error) if isinstance(error, ElasticCBError) else f"{type(error).__name__}: {error}"
             logger.error("%s", text, exc_info=error)
             try:
-                self._client.leave(text, getattr(error, "user_traceback", ""))
+                fatal = isinstance(error, (ModelFileError, DataError))
+                self._client.leave(text, getattr(error, "user_traceback", ""), fatal)
             except ElasticCBError:
                 logger.debug("The master is gone too")
         self._client.close()

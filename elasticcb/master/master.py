@@ -210,15 +210,16 @@ class Master:
             logger.info("Training is asked to stop: %s", reason)
             self.changed.notify_all()
 
-    def leave(self, id: int, error: str, traceback: str) -> None:
+    def leave(self, id: int, error: str, traceback: str, fatal: bool) -> None:
         with self.changed:
             member = self.roster.member(id)
             if error and member is not None:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
-                    if self.over:  # what it failed in, such as `on_predict_end`, nobody does again
+                    if fatal or self.over:  # what it failed in would fail, or is not done, again
                         self.roster.left(id)
-                        raise JobFailedError(f"{member} failed after its last task: {error}")
+                        when = " after its last task" if self.over else ""
+                        raise JobFailedError(f"{member} failed{when}: {error}")
                     self.processes.lost(id, error)
                 except JobFailedError as failure:
                     failure.user_traceback = traceback

@@ -125,7 +125,7 @@ class MasterServicer(Generated):
 
     @_answered
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
-        self._master.leave(request.id, request.error, request.traceback)
+        self._master.leave(request.id, request.error, request.traceback, request.fatal)
         return pb.LeaveResponse()
 
 

@@ -73,6 +73,7 @@ class Worker:
         self._local_steps = 0
         self._last_version = 0
         self._base_learning_rate: float | None = None
+        self._learning_rate_version = -1
 
     def run(self) -> None:
         """Works until the master says that nothing will come any more.
@@ -85,6 +86,7 @@ class Worker:
         pipeline = self._pipeline(first_mode)
         prime(self._spec, self._model, pipeline.first_batch(), first_mode)
         self._metrics.reset()
+        logger.info("The model is built")
         self._transports = self._metrics.transports()
         self._client.register(pb.WORKER, self._index)
         self._progress = ProgressReporter(self._client)
@@ -276,6 +278,8 @@ class Worker:
             logger.warning("Batch skipped: %s", answer.reason)
             self._report.batches_skipped += 1
             return float("nan")
+        if self._local_steps == 1:
+            logger.info("The first step is done, after compiling it")
         self._adopt_base_learning_rate()
         self._add_states(result.states)
         if self._callbacks.wants("on_train_batch_end"):
@@ -324,10 +328,10 @@ class Worker:
 
     def _adopt_base_learning_rate(self) -> None:
         """A new base rate (from a checkpoint, or set on the master) becomes the rate here too."""
-        base = self._ps.learning_rate
-        if base != self._base_learning_rate and _settable_learning_rate(self._model) is not None:
-            self._model.optimizer.learning_rate = base
-            self._base_learning_rate = base
+        version = self._ps.learning_rate_version
+        if version != self._learning_rate_version and _settable_learning_rate(self._model) is not None:
+            self._model.optimizer.learning_rate = self._base_learning_rate = self._ps.learning_rate
+            self._learning_rate_version = version
 
 
 def _settable_learning_rate(model: Any) -> float | None:
