@@ -21,7 +21,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 MILESTONES = (
     ("master", "Started", "the command line is checked"),
-    ("worker-0", "Started", "worker 0 runs, and knows the settings"),
+    ("worker-0", "Started", "worker 0 runs"),
     ("worker-0", "TensorFlow is imported", "worker 0 has imported TensorFlow"),
     ("ps-0", "TensorFlow is imported", "the parameter server has imported TensorFlow"),
     ("master", "The model is built", "the master has imported TensorFlow and built the model"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
-from elasticcb.cluster.local import LocalCluster, follow_parent
+from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
 from elasticcb.errors import DataError, ElasticCBError, ModelFileError
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -41,11 +41,12 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
     _quiet_tensorflow(settings.log_level)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # The model that callbacks see lives here, but nothing is computed with it.
-        _hide_gpus(settings)
     logger.info("Started: %s", settings)
     with native_messages_to(str(logs / "master.log")):
         backend = _make_backend(settings, display)
+        if settings.cluster.kind is ClusterKind.LOCAL and visible_gpus():
+            # They are the workers'; the backend has noted them.
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         from elasticcb.master.job import Job
 
         try:
@@ -59,39 +60,25 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
 
 def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None) -> None:
     """Joins the job of the master at `master_address` as a worker, and works until it is over."""
-    if parent_pid is not None:
-        follow_parent(parent_pid)
+    _begin("worker", index, parent_pid)
     from elasticcb.master_client import MasterClient
-
-    client = MasterClient(master_address)
-    settings = client.settings()
-    if threading.current_thread() is threading.main_thread():
-        setup_logging(f"worker-{index}" if index >= 0 else "worker", settings.log_level)
-        _quiet_tensorflow(settings.log_level)
-    logger.info("Started")
     from elasticcb.worker.worker import Worker
 
-    logger.info("TensorFlow is imported")
+    client = MasterClient(master_address)
+    settings = _settings_of(client)
     with _Farewell(client):
         Worker(settings, client, index).run()
 
 
 def run_ps(master_address: str, index: int = -1, host: str = "127.0.0.1", parent_pid: int | None = None) -> None:
     """Joins the job of the master at `master_address` as a parameter server, until it is ended."""
-    if parent_pid is not None:
-        follow_parent(parent_pid)
+    _begin("ps", index, parent_pid)
     from elasticcb.master_client import MasterClient
-
-    client = MasterClient(master_address)
-    settings = client.settings()
-    if threading.current_thread() is threading.main_thread():
-        setup_logging(f"ps-{index}" if index >= 0 else "ps", settings.log_level)
-        _quiet_tensorflow(settings.log_level)
-    logger.info("Started")
     from elasticcb.model_spec import ModelSpec
     from elasticcb.ps.server import PSServer
 
-    logger.info("TensorFlow is imported")
+    client = MasterClient(master_address)
+    settings = _settings_of(client)
     with _Farewell(client):
         trains = settings.command is Command.TRAIN
         server = PSServer(settings, ModelSpec(settings.model).make_optimizer if trains else None, host)
@@ -101,6 +88,24 @@ def run_ps(master_address: str, index: int = -1, host: str = "127.0.0.1", parent
             client.stay_until_over()
         finally:
             server.stop()
+
+
+def _begin(role: str, index: int, parent_pid: int | None) -> None:
+    """What a process does before it imports TensorFlow."""
+    if parent_pid is not None:
+        follow_parent(parent_pid)
+    if threading.current_thread() is threading.main_thread():
+        setup_logging(f"{role}-{index}" if index >= 0 else role, "INFO")
+        _quiet_tensorflow("INFO")
+    logger.info("Started")
+
+
+def _settings_of(client: Any) -> JobSettings:
+    # Asked for after the import, which takes the longest: the master is busy with its own meanwhile.
+    logger.info("TensorFlow is imported")
+    settings: JobSettings = client.settings()
+    logging.getLogger("elasticcb").setLevel(settings.log_level)
+    return settings
 
 
 class _Farewell:
@@ -133,16 +138,6 @@ def _make_backend(settings: JobSettings, display: Any) -> ClusterBackend:
     if kind is ClusterKind.EXTERNAL:
         return ExternalCluster(display.message)
     return LocalCluster(settings.directory, settings.log_level)
-
-
-def _hide_gpus(settings: JobSettings) -> None:
-    if settings.cluster.kind is ClusterKind.LOCAL:
-        from elasticcb.cluster.local import visible_gpus
-
-        if visible_gpus():
-            import tensorflow as tf
-
-            tf.config.set_visible_devices([], "GPU")
 
 
 def _quiet_tensorflow(log_level: str) -> None:

@@ -26,11 +26,9 @@ from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
-from elasticcb.master.model_host import ModelHost
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizer_traits import may_split
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import Summary
@@ -91,6 +89,9 @@ class Job:
 
     def _start(self) -> None:
         self._master.tend()  # the processes start while the model is built here
+        # Keras is imported here, not above: the other processes import it meanwhile.
+        from elasticcb.master.model_host import ModelHost
+
         self._host = ModelHost(self._settings)
         logger.info("The model is built")
         self._wait_for(lambda: self._master.roster.complete(Role.PS), "parameter servers")
@@ -139,10 +140,8 @@ class Job:
 
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
-        optimizer = self._host.optimizer
-        split = optimizer is not None and may_split(optimizer)
         # Little patience: this side knows when a server is gone.
-        self._ps = PSClient(self._addresses(), self._host.variables, split, patience_seconds=5.0)
+        self._ps = PSClient(self._addresses(), self._host.variables, self._host.may_split, patience_seconds=5.0)
         folder = self._settings.checkpoint.directory_for_init
         checkpoint = str(checkpoints.find_latest(folder)) if folder else ""
         weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]

@@ -16,9 +16,11 @@ from elasticcb.errors import CallbackError
 from elasticcb.feed import FeedPipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master.evaluation import Merged
-from elasticcb.metrics import ModelMetrics, Transport, unflatten_outputs
+from elasticcb.metric_messages import unflatten_outputs
+from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
+from elasticcb.optimizer_traits import may_split
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
@@ -68,6 +70,11 @@ class ModelHost:
     def exports(self) -> bool:
         """Whether the job will write a SavedModel."""
         return any(isinstance(callback, SavedModelExporter) for callback in self.callbacks.callbacks)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether weights may be cut between servers."""
+        return self.optimizer is not None and may_split(self.optimizer)
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:

@@ -11,7 +11,7 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.roster import Role
 from elasticcb.master.task import Lease, TaskType
-from elasticcb.metrics import from_metric_states
+from elasticcb.metric_messages import from_metric_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
 

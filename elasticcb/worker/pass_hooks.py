@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.metrics import ModelMetrics, States
+from elasticcb.metric_messages import States
+from elasticcb.metrics import ModelMetrics
 from elasticcb.proto import elasticcb_pb2 as pb
 
 

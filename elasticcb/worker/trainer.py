@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.metrics import ModelMetrics, States, Transport, to_number
+from elasticcb.metric_messages import States
+from elasticcb.metrics import ModelMetrics, Transport, to_number
 from elasticcb.model_weights import variable_specs
 from elasticcb.ps.partition import Slice, layout
 from elasticcb.ps_client import Blocks, Push

@@ -22,7 +22,8 @@ from elasticcb.errors import (
 from elasticcb.feed import FeedPipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master_client import MasterClient, ProgressReporter
-from elasticcb.metrics import ModelMetrics, States, Transport, to_metric_states
+from elasticcb.metric_messages import States, to_metric_states
+from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.proto import elasticcb_pb2 as pb
