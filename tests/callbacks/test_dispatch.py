@@ -88,8 +88,7 @@ def test_failing_hook_is_told_with_callback_hook_process_version_and_the_users_t
     with pytest.raises(CallbackError) as caught:
         dispatcher.call("on_train_batch_end", 12, {})
     assert str(caught.value) == (
-        "Callback Broken failed in on_train_batch_end on worker 3 (model version 12): "
-        "ValueError: no such thing"
+        "Callback Broken failed in on_train_batch_end on worker 3 (model version 12): ValueError: no such thing"
     )
     assert "elasticcb/callbacks/dispatch.py" not in caught.value.user_traceback
     assert caught.value.user_traceback.count("test_dispatch.py") == 2
@@ -128,9 +127,7 @@ def test_failing_set_model_is_an_error_of_the_callback(model) -> None:
         def set_model(self, model):
             raise RuntimeError("wrong model")
 
-    with pytest.raises(
-        CallbackError, match="Broken failed in set_model on a worker: RuntimeError: wrong model"
-    ):
+    with pytest.raises(CallbackError, match="Broken failed in set_model on a worker: RuntimeError: wrong model"):
         Dispatcher([Broken()], Place.WORKER, {}, model)
 
 

@@ -271,6 +271,4 @@ def test_unusable_numbers_are_refused_at_once(options) -> None:
 
 
 def test_passwords_in_urls_are_not_shown() -> None:
-    assert (
-        without_password("sftp://me:secret@host/x and s3://bucket") == "sftp://me:***@host/x and s3://bucket"
-    )
+    assert without_password("sftp://me:secret@host/x and s3://bucket") == "sftp://me:***@host/x and s3://bucket"

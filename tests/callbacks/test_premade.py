@@ -124,12 +124,8 @@ class TestLearningRateScheduler:
             dispatcher.call("on_train_begin", {})
 
     def test_model_without_optimizer_is_refused_before_training(self) -> None:
-        dispatcher = Dispatcher(
-            [LearningRateScheduler(lambda version: 0.1)], Place.WORKER, {}, compiled(None)
-        )
-        with pytest.raises(
-            CallbackError, match=r'must have a "learning_rate" attribute\. Received: no optimizer'
-        ):
+        dispatcher = Dispatcher([LearningRateScheduler(lambda version: 0.1)], Place.WORKER, {}, compiled(None))
+        with pytest.raises(CallbackError, match=r'must have a "learning_rate" attribute\. Received: no optimizer'):
             dispatcher.call("on_train_begin", {})
 
     @pytest.mark.parametrize("value", [None, "0.1", True, [0.1], float("nan"), float("inf"), np.ones(1)])
@@ -170,9 +166,7 @@ class TestStoppers:
 
     def test_early_stopper_takes_truths_of_numpy_and_tensorflow(self) -> None:
         for answer in (np.bool_(True), tf.constant(True), np.array(True)):
-            dispatcher = Dispatcher(
-                [EarlyStopper(lambda rounds, a=answer: a)], Place.MASTER, {}, compiled(None)
-            )
+            dispatcher = Dispatcher([EarlyStopper(lambda rounds, a=answer: a)], Place.MASTER, {}, compiled(None))
             dispatcher.call("on_test_end", {"metrics": {}})
             assert dispatcher.stop_requested
 

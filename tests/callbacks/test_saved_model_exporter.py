@@ -41,9 +41,7 @@ class Census(keras.Model):
         self.embed = keras.layers.Embedding(8, 3)
         self.scale = keras.layers.Normalization(mean=2.0, variance=4.0, axis=None)
         self.scale.build((None,))  # else Keras builds it while tracing, and its mean is lost with the graph
-        self.weights_of = {
-            "table": tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [10.0]), 0.0)
-        }
+        self.weights_of = {"table": tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [10.0]), 0.0)}
         self.drop = keras.layers.Dropout(0.9)
         self.dense = keras.layers.Dense(1)
 
@@ -132,9 +130,7 @@ def test_models_of_all_kinds_serve_by_name_where_tensorflow_alone_is_used(tmp_pa
         export(model, tmp_path / name / "model", spec)
         np.savez(tmp_path / name / "in.npz", **served)
     folders = [str(tmp_path / name) for name in cases]
-    result = subprocess.run(
-        [sys.executable, "-c", SERVE, *folders], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", SERVE, *folders], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
     for name, (model, _, served, names) in cases.items():

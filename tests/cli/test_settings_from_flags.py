@@ -107,9 +107,7 @@ def test_params_are_read_as_yaml_scalars(workplace):
 
 
 def test_a_list_of_origins_and_a_glob_become_absolute(workplace):
-    settings = workplace.settings(
-        *workplace.flags("--training_data=data/train.csv, data/*.csv,s3://bucket/x")
-    )
+    settings = workplace.settings(*workplace.flags("--training_data=data/train.csv, data/*.csv,s3://bucket/x"))
     root = workplace.root
     assert settings.data.training == f"{root}/data/train.csv,{root}/data/*.csv,s3://bucket/x"
 

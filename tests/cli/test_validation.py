@@ -90,9 +90,7 @@ def test_synchronous_mode_takes_its_flags(workplace):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cant_be_written_to_is_found_out_before(workplace, complaint):
     (workplace.root / "locked").mkdir(mode=0o500)
-    assert "can't be written to" in complaint(
-        "train", *workplace.train, "--checkpoint_dir=locked/checkpoints"
-    )
+    assert "can't be written to" in complaint("train", *workplace.train, "--checkpoint_dir=locked/checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -153,14 +151,10 @@ def test_the_master_command_checks_the_flags_for_its_job(workplace, complaint):
     assert "--num_epochs means nothing to `evaluate`, only to: train" in message
 
 
-@pytest.mark.parametrize(
-    "address", ["localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1", "::1:5"]
-)
+@pytest.mark.parametrize("address", ["localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1", "::1:5"])
 @pytest.mark.parametrize("role", ["worker", "ps"])
 def test_a_role_checks_the_form_of_its_masters_address(complaint, role, address):
-    assert "HOST:PORT" in complaint(role, "--master", address) or "brackets" in complaint(
-        role, f"--master={address}"
-    )
+    assert "HOST:PORT" in complaint(role, "--master", address) or "brackets" in complaint(role, f"--master={address}")
 
 
 @pytest.mark.parametrize("role", ["worker", "ps"])

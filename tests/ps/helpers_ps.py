@@ -79,9 +79,7 @@ class Part:
         self.parameters = Parameters(specs, self.slices, make_optimizer, own)
         self.reader = PushReader(specs, self.slices)
 
-    def push(
-        self, dense: Mapping[int, np.ndarray], rows: Mapping[int, tuple[Any, Any]] | None = None
-    ) -> None:
+    def push(self, dense: Mapping[int, np.ndarray], rows: Mapping[int, tuple[Any, Any]] | None = None) -> None:
         self.parameters.apply(self.make(dense, rows))
 
     def make(

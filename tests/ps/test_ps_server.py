@@ -52,9 +52,7 @@ class Cluster:
         self.slices = partition(specs, num_ps, split)
 
     def call(self, index, method, frame):
-        call = self.connections[index].frame_call(
-            "elasticcb.ParameterServer", method, getattr(pb, f"{method}Response")
-        )
+        call = self.connections[index].frame_call("elasticcb.ParameterServer", method, getattr(pb, f"{method}Response"))
         return self.connections[index].call(call, frame)
 
     def initialize(self, values=None, folder=""):
@@ -83,11 +81,7 @@ class Cluster:
         for index, slices in enumerate(self.slices):
             answer = self.push({}, index, pull=True, snapshot=snapshot)
             for kind, trainable in (("weights", True), ("state", False)):
-                blocks = {
-                    name.split("/")[1]: array
-                    for name, array in answer.tensors.items()
-                    if name.startswith(kind)
-                }
+                blocks = {name.split("/")[1]: array for name, array in answer.tensors.items() if name.startswith(kind)}
                 unpack(blocks, self.specs, slices, trainable, arrays)
         return arrays
 
@@ -118,9 +112,7 @@ def test_a_push_and_a_pull_travel_in_one_exchange(cluster):
     assert (answer.header.version, answer.header.state_version) == (1, 0)
     expected = Part(sgd, initial_values())
     expected.push(gradients(0))
-    np.testing.assert_allclose(
-        answer.tensors["weights/float32"], expected.parameters.weights()["float32"], rtol=1e-6
-    )
+    np.testing.assert_allclose(answer.tensors["weights/float32"], expected.parameters.weights()["float32"], rtol=1e-6)
     again = one.push({}, pull=True, known_version=1, known_state_version=0)
     assert again.header.status == pb.NO_PUSH
     assert not again.tensors
@@ -316,9 +308,7 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     for index in (0, 1):
         two.push(gradients(0, CUT), index, sequence=1)
     folder = checkpoint.begin_version(tmp_path, 1)
-    saved = [
-        two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)
-    ]
+    saved = [two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)]
     files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
     final = checkpoint.write_manifest(folder, version=1, specs=CUT, parts=two.slices, files=files)
     one = cluster(specs=CUT)
