@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-fast lint bench clean
+.PHONY: train test lint clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'

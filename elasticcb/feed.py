@@ -92,6 +92,8 @@ def _readable(error: tf.errors.OpError) -> str:
 
 # What a `feed` must not do, by TensorFlow's name of the dataset: its iterator is made anew for each task.
 _REFUSED = {
+    "IgnoreErrors": "ignores errors, so a file that can't be read would be asked for again without end. Leave "
+    "`ignore_errors` out, and `filter` the records that are not wanted",
     "CacheDataset": "caches: every task after the first would get the first one's records. Leave `cache` out",
     "RepeatDataset": "repeats: a task ends with its last record, and --num_epochs repeats. Leave `repeat` out",
     "BatchDataset": "makes batches: the framework does, with --minibatch_size. Leave `batch` out, or end with "
@@ -127,12 +129,15 @@ def _check(raw: tf.data.Dataset, fed: tf.data.Dataset, path: Any) -> None:
 
 
 def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
-    """Whether `fed` holds one example per record of `raw`, in its order.
+    """Whether `fed` holds one example per record of `raw`, in its order, every time.
 
     Known for chains of maps and the like; anything else counts as no, and then a task that is taken
     over starts at its beginning.
     """
-    kinds = [type(step).__name__ for step in _steps(raw, fed) if step is not raw]
+    steps = [step for step in _steps(raw, fed) if step is not raw]
+    if fed.options().deterministic is False or any(getattr(s, "_deterministic", "") == "false" for s in steps):
+        return False  # `map(..., num_parallel_calls=…, deterministic=False)`
+    kinds = [type(step).__name__ for step in steps]
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 

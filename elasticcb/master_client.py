@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,12 @@ class MasterClient:
         self.id = answer.id
         return int(answer.index)
 
-    def wait_for_cluster(self, stopped: Callable[[], bool] = lambda: False) -> Any:
+    def wait_for_cluster(self) -> Any:
         """Waits until all parameter servers hold the model; returns the `GetClusterResponse`."""
-        while not stopped():
+        while True:
             answer = self._connection.call(self._stub.GetCluster, pb.GetClusterRequest(id=self.id), _LONG_POLL_SECONDS)
             if answer.ready:
                 return answer
-        return None
 
     def get_task(self, leases: Iterable[int]) -> Any:
         """The `GetTaskResponse`; waits for some time when there is nothing to do."""
@@ -73,10 +73,8 @@ class MasterClient:
 
     def stay_until_over(self, interval_seconds: float = 1.0) -> None:
         """Gives signs of life until the job is over. Raises when the master is gone before that."""
-        over = threading.Event()
-        while not over.wait(interval_seconds):
-            if self.report_progress(pb.ReportProgressRequest()).over:
-                over.set()
+        while not self.report_progress(pb.ReportProgressRequest()).over:
+            time.sleep(interval_seconds)
 
     def leave(self, error: str = "", traceback: str = "", fatal: bool = False) -> None:
         """Says goodbye; `fatal`: with an error that another process in this place would end with too."""
@@ -97,12 +95,13 @@ class ProgressReporter:
     def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
         self._client = client
         self._interval = interval_seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_progress`
+        self._sending = threading.Lock()  # one report at a time, so that they arrive in order
         self._progress = pb.ReportProgressRequest()
         self._wake = threading.Event()
         self._stopped = False
-        self.lost_leases: set[int] = set()  # that the master took away
-        self.error: Exception | None = None  # why reporting ended
+        self.lost_leases: set[int] = set()  # that the master took away, or that the job's end did
+        self._error: Exception | None = None  # why reporting ended
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
@@ -121,24 +120,36 @@ class ProgressReporter:
             self._wake.set()
 
     def clear(self) -> None:
-        """No task runs now."""
+        """No task runs now. No report on the last one is under way any more when this returns."""
         self.update(0, 0, self._progress.version)
+        with self._sending:
+            pass
+
+    def send(self) -> None:
+        """Sends what was noted, now."""
+        with self._sending:
+            with self._lock:
+                progress = pb.ReportProgressRequest()
+                progress.CopyFrom(self._progress)
+                self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+            answer = self._client.report_progress(progress)
+            if progress.lease and (answer.over or not answer.accepted):
+                self.lost_leases.add(progress.lease)
+
+    def raise_error(self) -> None:
+        """Raises what ended the reporting, if something did: the master refuses this process, or is lost."""
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         while not self._stopped:
             self._wake.wait(self._interval)
             self._wake.clear()
-            with self._lock:
-                progress = pb.ReportProgressRequest()
-                progress.CopyFrom(self._progress)
-                self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
             try:
-                answer = self._client.report_progress(progress)
+                self.send()
             except Exception as error:
-                self.error = error
+                self._error = error
                 return
-            if progress.lease and not answer.accepted:
-                self.lost_leases.add(progress.lease)
 
     def stop(self) -> None:
         self._stopped = True

@@ -120,7 +120,7 @@ class PSClient:
 
     def pull(self) -> Blocks:
         """Fetches what is newer than the weights at hand."""
-        self._exchange([self._request(server, None, pull=True) for server in self._servers])
+        self._exchange(self._servers, [self._request(server, None, pull=True) for server in self._servers])
         return self.blocks
 
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
@@ -141,22 +141,32 @@ class PSClient:
             learning_rate: for this push only; None takes the servers' base rate.
         """
         self._sequence += 1
+        # Staged pushes change the other servers only once the first one has decided.
+        pull_along = pull and not self._staged
+        # While an update goes from server to server, a pull may find them at different versions.
+        oldest = min(server.version for server in self._servers) if self._staged else None
         frames = []
         for index, server in enumerate(self._servers):
-            frame = self._request(server, push, pull)
-            frame.header.version = server.version
-            frame.header.staged = self._staged and index > 0
+            header = self._request(server, push, pull_along).header
+            header.version = server.version if oldest is None else oldest
+            header.staged = self._staged and index > 0
             if learning_rate is not None:
-                frame.header.learning_rate = learning_rate
-                frame.header.has_learning_rate = True
-            tensors = dict(frame.tensors)
-            tensors |= {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
+                header.learning_rate = learning_rate
+                header.has_learning_rate = True
+            tensors = {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
             tensors |= {f"state/{dtype}": flat for dtype, flat in push.state_deltas[index].items()}
             tensors |= self._rows_of(server, push.rows)
-            frames.append(Frame(frame.header, tensors))
-        headers = self._exchange(frames)
-        refused = next((header for header in headers if header.status == pb.NON_FINITE), headers[0])
-        return PushResult(refused.status, refused.reason, self.version)
+            frames.append(Frame(header, tensors))
+        first = 1 if self._staged else 0
+        headers = self._exchange(self._servers[first:], frames[first:])
+        refused = next((header for header in headers if header.status == pb.NON_FINITE), None)
+        if self._staged and refused is None:
+            headers = self._exchange(self._servers[:1], frames[:1])
+        decided = refused or headers[0]
+        result = PushResult(decided.status, decided.reason, self.version)
+        if self._staged and pull:
+            self.pull()
+        return result
 
     def _request(self, server: _Server, push: Push | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
@@ -186,27 +196,20 @@ class PSClient:
             tensors[f"rows/{part.variable}/values"] = values[here]
         return tensors
 
-    def _exchange(self, frames: Sequence[Frame[Any]]) -> list[Any]:
-        servers = list(zip(self._servers, frames, strict=True))
+    def _exchange(self, servers: Sequence[_Server], frames: Sequence[Frame[Any]]) -> list[Any]:
         if len(servers) == 1:
-            answers = [self._call_frame(*servers[0])]
-        elif self._staged and frames[0].header.sequence:
-            # The first server decides, and applies what the others have staged by then.
-            others = list(self._pool.map(lambda pair: self._call_frame(*pair), servers[1:]))
-            answers = [self._call_frame(*servers[0]), *others]
-            if frames[0].header.pull:
-                self._exchange([self._request(server, None, pull=True) for server in self._servers])
+            answers = [self._call_frame(servers[0], frames[0])]
         else:
-            answers = list(self._pool.map(lambda pair: self._call_frame(*pair), servers))
-        first = answers[0].header
-        self.version, self.learning_rate = first.version, first.learning_rate
-        self.learning_rate_version = first.base_learning_rate_version
-        for server, answer in zip(self._servers, answers, strict=True):
-            if any(name.startswith("weights/") for name in answer.tensors):
-                server.version = answer.header.version
-            if any(name.startswith("state/") for name in answer.tensors):
-                server.state_version = answer.header.state_version
-            server.blocks = {**server.blocks, **answer.tensors}
+            answers = list(self._pool.map(self._call_frame, servers, frames))
+        for server, frame, answer in zip(servers, frames, answers, strict=True):
+            header = answer.header
+            if server is self._servers[0]:
+                self.version, self.learning_rate = header.version, header.learning_rate
+                self.learning_rate_version = header.base_learning_rate_version
+            if frame.header.pull:
+                server.version, server.state_version = header.version, header.state_version
+            if answer.tensors:
+                server.blocks = {**server.blocks, **answer.tensors}
         return [answer.header for answer in answers]
 
     def _call(self, server: _Server, method: str, header: Any, deadline_seconds: float = 60.0) -> Frame[Any]:
@@ -239,8 +242,7 @@ class PSClient:
 
     def snapshot(self, evaluation_round: int) -> int:
         """Makes every server keep its present weights for the round; returns their version."""
-        answers = self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
-        return int(answers[0].version)
+        return self._first_then_others("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
 
     def release_snapshot(self, evaluation_round: int) -> None:
         """Lets the servers forget the weights kept for the round."""
@@ -248,24 +250,27 @@ class PSClient:
 
     def save(self, directory: str) -> list[Any]:
         """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
+        self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
         return self._on_all("Save", lambda: pb.SaveRequest(directory=directory), 600.0)
 
-    def finish_training(self, finalize: bool) -> int:
+    def finish_training(self) -> int:
         """Applies gradients that wait for more, and finalizes the optimizer; returns the version after it."""
-        answers = self._on_all("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
-        return int(answers[0].version)
+        return self._first_then_others("FinishTraining", pb.FinishTrainingRequest)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the base rate on every server."""
         self._on_all("SetLearningRate", lambda: pb.SetLearningRateRequest(learning_rate=learning_rate))
 
+    def _first_then_others(self, method: str, header: Callable[[], Any]) -> int:
+        """For what the first server passes on to the others; returns the version that it answers with."""
+        first, *others = self._servers
+        answer = self._call(first, method, header()).header
+        list(self._pool.map(lambda server: self._call(server, method, header()), others))
+        return int(answer.version)
+
     def _on_all(self, method: str, header: Callable[[], Any], deadline_seconds: float = 60.0) -> list[Any]:
-        return [
-            frame.header
-            for frame in self._pool.map(
-                lambda server: self._call(server, method, header(), deadline_seconds), self._servers
-            )
-        ]
+        answers = self._pool.map(lambda server: self._call(server, method, header(), deadline_seconds), self._servers)
+        return [answer.header for answer in answers]
 
     def close(self) -> None:
         """Ends all connections."""

@@ -118,17 +118,22 @@ class _Farewell:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self._client.leave()
-        elif isinstance(error, Exception) and self._client.id:
+        if self._client.id:  # else the master does not know this process
+            self._leave(error)
+        self._client.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        text = ""
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted where it runs"
+        elif error is not None:
             text = str(error) if isinstance(error, ElasticCBError) else f"{type(error).__name__}: {error}"
             logger.error("%s", text, exc_info=error)
-            try:
-                fatal = isinstance(error, (ModelFileError, DataError))
-                self._client.leave(text, getattr(error, "user_traceback", ""), fatal)
-            except ElasticCBError:
-                logger.debug("The master is gone too")
-        self._client.close()
+        try:
+            fatal = isinstance(error, (ModelFileError, DataError))
+            self._client.leave(text, getattr(error, "user_traceback", ""), fatal)
+        except ElasticCBError:
+            logger.debug("The master is gone already")
 
 
 def _make_backend(settings: JobSettings, display: Any) -> ClusterBackend:

@@ -16,10 +16,15 @@ from elasticcb.tensors import Frame, encode_frame, frame_decoder
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
+
 # Weights travel in one message; gRPC's own limit of 4 MB would refuse them.
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
+    # An error's text is metadata, of which gRPC takes 8 KB.
+    ("grpc.max_metadata_size", 256 << 10),
+    ("grpc.absolute_max_metadata_size", 512 << 10),
     ("grpc.so_reuseport", 0),
     # Long polls are quiet for seconds; a dead machine must be noticed all the same.
     ("grpc.keepalive_time_ms", 20_000),
@@ -85,10 +90,12 @@ def frame_handlers(service: str, methods: dict[str, tuple[type, Callable[..., Fr
         def answer(data: bytes, context: grpc.ServicerContext) -> Frame[Any]:
             try:
                 return function(decode(data))
-            except WireError as error:
-                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             except ElasticCBError as error:
-                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                if error.user_traceback:
+                    logger.error("%s\n%s", error, error.user_traceback)
+                refused = isinstance(error, WireError)
+                code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
+                context.abort(code, str(error)[:_LONGEST_ERROR])
             raise AssertionError("abort raises")
 
         return grpc.unary_unary_rpc_method_handler(answer, None, encode_frame)
@@ -112,7 +119,7 @@ class Connection:
         self._patience = patience_seconds
         self.channel = grpc.insecure_channel(address, options=_OPTIONS)
 
-    def frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Any]:
+    def frame_call(self, service: str, method: str, response_type: type) -> Any:
         """The multi-callable of a method whose messages are frames."""
         return self.channel.unary_unary(
             f"/{service}/{method}",
@@ -135,7 +142,7 @@ class Connection:
             ElasticCBError: the server could not do what was asked; the message is the server's.
         """
         patience = self._patience if patience_seconds is None else patience_seconds
-        give_up = time.monotonic() + patience
+        begun = time.monotonic()
         pause = 0.05
         while True:
             try:
@@ -150,18 +157,14 @@ class Connection:
                     raise ConnectionLostError(
                         f"A call to {self._name} at {self.address} failed: {code.name}: {details}"
                     ) from None
-                if time.monotonic() + pause > give_up:
+                waited = time.monotonic() - begun
+                if waited + pause > patience:
                     raise ConnectionLostError(
-                        f"{self._name} at {self.address} has not answered for {patience:.0f} s "
-                        f"({code.name}: {details})."
+                        f"{self._name} at {self.address} has not answered for {waited:.0f} s ({code.name}: {details})."
                     ) from None
                 logger.debug("%s at %s: %s, trying again", self._name, self.address, code.name)
                 time.sleep(pause * _jitter.uniform(0.5, 1.0))
                 pause = min(2 * pause, 2.0)
-
-    def start_call(self, method: Any, request: Any, deadline_seconds: float = 60.0) -> Any:
-        """Starts a call and returns its future, without retries."""
-        return method.future(request, timeout=deadline_seconds)
 
     def close(self) -> None:
         self.channel.close()

@@ -75,7 +75,7 @@ def encode_frame(frame: Frame[Any]) -> bytes:
     del header.tensors[:]
     arrays = []
     for name, array in frame.tensors.items():
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         header.tensors.add(dtype=array.dtype.name, shape=array.shape, name=name)
         arrays.append(array)
     encoded = header.SerializeToString()

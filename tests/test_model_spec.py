@@ -224,6 +224,7 @@ class TestMistakes:
             ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches: .*Leave `cache` out"),
             ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats: .*--num_epochs"),
             ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "makes batches"),
+            ({"feed": "def feed(d, mode, metadata): return d.ignore_errors()"}, "training", "ignores errors"),
             (
                 {"feed": "def feed(d, mode, metadata): return tf.data.Dataset.from_tensors((1, 2))"},
                 "training",
@@ -323,6 +324,25 @@ def test_first_batch_is_found_behind_records_that_feed_drops(write):
     pipeline = FeedPipeline(settings, ModelSpec(settings.model), "training")
     assert pipeline.first_batch()[1].numpy().tolist() == [[21.0]]
     assert not pipeline.keeps_order
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "keeps_order"),
+    [
+        ("num_parallel_calls=2", "", True),
+        ("num_parallel_calls=2, deterministic=False", "", False),
+        ("num_parallel_calls=2", "options.deterministic = False", False),
+    ],
+)
+def test_maps_that_may_change_the_order_do_not_count_progress(write, arguments, options, keeps_order):
+    feed = f"""
+        def feed(dataset, mode, metadata):
+            options = tf.data.Options()
+            {options}
+            return dataset.map(lambda record: (record["x"], record["y"]), {arguments}).with_options(options)
+    """
+    settings = write(feed=feed)
+    assert FeedPipeline(settings, ModelSpec(settings.model), "training").keeps_order is keeps_order
 
 
 def test_one_named_feature_of_a_model_of_one_input_is_no_warning(write, recwarn):

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from elasticcb.errors import ConnectionLostError, ElasticCBError, NonFiniteError, WireError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, ModelFileError, NonFiniteError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import Connection, Server, frame_handlers
 from elasticcb.tensors import Frame
@@ -61,6 +61,12 @@ def test_a_refused_message_raises_a_wire_error_with_the_reason(serve):
 def test_an_error_of_the_server_arrives_in_its_own_words(serve):
     with pytest.raises(ElasticCBError, match=r"^the loss is NaN$"):
         serve(raising(NonFiniteError("the loss is NaN")))(frame())
+
+
+def test_a_long_error_of_the_server_is_cut_and_its_traceback_is_logged(serve, caplog):
+    with pytest.raises(ElasticCBError, match=r"^the optimizer failedä{9000,}$"):
+        serve(raising(ModelFileError("the optimizer failed" + 50_000 * "ä", "line 7 of their file")))(frame())
+    assert "line 7 of their file" in caplog.text
 
 
 def test_a_defect_of_the_server_does_not_look_like_a_lost_connection_for_long(serve):

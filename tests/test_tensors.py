@@ -23,6 +23,7 @@ def test_a_frame_arrives_as_it_was_sent(tensors, version):
     assert list(arrived.tensors) == list(tensors)
     for name, array in tensors.items():
         assert arrived.tensors[name].dtype == array.dtype
+        assert arrived.tensors[name].shape == array.shape
         np.testing.assert_array_equal(arrived.tensors[name], array)
         assert not arrived.tensors[name].flags.writeable
 

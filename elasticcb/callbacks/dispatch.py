@@ -54,7 +54,7 @@ class Dispatcher:
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
             for name in hooks_at(callback, place, methods.keys()):
-                self._methods[name].append((callback, methods[name]))
+                self._methods[name].append((callback, _as_keras_expects(name, methods[name])))
         # What needs the exported model goes after whatever exports it, in which order they are listed.
         self._methods["on_train_end"].sort(key=lambda entry: bool(getattr(entry[0], "after_export", False)))
 
@@ -102,6 +102,17 @@ class Dispatcher:
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
         return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
+
+
+def _as_keras_expects(hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics."""
+    if hook != "on_test_end" or not (getattr(method, "__module__", None) or "").startswith("keras."):
+        return method
+
+    def on_test_end(logs: Mapping[str, Any]) -> None:
+        method({name: value for name, value in logs.items() if name not in ("metrics", "version")})
+
+    return on_test_end
 
 
 def _process_name(place: Place, params: Mapping[str, Any]) -> str:

@@ -130,7 +130,7 @@ class ModelUploader(keras.callbacks.Callback):
                     "Upload to %s failed (%s: %s); next try in %.1f s",
                     shown,
                     type(error).__name__,
-                    error,
+                    without_password(str(error)),
                     pause,
                 )
                 time.sleep(pause)

@@ -70,7 +70,7 @@ class RemoteFolder:
                 there = self._read_marker(fs, root)
                 if there == marker and all(self._is_whole(fs, root, name, files[name]) for name in files):
                     return 0
-                self._previous = _files_of(there)
+                self._previous |= _files_of(there)  # an attempt before may have removed the marker, and not known
                 if there is not None:
                     fs.rm_file(_join(root, MARKER))
                 self._marker_removed = True

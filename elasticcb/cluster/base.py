@@ -15,7 +15,7 @@ class Exit:
         index: its place.
         pid: 0 when the backend has none.
         reason: in words: "exit code 1", "killed by SIGKILL".
-        failed: false after a normal end.
+        failed: by an error of its own; false after a normal end, and when a signal killed it.
         log: where its last words are, for messages; "" if nowhere.
     """
 
@@ -31,6 +31,7 @@ class ClusterBackend(ABC):
     """Starts and stops processes, and tells what it sees."""
 
     watches = True  # whether `poll` will tell of every process that ends
+    separate = True  # whether these are processes of their own, which can be killed, or threads of this one
 
     @abstractmethod
     def start(self, role: str, index: int, master_address: str) -> None:

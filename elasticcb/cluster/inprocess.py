@@ -5,14 +5,11 @@ They talk gRPC as processes do; a breakpoint in the model file or in a callback 
 
 from __future__ import annotations
 
-import logging
 import threading
 import traceback
 from collections.abc import Callable
 
 from elasticcb.cluster.base import ClusterBackend, Exit
-
-logger = logging.getLogger(__name__)
 
 RunRole = Callable[[str, int], None]  # master's address, index
 
@@ -24,32 +21,30 @@ class InProcessCluster(ClusterBackend):
         run: by role ("worker", "ps"), what a process of that role would run.
     """
 
+    separate = False
+
     def __init__(self, run: dict[str, RunRole]) -> None:
         self._run = run
-        self._threads: dict[tuple[str, int], threading.Thread] = {}
-        self._exits: list[Exit] = []
+        self._threads: dict[tuple[str, int], _RoleThread] = {}
         self._last_words: dict[tuple[str, int], str] = {}
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        def target() -> None:
-            reason, failed = "it returned", False
-            try:
-                self._run[role](master_address, index)
-            except BaseException as error:
-                reason, failed = f"{type(error).__name__}: {error}", True
-                self._last_words[role, index] = traceback.format_exc()
-            self._exits.append(Exit(role, index, 0, reason, failed))
-
-        thread = threading.Thread(target=target, name=f"{role}-{index}", daemon=True)
+        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index))
         self._threads[role, index] = thread
         thread.start()
 
     def poll(self) -> list[Exit]:
-        exits, self._exits = self._exits, []
+        exits = []
+        for (role, index), thread in list(self._threads.items()):
+            if not thread.is_alive():
+                del self._threads[role, index]
+                self._last_words[role, index] = thread.last_words
+                exits.append(Exit(role, index, 0, thread.reason, bool(thread.last_words)))
         return exits
 
     def kill(self, role: str, index: int) -> None:
-        logger.warning("%s %d hangs; a thread can't be ended, it goes on in the background", role, index)
+        """Forgets a thread, which can't be ended: it goes on in the background."""
+        self._threads.pop((role, index), None)
 
     def stop(self, grace_seconds: float) -> None:
         for (role, _), thread in self._threads.items():
@@ -58,3 +53,20 @@ class InProcessCluster(ClusterBackend):
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         return self._last_words.get((role, index), "")
+
+
+class _RoleThread(threading.Thread):
+    """Runs one role, and keeps how that ended."""
+
+    def __init__(self, name: str, run_role: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._run_role = run_role
+        self.reason = "it returned"
+        self.last_words = ""  # a traceback; "" after a normal end
+
+    def run(self) -> None:
+        try:
+            self._run_role()
+        except BaseException as error:
+            self.reason = f"{type(error).__name__}: {error}"
+            self.last_words = traceback.format_exc()

@@ -42,6 +42,7 @@ class LocalCluster(ClusterBackend):
     def start(self, role: str, index: int, master_address: str) -> None:
         command = [sys.executable, "-m", "elasticcb", role, "--master", master_address]
         command += ["--index", str(index), "--parent_pid", str(os.getpid())]
+        self.kill(role, index)  # one that has said goodbye, and is still there
         with self._open_log(role, index) as log:
             # A session of its own: Ctrl-C reaches the master alone, which then ends the others in order.
             self._processes[role, index] = subprocess.Popen(
@@ -64,7 +65,7 @@ class LocalCluster(ClusterBackend):
             del self._processes[role, index]
             code = process.returncode
             reason = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            exits.append(Exit(role, index, process.pid, reason, code != 0, str(self._log_path(role, index))))
+            exits.append(Exit(role, index, process.pid, reason, code > 0, str(self._log_path(role, index))))
         return exits
 
     def kill(self, role: str, index: int) -> None:

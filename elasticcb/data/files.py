@@ -7,6 +7,7 @@ import glob
 import gzip
 import lzma
 import os
+import re
 import threading
 import zlib
 from abc import abstractmethod
@@ -29,6 +30,14 @@ DECOMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.decompress,
     ".xz": lzma.decompress,
 }
+_PART_OF_MANY = re.compile(r"-\d+-of-\d+(?=\.|$)")  # train.tfrecord-00000-of-00010
+
+
+def endings_of(name: str) -> tuple[str, str]:
+    """The ending that tells the format of a file, and that of its compression: (".csv", ".gz"), (".npy", "")."""
+    path = PurePosixPath(_PART_OF_MANY.sub("", name.lower()))
+    compression = path.suffix if path.suffix in DECOMPRESSORS else ""
+    return PurePosixPath(path.name.removesuffix(compression)).suffix, compression
 
 
 def is_remote(name: str) -> bool:
@@ -119,17 +128,23 @@ class _LocalContent:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - open as long as this object lives
-        self.size = os.fstat(self._file.fileno()).st_size
+        with open(name, "rb", buffering=0) as file:
+            self.size = os.fstat(file.fileno()).st_size
 
-    # Not a memory map: a file that shrinks would kill the process with SIGBUS instead of an error.
+    # Opened for each read, since a data set may have more files than a process may keep open. Not a memory
+    # map: a file that shrinks would kill the process with SIGBUS instead of an error.
     def read(self, start: int, stop: int) -> bytes:
-        data = os.pread(self._file.fileno(), stop - start, start)
-        while len(data) < stop - start:
-            more = os.pread(self._file.fileno(), stop - start - len(data), start + len(data))
-            if not more:
-                raise _shrunk(self.name, start + len(data), self.size)
-            data += more
+        try:
+            with open(self.name, "rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+        except OSError as error:
+            raise DataError(
+                f"{self.name} can't be read any more ({type(error).__name__}: {error}). Put it back, and start the "
+                "job again."
+            ) from error
+        if len(data) < stop - start:
+            raise _shrunk(self.name, start + len(data), self.size)
         return data
 
 
@@ -188,7 +203,7 @@ def open_content(name: str) -> Content:
         content: Content = _RemoteContent(name) if is_remote(name) else _LocalContent(name)
     except Exception as error:
         raise DataError(f"{name} can't be opened: {type(error).__name__}: {error}") from error
-    decompress = DECOMPRESSORS.get(PurePosixPath(name).suffix)
+    decompress = DECOMPRESSORS.get(endings_of(name)[1])
     if decompress is None:
         return content
     try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from elasticcb.data.custom import open_custom_reader
-from elasticcb.data.files import DECOMPRESSORS, list_files
+from elasticcb.data.files import DECOMPRESSORS, endings_of, list_files
 from elasticcb.data.reader import Reader
 from elasticcb.errors import DataError, UsageError
 
@@ -35,7 +33,6 @@ FORMATS = (
     Format("array_record", (".array_record", ".arrayrecord"), "array_record.ArrayRecordReader"),
     Format("parquet", (".parquet", ".pq"), "parquet.ParquetReader"),
 )
-_PART_OF_MANY = re.compile(r"-\d+-of-\d+$")  # train.tfrecord-00000-of-00010
 
 
 def open_reader(
@@ -72,12 +69,9 @@ def open_reader(
 
 def format_of(file: str) -> Format | None:
     """The format that the name of `file` says, if any."""
-    path = PurePosixPath(_PART_OF_MANY.sub("", file.lower()))
-    compressed = path.suffix in DECOMPRESSORS
-    if compressed:
-        path = path.with_suffix("")
+    ending, compression = endings_of(file)
     for known in FORMATS:
-        if path.suffix in known.extensions and (known.compressible or not compressed):
+        if ending in known.extensions and (known.compressible or not compression):
             return known
     return None
 

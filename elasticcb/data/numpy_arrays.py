@@ -95,7 +95,7 @@ class NumpyReader(FileReader):
             return _Opened({}, 0)
         local = not is_remote(name) and not content.memory_bytes
         try:
-            arrays = _npz_arrays(content, local) if name.endswith(".npz") else _npy_arrays(content, local)
+            arrays = _npz_arrays(content, local) if name.lower().endswith(".npz") else _npy_arrays(content, local)
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(
                 f"{name} can't be read as NumPy's format: {error}. It is damaged or was not copied to "

@@ -96,7 +96,9 @@ def to_leaf(value: Any, spec: Any) -> Any:
         # NumPy takes an empty list for floats.
         if array.size and array.dtype.kind not in _ACCEPTED_KINDS.get(dtype.kind, "") and array.dtype != dtype:
             raise ValueError(f"{dtype.name} was expected, and {_shortened(value)} came")
-        array = np.asarray(value, dtype)
+        given, array = array, np.asarray(value, dtype)
+        if dtype.kind in "iu" and not np.can_cast(given.dtype, dtype) and (array != given).any():
+            raise ValueError(f"{dtype.name} was expected, which can't hold {_shortened(value)}")
     if not spec.shape.is_compatible_with(array.shape):
         raise ValueError(f"the shape {spec.shape} was expected, and {array.shape} came")
     return array

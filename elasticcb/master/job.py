@@ -28,6 +28,7 @@ from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
+from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
@@ -57,7 +58,7 @@ class Job:
         self._report = Report(self._master, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._base_learning_rate: float | None = None
-        self._checkpoint_due = settings.checkpoint.steps
+        self._checkpoint_due = 0  # version of the next checkpoint, if `checkpoint.steps` are set
         self._over = False
 
     def run(self) -> Summary:
@@ -88,8 +89,11 @@ class Job:
     # ------------------------------------------------------------ beginning and end
 
     def _start(self) -> None:
-        self._master.tend()  # the processes start while the model is built here
-        # Keras is imported here, not above: the other processes import it meanwhile.
+        if self._backend.separate:
+            self._master.tend()  # the processes start while the model is built here
+        self._report.show()
+        # Keras is imported here, not above: the other processes import it meanwhile. (Threads don't: TensorFlow
+        # can't be imported by several at once, and the seeds that a model sets are those of the process.)
         from elasticcb.master.model_host import ModelHost
 
         self._host = ModelHost(self._settings)
@@ -98,7 +102,7 @@ class Job:
         self._connect()
         training = self._settings.training
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
-        queue = TaskQueue(
+        self._queue = TaskQueue(
             training=self._host.sources.get("training", ()),
             prediction=self._host.sources.get("prediction", ()),
             records_per_task=training.records_per_task,
@@ -119,11 +123,15 @@ class Job:
                 start_version=self._ps.version,
                 merge=self._host.metrics.merge_states if self._host.merges_by_itself else None,
             )
-            self._checkpoint_due += self._ps.version
-            master.queue = queue
+            master.queue = self._queue
+        self._checkpoint_due = self._next_checkpoint(self._ps.version)
+        self._begin()
+        # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
+        with master.changed:
             master.cluster = Cluster(self._addresses(), self._host.variables, self._ps.split)
             master.changed.notify_all()
-        self._queue = queue
+
+    def _begin(self) -> None:
         if self._settings.command is Command.TRAIN:
             self._call("on_train_begin", {})
             self._call("on_epoch_begin", 0, {})
@@ -132,7 +140,7 @@ class Job:
                 self._report.saved_model_inputs = self._host.saved_model_inputs()
         elif self._settings.command is Command.EVALUATE:
             self._report.phase = "evaluating"
-            self._begin_round(master.rounds.requested(master.version).round)
+            self._begin_round(self._master.rounds.requested(self._master.version).round)
         else:
             self._report.phase = "predicting"
             self._report.records_predicted = sum(count for _, count in self._host.sources["prediction"])
@@ -155,12 +163,14 @@ class Job:
         return [member.address for member in self._master.roster.up(Role.PS)]
 
     def _wait_for(self, condition: Any, what: str) -> None:
-        with self._master.changed:
-            while not condition():
-                self._report.phase = f"waiting for {what}"
+        while True:
+            with self._master.changed:
                 self._master.tend()
-                self._report.show()
+                if condition():
+                    return
                 self._master.wait()
+            self._report.phase = f"waiting for {what}"
+            self._report.show()
 
     def _explained(self, error: ElasticCBError) -> ElasticCBError:
         """The error with what the user can do about it."""
@@ -183,32 +193,38 @@ class Job:
         with self._master.changed:
             while self._master.roster.up(role) and time.monotonic() < give_up:
                 self._master.wait()
+                self._master.processes.note_ended()
 
     def _interrupted(self) -> None:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
-        self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
         saved = ""
         try:
-            if self._master.queue is not None and self._settings.command is Command.TRAIN:
+            if self._master.cluster is not None and self._settings.command is Command.TRAIN:
+                self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
                 self._drain()
                 if self._settings.checkpoint.directory:
                     self._save_checkpoint()
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
         except KeyboardInterrupt:
             pass
+        except ElasticCBError as error:
+            saved = f" No checkpoint could be written: {error}"
         raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
 
     def _drain(self) -> None:
         give_up = time.monotonic() + _DRAIN_SECONDS
         with self._master.changed:
             self._queue.stop_training("interrupted")
-            while self._queue.leases() and time.monotonic() < give_up:
+            while time.monotonic() < give_up and any(
+                lease.task.type is TaskType.TRAINING for lease in self._queue.leases()
+            ):
                 self._master.wait()
 
     def _stop(self) -> None:
-        self._master.close()  # servers leave by themselves now
+        self._master.close()  # all leave by themselves now
         if not self._backend.watches:
-            self._wait_until_gone(Role.PS, _STOP_SECONDS)
+            for role in Role:
+                self._wait_until_gone(role, _STOP_SECONDS)
         self._backend.stop(_STOP_SECONDS)
         self._master.stop()
 
@@ -219,15 +235,16 @@ class Job:
         with master.changed:
             master.tend()
             milestones = self._queue.take_milestones()
-            due = self._settings.checkpoint.steps and master.version >= self._checkpoint_due
-            if not milestones and not due and not self._round_due():
-                self._report.show()
+            idle = not milestones and not self._checkpoint_is_due() and not self._round_due()
+            if idle:
                 master.wait()
-                return
+        if idle:
+            self._report.show()
+            return
         self._act_on(milestones)
         if self._round_due():
             self._begin_round(master.rounds.version_reached(master.version).round)
-        if due and not self._over:
+        if self._checkpoint_is_due():
             self._save_checkpoint()
 
     def _round_due(self) -> bool:
@@ -237,6 +254,9 @@ class Job:
             return False
         return master.rounds.is_due(master.version)
 
+    def _checkpoint_is_due(self) -> bool:
+        return bool(self._settings.checkpoint.steps) and self._master.version >= self._checkpoint_due
+
     @property
     def _evaluates(self) -> bool:
         return "evaluation" in self._host.sources
@@ -245,9 +265,7 @@ class Job:
         kinds = {milestone.kind for milestone in milestones}
         if MilestoneKind.TRAINING_DONE in kinds:
             # Before the last epoch's round, which so sees the final weights.
-            self._master.version = self._ps.finish_training(finalize=True)
-        elif MilestoneKind.EPOCH_DONE in kinds and not self._settings.training.use_async:
-            self._master.version = self._ps.finish_training(finalize=False)
+            self._master.reached_version(self._ps.finish_training())
         for milestone in milestones:
             if milestone.kind is MilestoneKind.EPOCH_DONE:
                 self._epoch_done(milestone.number)
@@ -297,11 +315,12 @@ class Job:
 
     def _training_done(self) -> None:
         self._report.phase = "finishing"
-        decision = self._master.rounds.training_ended(self._master.version)
         if self._evaluates:
-            self._begin_round(decision.round)
-        if not self._evaluates or self._master.rounds.all_done:
-            self._end_training()
+            rounds = self._master.rounds
+            self._begin_round(rounds.training_ended(self._master.version).round)
+            if not rounds.all_done:
+                return  # the end of the last round goes on from here
+        self._end_training()
 
     def _end_training(self) -> None:
         if self._settings.checkpoint.directory:
@@ -332,13 +351,13 @@ class Job:
         finished = rounds.running
         assert finished is not None
         self._host.output_paths = self._master.output_paths
-        logs = self._host.round_logs(rounds.merged())
-        self._report.metrics = {name: value for name, value in logs.items() if name != "metrics"}
+        logs = self._host.round_logs(rounds.merged(), finished.version)
+        self._report.metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._report.metrics.items())
         self._display.message(f"Evaluation at version {finished.version}: {shown}")
         if self._host.callbacks.wants("on_test_end"):
             self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
-        self._call("on_test_end", {**logs, "version": finished.version})
+        self._call("on_test_end", logs)
         self._ps.release_snapshot(finished.id)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
@@ -396,9 +415,13 @@ class Job:
         )
         checkpoints.prune(settings.directory, settings.keep_max)
         self._report.checkpoint_path = str(path)
-        if settings.steps:
-            self._checkpoint_due = (version // settings.steps + 1) * settings.steps
+        self._checkpoint_due = self._next_checkpoint(version)
         logger.info("Checkpoint %s is written", path)
+
+    def _next_checkpoint(self, version: int) -> int:
+        """The version at which a checkpoint is due after `version`."""
+        steps = self._settings.checkpoint.steps
+        return (version // steps + 1) * steps if steps else 0
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Master:
         self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
         self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
         self.error: Exception | None = None  # found while answering a call; ends the job
+        self._backend = backend
         cluster = settings.cluster
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
         self.processes = Processes(self.roster, backend, self._worker_lost, say)
@@ -113,7 +114,8 @@ class Master:
                 raise self.error
             if self.queue is not None:
                 self._raise_failure()
-                for lease in self.queue.expire(time.monotonic()):
+                # A thread without progress may stand at a breakpoint; nobody could end it anyway.
+                for lease in self.queue.expire(time.monotonic()) if self._backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     self._replace_hung(lease.worker)
             self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
@@ -125,6 +127,13 @@ class Master:
         if failure is not None:
             where = self.processes.where(failure.worker)
             raise JobFailedError(f"{failure}\n{where}", failure.traceback)
+
+    def reached_version(self, version: int) -> None:
+        """The model is at `version`, or was."""
+        with self.changed:
+            if version > self.version:
+                self.version = version
+                self.changed.notify_all()
 
     # ------------------------------------------------------------ called by the servicer
 
@@ -139,20 +148,28 @@ class Master:
         with self.changed:
             self._seen(id)
             self.changed.wait_for(lambda: self.cluster is not None or self.closing, seconds)
+            if self.closing:
+                raise JobFailedError("The job ended before it began.")
             return self.cluster
 
-    def get_task(self, worker: int, held: Collection[int], seconds: float) -> Decision:
-        """Waits up to `seconds` for a task."""
+    def get_task(
+        self, worker: int, held: Collection[int], seconds: float, waits: Callable[[], bool] = lambda: True
+    ) -> Decision:
+        """Waits up to `seconds` for a task, which is handed out only while the worker still `waits` for it."""
         give_up = time.monotonic() + seconds
         with self.changed:
             while True:
                 self._seen(worker)
                 now = time.monotonic()
-                if self.closing or self.queue is None:
-                    decision = Decision(DecisionKind.WAIT, None, "the master is starting or ending")
+                if not waits():
+                    return Decision(DecisionKind.WAIT, None, "the worker has hung up")
+                if self.closing:
+                    decision = Decision(DecisionKind.FINISHED, None, "the job is over")
+                elif self.queue is None:
+                    decision = Decision(DecisionKind.WAIT, None, "the master is starting")
                 else:
                     decision = self.queue.get_task(worker, now, held)
-                if decision.kind is not DecisionKind.WAIT or now >= give_up or self.closing:
+                if decision.kind is not DecisionKind.WAIT or now >= give_up:
                     return decision
                 self.changed.wait(give_up - now)
 
@@ -161,7 +178,7 @@ class Master:
     ) -> Answer:
         with self.changed:
             self._seen(worker)
-            self._reached_version(version)
+            self.reached_version(version)
             if loss is not None:
                 self.loss = loss
             if not lease or self.queue is None:
@@ -181,7 +198,7 @@ class Master:
         with self.changed:
             assert self.queue is not None
             self._seen(worker)
-            self._reached_version(version)
+            self.reached_version(version)
             outcome = self.queue.report_done(worker, lease)
             task = outcome.task
             if outcome.accepted and not outcome.duplicate and task is not None:
@@ -213,7 +230,7 @@ class Master:
     def leave(self, id: int, error: str, traceback: str, fatal: bool) -> None:
         with self.changed:
             member = self.roster.member(id)
-            if error and member is not None:
+            if error and member is not None and not self.closing:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
                     if fatal or self.over:  # what it failed in would fail, or is not done, again
@@ -236,11 +253,6 @@ class Master:
         sighting = self.roster.seen(id, time.monotonic())
         if not sighting.accepted:
             raise UsageError(f"The master refuses process {id}: {sighting.reason}.")
-
-    def _reached_version(self, version: int) -> None:
-        if version > self.version:
-            self.version = version
-            self.changed.notify_all()
 
     def _add_epoch_states(self, epoch: int, states: dict[str, list[Any]]) -> None:
         total = self.epoch_states.setdefault(epoch, {})

@@ -91,13 +91,13 @@ class ModelHost:
         for variable, value in zip(self.model.weights, weights, strict=True):
             variable.assign(value)
 
-    def round_logs(self, merged: Merged) -> dict[str, Any]:
+    def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
         """`logs` of `on_test_end` from the states of all tasks of a round."""
         outputs = merged.outputs.get("")
         paths = self.output_paths
         structure = unflatten_outputs(dict(zip(paths, outputs, strict=True))) if outputs else None
         self.metrics.load(merged.states, structure)
-        return {"metrics": self.metrics.nested_results(), **self.metrics.results()}
+        return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
 
     output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
 

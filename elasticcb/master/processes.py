@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import JobFailedError
-from elasticcb.master.roster import Consequence, LossDecision, Member, Role, Roster
+from elasticcb.master.roster import Consequence, LossDecision, Member, PlaceState, Role, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,14 @@ class Processes:
             for member in self._roster.silent(now, silence_seconds):
                 self.lost(member.id, f"silent for {silence_seconds:.0f} s")
 
+    def note_ended(self) -> None:
+        """The job is over: those that ended are gone, and nobody takes their places."""
+        for exit in self._backend.poll():
+            member = self._roster.at(_ROLES[exit.role], exit.index)
+            if member is not None:
+                self._roster.lost(member.id, exit.reason)
+                logger.warning("%s ended after its last task, without a goodbye: %s", member, exit.reason)
+
     def kill(self, member: Member) -> None:
         """Ends a process that hangs."""
         self._backend.kill(_NAMES[member.role], member.index)
@@ -75,8 +83,8 @@ class Processes:
 
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]
-        member = next((m for m in self._roster.up(role) if m.index == exit.index), None)
-        if member is None and exit.failed and not exit.reason.startswith("killed"):
+        member = self._roster.at(role, exit.index)
+        if exit.failed and self._roster.state(role, exit.index) is PlaceState.REQUESTED:
             # It failed by its own code before it could register; another one would fail the same way.
             raise JobFailedError(
                 f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"

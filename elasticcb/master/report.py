@@ -58,7 +58,10 @@ class Report:
         self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
 
     def show(self) -> None:
-        """Updates the display, unless that was done a moment ago; call it holding `master.changed`."""
+        """Updates the display, unless that was done a moment ago.
+
+        Don't call it holding `master.changed`: a terminal that is held up must not hold up the workers.
+        """
         now = time.monotonic()
         trains = self._settings.command is Command.TRAIN
         if trains and self._first_step is None and self._master.version > self.start_version:
@@ -66,7 +69,9 @@ class Report:
         self._log_loss()
         if now >= self._next_status:
             self._next_status = now + _STATUS_SECONDS
-            self._display.update(self._status(now))
+            with self._master.changed:
+                status = self._status(now)
+            self._display.update(status)
 
     def _log_loss(self) -> None:
         steps, version = self._settings.training.log_loss_steps, self._master.version

@@ -161,7 +161,8 @@ class Roster:
         """
         member = self._remove(id, reason)
         if member is not None:
-            return self._decide(member.role, member.index, f"{member} was lost: {reason}")
+            part = "; its part of the model is gone" if member.role is Role.PS else ""
+            return self._decide(member.role, member.index, f"{member} was lost: {reason}{part}")
         if id not in self._gone:
             raise UsageError(f"Process {id} was reported lost, but {self._why_unknown(id)}.")
         gone, _ = self._gone[id]
@@ -198,6 +199,11 @@ class Roster:
         """The member with this id if it is up."""
         return self._up.get(id)
 
+    def at(self, role: Role, index: int) -> Member | None:
+        """The member that is up in a place."""
+        id = self._at.get((role, index))
+        return None if id is None else self._up[id]
+
     def up(self, role: Role) -> list[Member]:
         """The members of a role that are up, by place."""
         return sorted((m for m in self._up.values() if m.role is role), key=lambda member: member.index)
@@ -227,7 +233,7 @@ class Roster:
         place = (role, index)
         if role is Role.PS:
             self._places[place] = PlaceState.GIVEN_UP
-            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
+            return LossDecision(Consequence.FAIL, role, index, story)
         if self._restarts < self._max_restarts:
             self._restarts += 1
             self._places[place] = PlaceState.PLANNED

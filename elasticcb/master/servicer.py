@@ -83,7 +83,7 @@ class MasterServicer(Generated):
 
     @_answered
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
-        decision = self._master.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS)
+        decision = self._master.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
         task = None if decision.lease is None else _to_message(decision.lease)
         return pb.GetTaskResponse(kind=_KINDS[decision.kind], task=task, reason=decision.reason)
 

@@ -7,7 +7,7 @@ be gathered by rows and saved in a form that any number of servers can read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +15,6 @@ import numpy as np
 
 from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.optimizer_traits import unwrapped
-from elasticcb.ps.partition import VariableSpec
 
 MakeOptimizer = Callable[[], "keras.optimizers.Optimizer"]
 
@@ -34,7 +33,6 @@ class ServerOptimizer:
     Args:
         make_optimizer: makes a fresh one at each call.
         variables: what to build it on, with the weights' values, by index in the model.
-        specs: all variables of the model, for messages.
 
     Attributes:
         optimizer: the Keras optimizer, with global clipping and loss scaling off: the worker, who has
@@ -46,12 +44,7 @@ class ServerOptimizer:
     Raises `ModelFileError` when the factory or `build` fail.
     """
 
-    def __init__(
-        self,
-        make_optimizer: MakeOptimizer,
-        variables: dict[int, keras.Variable],
-        specs: Sequence[VariableSpec],
-    ) -> None:
+    def __init__(self, make_optimizer: MakeOptimizer, variables: dict[int, keras.Variable]) -> None:
         self._make = make_optimizer
         self.optimizer = _make(make_optimizer)
         self.name = type(self.optimizer).__name__
@@ -123,7 +116,7 @@ class ServerOptimizer:
 
     def clone(self, index: int, variable: keras.Variable) -> ServerOptimizer:
         """A fresh one on `variable` alone, which stands for variable `index` of the model."""
-        return ServerOptimizer(self._make, {index: variable}, ())
+        return ServerOptimizer(self._make, {index: variable})
 
     @property
     def has_schedule(self) -> bool:

@@ -64,7 +64,6 @@ class Parameters:
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
-        self._parts = {part.variable: part for part in slices}
         self._blocks: dict[str, Array] | None = None
         self._state = _flat(values, specs, slices, trainable=False)
         self._rate: tuple[int, float] | None = None
@@ -76,9 +75,7 @@ class Parameters:
                 for part in slices
                 if specs[part.variable].trainable
             }
-            self.optimizer = (
-                ServerOptimizer(make_optimizer, self._variables, specs) if make_optimizer is not None else None
-            )
+            self.optimizer = ServerOptimizer(make_optimizer, self._variables) if make_optimizer is not None else None
         self._read = tf.function(
             lambda: [tf.identity(variable.value) for variable in self._variables.values()], autograph=False
         )
@@ -139,7 +136,10 @@ class Parameters:
             if base is not None:
                 optimizer.set_learning_rate(base)
         if any(delta.any() for delta in push.state.values()):
-            self._state = {dtype: _frozen(_added(block, push.state[dtype])) for dtype, block in self._state.items()}
+            self._state = {
+                **self._state,
+                **{dtype: _frozen(_added(self._state[dtype], delta)) for dtype, delta in push.state.items()},
+            }
             self.state_version += 1
         self.version += 1
         self._blocks = None
@@ -162,12 +162,11 @@ class Parameters:
         key = (push.dense, tuple(push.rows))
         blocks = [tf.convert_to_tensor(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
-        function = self._functions.get(key)
-        if function is not None:
-            function(blocks, rows)
-            return
         try:
-            self._functions[key] = self._first_call(push, blocks, rows)
+            if key in self._functions:
+                self._functions[key](blocks, rows)
+            else:
+                self._functions[key] = self._first_call(push, blocks, rows)
         except Exception as error:
             raise ModelFileError(
                 f"The optimizer {self._need_optimizer().name} failed on a parameter server: "
@@ -199,7 +198,7 @@ class Parameters:
         targets = [self._variables[place.slice.variable] for place in places]
         targets += [self._variables[index] for index in made_dense]
 
-        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> None:
+        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> tf.Tensor:
             gradients = [
                 tf.reshape(
                     blocks[order[dtype]][offset : offset + part.elements],
@@ -208,6 +207,7 @@ class Parameters:
                 for part, dtype, offset in places
             ]
             server.optimizer.apply([*gradients, *whole], targets)
+            return tf.constant(True)
 
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
 
@@ -216,14 +216,17 @@ class Parameters:
             # All clones start from the iterations and the rate before this update.
             for row_update in updates.values():
                 row_update.copy_shared()
+            done = []
             if targets:
                 whole = [
                     tf.scatter_nd(given[index][0][:, None], given[index][1], self._variables[index].shape)
                     for index in made_dense
                 ]
-                compiled(blocks, whole)
-            for index, row_update in updates.items():
-                row_update.run(*given[index])
+                done = [compiled(blocks, whole)]
+            # Rows only after it: when XLA can't compile it, nothing has changed.
+            with tf.control_dependencies(done):
+                for index, row_update in updates.items():
+                    row_update.run(*given[index])
             if not targets and updates:
                 next(iter(updates.values())).copy_shared_back()
             elif not targets:

@@ -80,10 +80,12 @@ class PushReader:
                     "rows/INDEX/values and state/DTYPE."
                 )
         held = sorted(index for index in {self._trainable(index) for index in dense} if index in self._parts)
-        check_blocks(blocks, block_sizes(self._specs, self._slices, True, held), self._gradients_of(held))
-        if state:
-            sizes = block_sizes(self._specs, self._slices, False)
-            check_blocks(state, sizes, "The changes of the non-trainable variables")
+        sizes = block_sizes(self._specs, self._slices, True, held)
+        check_blocks(blocks, sizes, self._gradients_of(held))
+        blocks = {dtype: blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
+        # A dtype of which nothing changed is left out.
+        sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in state}
+        check_blocks(state, sizes, "The changes of the non-trainable variables")
         rows = {index: self._rows(index, pair) for index, pair in sorted(pairs.items())}
         for index in rows:
             if index in held:
@@ -106,8 +108,8 @@ class PushReader:
         for index, rows in push.rows.items():
             if not _all_finite(rows.values.reshape(-1)):
                 return self._specs[index].path
-        if push.state:
-            for placed in layout(self._specs, self._slices, False):
+        for placed in layout(self._specs, self._slices, False):
+            if placed.dtype in push.state:
                 part = push.state[placed.dtype][placed.offset : placed.offset + placed.slice.elements]
                 if not _all_finite(part):
                     return self._specs[placed.slice.variable].path
@@ -138,8 +140,10 @@ class PushReader:
                 self._add_rows(blocks, dense, index, merged)
             else:
                 rows[index] = merged
-        states = [push.state for push in pushes if push.state]
-        state = {dtype: _merge_state([s[dtype] for s in states], count) for dtype in states[0]} if states else {}
+        state = {
+            dtype: _merge_state([push.state[dtype] for push in pushes if dtype in push.state], count)
+            for dtype in sorted({dtype for push in pushes for dtype in push.state})
+        }
         rates = [push.learning_rate for push in pushes if push.learning_rate is not None]
         return Push(dense, blocks, rows, state, rates[-1] if rates else None)
 

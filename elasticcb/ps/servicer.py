@@ -60,7 +60,9 @@ class _Model:
     staged: dict[PushName, _Staged]  # synchronous mode: pushes that an update may name
     answered: Answered[Verdict]
     snapshots: dict[int, Snapshot]  # by evaluation round
+    held: dict[str, checkpoint.Part]  # by a checkpoint's folder, what is to be written there
     rate_version: int = 0  # rises when the master sets the base rate
+    failure: str = ""  # of an update that only some of the servers have made
 
 
 class Servicer:
@@ -94,9 +96,9 @@ class Servicer:
         return methods
 
     def close(self) -> None:
-        with self._lock:
-            if self._model is not None:
-                self._model.peers.close()
+        # Without the lock: an update may wait for another server, which this ends.
+        if self._model is not None:
+            self._model.peers.close()
 
     def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         def answer(frame: Frame[Any]) -> Frame[Any]:
@@ -111,6 +113,8 @@ class Servicer:
                 "This parameter server holds no model yet; the master has to call Initialize first. It may "
                 "have been restarted."
             )
+        if self._model.failure:
+            raise ElasticCBError(self._model.failure)
         return self._model
 
     # -------------------------------------------------------------- the model comes and goes
@@ -151,6 +155,7 @@ class Servicer:
             staged={},
             answered=Answered(),
             snapshots={},
+            held={},
         )
         with self._lock:
             if self._model is not None:
@@ -163,11 +168,16 @@ class Servicer:
         return Frame(pb.InitializeResponse(version=version, learning_rate=parameters.learning_rate), {})
 
     def _save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
+        directory = frame.header.directory
         with self._lock:
             model = self._initialized()
-            part = model.parameters.export()
+            if frame.header.hold:
+                model.peers.call("Save", frame.header)
+                model.held = {directory: model.parameters.export()}
+                return Frame(pb.SaveResponse(version=model.parameters.version), {})
+            part = model.held.pop(directory, None) or model.parameters.export()
         # The arrays are never written again: others go on while the file is.
-        saved = checkpoint.save_part(frame.header.directory, part, model.slices, model.index, model.num_ps)
+        saved = checkpoint.save_part(directory, part, model.slices, model.index, model.num_ps)
         response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
         return Frame(response, {})
 
@@ -244,14 +254,19 @@ class Servicer:
 
     def _update(self, names: Sequence[PushName], model: _Model) -> None:
         """Applies the mean of staged pushes, on all servers when this is the first of several."""
-        push = model.reader.mean([model.staged[name].push for name in names])
-        # The others first: when one of them can't, this one has not changed, and the job stops whole.
-        model.peers.apply(names, model.parameters.version + 1, push.learning_rate)
+        push = model.reader.mean([model.staged.pop(name).push for name in names])
+        version = model.parameters.version + 1
         try:
+            pushes = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
+            model.peers.call("Apply", pb.ApplyRequest(pushes=pushes, version=version))
             model.parameters.apply(push)
-        finally:
-            for name in names:
-                del model.staged[name]
+        except Exception as error:
+            if model.peers:
+                model.failure = (
+                    f"The update to version {version} failed on some of the {model.num_ps} parameter servers: {error} "
+                    "The others may have made it, so training can't go on; start again from the last checkpoint."
+                )
+            raise
 
     def _apply(self, frame: Frame[pb.ApplyRequest], model: _Model) -> Frame[Any]:
         request = frame.header
@@ -265,10 +280,7 @@ class Servicer:
                     f"at version {parameters.version}, without {len(missing)} of {len(names)} pushes. It may "
                     "have been restarted; start the job again from its last checkpoint."
                 )
-            push = model.reader.mean([model.staged[name].push for name in names])
-            parameters.apply(push)
-            for name in names:
-                del model.staged[name]
+            parameters.apply(model.reader.mean([model.staged.pop(name).push for name in names]))
             # What is too old now is refused by the first server, so nobody will name it.
             for name, staged in list(model.staged.items()):
                 if model.policy.too_old(staged.version, parameters.version):
@@ -279,9 +291,8 @@ class Servicer:
         names = model.policy.flush().pushes
         if names:
             self._update(names, model)
-        if frame.header.finalize:
-            model.parameters.finalize()
-            model.staged.clear()
+        model.parameters.finalize()
+        model.staged.clear()
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
 
     def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: _Model) -> Frame[Any]:
@@ -302,6 +313,7 @@ class Servicer:
             model.snapshots.pop(evaluation_round, None)
             return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
         if evaluation_round not in model.snapshots:
+            model.peers.call("Snapshot", frame.header)
             model.snapshots[evaluation_round] = model.parameters.snapshot()
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 

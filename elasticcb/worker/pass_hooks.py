@@ -84,5 +84,5 @@ class PassHooks:
             names = tasks[0] if tasks else ()
             states = {name: self._metrics.merge_states(name, [task[name] for task in tasks]) for name in names}
             self._metrics.load(states)
-            logs = {"metrics": self._metrics.nested_results(states), **self._metrics.results(states)}
-            self._call("on_test_end", {**logs, "version": self._round_version})
+            results, nested = self._metrics.results(states), self._metrics.nested_results(states)
+            self._call("on_test_end", {**results, "metrics": nested, "version": self._round_version})

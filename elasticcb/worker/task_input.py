@@ -50,7 +50,7 @@ class TaskRead:
 class Finished:
     """No task will come any more; with an error when the master was lost."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 Event = TaskStarted | Batch | TaskRead | Finished
@@ -60,11 +60,10 @@ class TaskInput:
     """Iterates over events: tasks as they start, their batches, their ends."""
 
     def __init__(
-        self, client: MasterClient, make_pipeline: Callable[[str], FeedPipeline], buffer_batches: int = 4
+        self, client: MasterClient, pipeline_of: Callable[[str], FeedPipeline], buffer_batches: int = 4
     ) -> None:
         self._client = client
-        self._make_pipeline = make_pipeline
-        self._pipelines: dict[str, FeedPipeline] = {}
+        self._pipeline_of = pipeline_of
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
         self._stopped = threading.Event()
@@ -79,7 +78,7 @@ class TaskInput:
                 return
 
     def release(self, lease: int) -> None:
-        """The task of `lease` was reported: this worker holds it no longer."""
+        """The task of `lease` was reported, or given up: this worker holds it no longer."""
         self._leases.discard(lease)
 
     def stop(self) -> None:
@@ -95,7 +94,7 @@ class TaskInput:
                 continue
 
     def _run(self) -> None:
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             while not self._stopped.is_set():
                 answer = self._client.get_task(sorted(self._leases))
@@ -104,7 +103,7 @@ class TaskInput:
                 if answer.kind == pb.GetTaskResponse.TASK:
                     self._leases.add(answer.task.lease)
                     self._read(answer.task)
-        except Exception as caught:
+        except BaseException as caught:  # also a model file's sys.exit(): whoever waits for events must hear of it
             error = caught
         self._put(Finished(error))
 
@@ -115,16 +114,13 @@ class TaskInput:
             return
         started = False
         try:
-            mode = MODES[task.type]
-            if mode not in self._pipelines:
-                self._pipelines[mode] = self._make_pipeline(mode)
-            pipeline = self._pipelines[mode]
+            pipeline = self._pipeline_of(MODES[task.type])
             self._put(TaskStarted(task, pipeline.keeps_order))
             started = True
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end):
                 self._put(Batch(data, records_in(data)))
-                if self._stopped.is_set():
-                    return
+                if self._stopped.is_set() or task.lease not in self._leases:
+                    return  # nobody wants the rest
         except Exception as error:
             if not isinstance(error, ElasticCBError):
                 logger.exception("Reading a task failed")

@@ -105,13 +105,12 @@ class Trainer:
         state = {i: v.value for i, v in enumerate(self.model.weights) if not self._specs[i].trainable}
         deltas = [
             {
-                dtype: flat - blocks[server][f"state/{dtype}"]
+                dtype: _difference(flat, blocks[server][f"state/{dtype}"])
                 for dtype, flat in self._pack(slices, state, trainable=False).items()
-                if tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_integer
             }
             for server, slices in enumerate(self._partition)
         ]
-        checked = [flat for server in gradients for flat in server.values()]
+        checked = [flat for server in gradients + deltas for flat in server.values() if flat.dtype.is_floating]
         checked += [values for _, values in rows.values()]
         checked += [logs["loss"]] if "loss" in logs else []
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in checked])
@@ -193,11 +192,20 @@ class Trainer:
         for index, (_, values) in push.rows.items():
             if not np.isfinite(values.astype(np.float64)).all():
                 return f"the gradient of {self._specs[index].path!r}"
-        for slices, blocks in zip(self._partition, push.gradients, strict=True):
+        for slices, gradients, deltas in zip(self._partition, push.gradients, push.state_deltas, strict=True):
             for part, dtype, offset in layout(self._specs, slices, True, push.dense_variables):
-                if not np.isfinite(blocks[dtype][offset : offset + part.elements].astype(np.float64)).all():
+                if not np.isfinite(gradients[dtype][offset : offset + part.elements].astype(np.float64)).all():
                     return f"the gradient of {self._specs[part.variable].path!r}"
+            for part, dtype, offset in layout(self._specs, slices, False):
+                delta = deltas.get(dtype)
+                if delta is not None and not np.isfinite(delta[offset : offset + part.elements].astype(float)).all():
+                    return f"the new value of {self._specs[part.variable].path!r}"
         return ""
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """What the servers add to the old state to get the new one; booleans are flipped where it is true."""
+    return tf.math.logical_xor(new, old) if new.dtype.is_bool else new - old
 
 
 def _to_numpy(structure: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class Worker:
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
         self._outputs: list[Any] = []
-        self._batch_index = 0  # among the batches of the present epoch, evaluation round or prediction
-        self._pass = (0, 0, 0)  # task type, epoch and evaluation round that `_batch_index` counts in
+        self._pass = (0, 0, 0)  # task type, epoch and evaluation round of the present task
+        self._batches: Counter[tuple[int, int, int]] = Counter()  # that ran here, by pass
         self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
         self._stop_told = False
         self._gave_up = False  # the job fails by an error here
@@ -135,6 +136,7 @@ class Worker:
 
     def _loop(self, events: TaskInput) -> None:
         for event in events:
+            self._progress.raise_error()
             if isinstance(event, Finished):
                 if event.error is not None:
                     raise event.error
@@ -192,11 +194,10 @@ class Worker:
         self._show(self._snapshot[1])
 
     def _begin_pass(self, task: Any) -> None:
-        """Batches are counted anew in each epoch and in each evaluation round."""
         present = (task.type, task.epoch, task.evaluation_round)
         if present == self._pass:
             return
-        self._pass, self._batch_index = present, 0
+        self._pass = present
         if task.type == pb.TRAINING:
             # The master's callbacks may have set the learning rate at the end of the epoch before.
             self._ps.pull()
@@ -207,13 +208,15 @@ class Worker:
             logger.warning("The lease of task %d was taken away; leaving the rest to others", self._task.id)
             self._abandon_task()
             return
+        index = self._batches[self._pass]
+        self._batches[self._pass] += 1
         loss: float | None = None
         if self._task.type == pb.TRAINING:
-            loss = self._train(batch)
+            loss = self._train(batch, index)
         elif self._task.type == pb.EVALUATION:
-            self._evaluate(batch)
+            self._evaluate(batch, index)
         else:
-            self._predict(batch)
+            self._predict(batch, index)
         self._records_done += batch.records
         done = self._records_done if self._counts_progress else 0
         self._progress.update(self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone())
@@ -230,11 +233,12 @@ class Worker:
             self._states = {
                 name: [tensor.numpy() for tensor in values] for name, values in self._metrics.state_tensors().items()
             }
-        self._passes.after(self._task, self._states)
         self._report.version = self._ps.version
         self._report.metrics.extend(to_metric_states(self._states, self._outputs))
         answer = self._client.report_done(self._report)
-        if not answer.accepted:
+        if answer.accepted:
+            self._passes.after(self._task, self._states)
+        else:
             logger.warning("The report of task %d was refused: %s", self._task.id, answer.reason)
         self._input.release(self._task.lease)
 
@@ -246,8 +250,12 @@ class Worker:
             message = describe(error)
             trace = user_traceback(error)
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
-        self._client.report_failed(self._task.lease, message, trace, fatal)
-        self._gave_up = fatal
+        self._progress.send()  # what is done need not be done again
+        self._progress.clear()
+        answer = self._client.report_failed(self._task.lease, message, trace, fatal)
+        if not answer.accepted:
+            logger.warning("The report of task %d was refused: %s", self._task.id, answer.reason)
+        self._gave_up = fatal and answer.accepted  # else the task is another's, and so is its failure
         self._abandon_task()
 
     def _abandon_task(self) -> None:
@@ -257,12 +265,10 @@ class Worker:
 
     # ------------------------------------------------------------ batches
 
-    def _train(self, batch: Batch) -> float:
+    def _train(self, batch: Batch, index: int) -> float:
         if self._callbacks.wants("on_train_batch_begin"):
             self._show(self._ps.blocks)
-            logs = {"batch": self._batch_index, "size": batch.records}
-            self._call("on_train_batch_begin", self._ps.version, logs)
-        self._batch_index += 1
+            self._call("on_train_batch_begin", self._ps.version, {"batch": index, "size": batch.records})
         while True:
             result = self._trainer.train(batch.data, self._ps.blocks)
             self._assigned = None  # the step may have changed non-trainable variables
@@ -288,19 +294,17 @@ class Worker:
             self._call("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
         return result.push.loss
 
-    def _evaluate(self, batch: Batch) -> None:
-        self._call("on_test_batch_begin", self._batch_index, {"size": batch.records})
+    def _evaluate(self, batch: Batch, index: int) -> None:
+        self._call("on_test_batch_begin", index, {"size": batch.records})
         logs, outputs = self._trainer.evaluate(batch.data)
         if Transport.OUTPUTS in self._transports.values():
             self._outputs.append(outputs)
-        self._call("on_test_batch_end", self._batch_index, {"size": batch.records, **logs})
-        self._batch_index += 1
+        self._call("on_test_batch_end", index, {"size": batch.records, **logs})
 
-    def _predict(self, batch: Batch) -> None:
-        self._call("on_predict_batch_begin", self._batch_index, {"size": batch.records})
+    def _predict(self, batch: Batch, index: int) -> None:
+        self._call("on_predict_batch_begin", index, {"size": batch.records})
         predictions = self._trainer.predict(batch.data)
-        self._call("on_predict_batch_end", self._batch_index, {"predictions": predictions})
-        self._batch_index += 1
+        self._call("on_predict_batch_end", index, {"predictions": predictions})
 
     def _add_states(self, states: States) -> None:
         """Adds a training batch's metric states to the task's, where they add up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import logging
 import os
 import shutil
 import socket
@@ -176,6 +177,26 @@ def test_model_that_is_there_already_is_not_sent_again(s3, folder) -> None:
     fs.invalidate_cache()
     assert {path: fs.info(path)["LastModified"] for path in before} == before
     assert fs.cat_file("models/again/notes.txt") == b"the user's own"
+
+
+def test_a_retry_removes_the_files_of_the_model_before_and_logs_no_password(folder, monkeypatch, caplog) -> None:
+    url = "memory://models/retried"
+    uploader(url, folder).call("on_train_end", {})
+    (folder / "variables/variables.index").unlink()
+    remove = fsspec.get_filesystem_class("memory").rm_file
+    answers_lost = iter([True])
+
+    def remove_once_without_answer(self: Any, path: str) -> None:
+        remove(self, path)
+        if next(answers_lost, False):
+            raise OSError("no answer from sftp://user:secret@host")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "rm_file", remove_once_without_answer)
+    monkeypatch.setattr(logging.getLogger("elasticcb"), "propagate", True)
+    uploader(url, folder).call("on_train_end", {})
+    assert remote_content(url, {}).keys() == {"_SUCCESS", "saved_model.pb", "variables/variables.data"}
+    assert "no answer" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_damaged_remote_file_is_sent_again(s3, folder) -> None:

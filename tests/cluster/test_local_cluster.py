@@ -46,7 +46,7 @@ def test_a_process_that_is_killed_is_reported_once_with_the_signal(cluster):
     while not (exits := cluster.poll()):
         pass
     (exit,) = exits
-    assert (exit.role, exit.index, exit.pid, exit.failed) == ("worker", 3, process.pid, True)
+    assert (exit.role, exit.index, exit.pid, exit.failed) == ("worker", 3, process.pid, False)
     assert exit.reason == "killed by SIGKILL"
     assert cluster.poll() == []
 
@@ -57,6 +57,16 @@ def test_a_process_that_hangs_is_killed_and_not_reported(cluster):
     process.suspend()
     cluster.kill("ps", 0)
     assert not process.is_running()
+    assert cluster.poll() == []
+
+
+def test_a_process_that_is_still_there_makes_room_for_the_one_in_its_place(cluster):
+    cluster.start("worker", 0, NOBODY)
+    first = psutil.Process(cluster.pid("worker", 0))
+    first.suspend()
+    cluster.start("worker", 0, NOBODY)
+    assert not first.is_running()
+    assert cluster.pid("worker", 0) != first.pid
     assert cluster.poll() == []
 
 

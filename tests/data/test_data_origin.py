@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +83,40 @@ def test_an_unknown_ending_is_explained_and_can_be_overridden(tmp_path: Path) ->
     assert reader.sources()[0].count == 1
     with pytest.raises(UsageError, match=r"format is 'xls'. Expected one of: csv"):
         open_reader(str(tmp_path), {"format": "xls"})
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt.gz", "a.txt.GZ", "a.txt-00000-of-00002.gz", "a.txt.gz-00000-of-00002", "a-00000-of-00002.txt.gz"]
+)
+def test_compression_is_told_by_the_name_wherever_the_number_of_the_part_stands(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"1\n2\n3\n"))
+    reader = open_reader(str(tmp_path))
+    assert list(reader.read(str(tmp_path / name), 1, 3)) == [b"2", b"3"]
+
+
+def test_a_data_set_may_have_more_files_than_a_process_may_keep_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = len(os.listdir("/proc/self/fd")) + 50
+    for i in range(count):
+        (tmp_path / f"{i}.txt").write_text(f"{i}\n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        reader = open_reader(str(tmp_path))
+        sources = reader.sources()
+        assert {record for source in sources for record in reader.read(source.name, 0, 1)} == {
+            str(i).encode() for i in range(count)
+        }
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1\n")
+    reader = open_reader(str(tmp_path))
+    (source,) = reader.sources()
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt can't be read any more \(FileNotFoundError.*Put it back"):
+        list(reader.read(source.name, 0, 1))
 
 
 def test_remote_files_are_listed_and_read_by_ranges() -> None:

@@ -106,6 +106,8 @@ def test_stacked_chunks_hold_all_records_in_order(lengths: list[int], size: int)
         (5, tf.TensorSpec((), tf.string), "a string was expected, and 5 came"),
         ([1, 2], tf.TensorSpec((), tf.int64), r"the shape \(\) was expected, and \(2,\) came"),
         (300, tf.TensorSpec((), tf.uint8), "300"),
+        (np.array(300), tf.TensorSpec((), tf.uint8), "uint8 was expected, which can't hold array"),
+        (np.array(-1), tf.TensorSpec((), tf.uint64), "uint64 was expected, which can't hold array"),
         ((1, 2), {"a": tf.TensorSpec((), tf.int64)}, r"a dict with the keys \['a'\] was expected"),
     ],
 )

@@ -257,6 +257,14 @@ def callbacks():
 
 
 class TestStopping:
+    def test_max_step_is_exact_in_synchronous_mode_though_updates_and_epochs_do_not_end_together(self, tmp_path):
+        path = model_file(tmp_path, "", "synchronous")
+        parts = {"use_async": False, "grads_to_wait": 5, "sync_version_tolerance": 9, "max_step": 6}
+        summary, _ = run_job(small_job(tmp_path, path, num_workers=1, num_epochs=9, **parts))
+        assert RECORDS // 8 % 5 != 0
+        assert summary.version == 6
+        assert sum(summary.records_per_epoch) == 6 * 5 * 8
+
     def test_stop_on_a_worker_and_on_the_master_ends_with_evaluation_and_train_end(self, tmp_path):
         text = """
 class Stop(keras.callbacks.Callback):

@@ -158,3 +158,13 @@ def test_processes_started_by_hand_join_an_external_job(data, start_job):
     assert number(job.output, "records trained in epoch 1") == 12_000
     assert worker.finish() == 0, worker.output
     assert server.finish() == 0, server.output
+
+
+def test_a_job_in_one_process_runs_and_ends_at_ctrl_c(data, start_job):
+    flags = {"cluster": "inprocess", "num_workers": 1, "num_ps": 2, "checkpoint_dir": data / "ckpt"}
+    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300, **flags))
+    job.wait_for_line(r"Evaluation at version")
+    job.interrupt()
+    assert job.finish() == 130, job.output
+    assert "Traceback" not in job.output
+    assert list((data / "ckpt").glob("version-*/manifest.json"))

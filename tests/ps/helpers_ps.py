@@ -12,6 +12,9 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
 from elasticcb.ps.push import Push, PushReader, Rows
+from elasticcb.ps.server import PSServer
+from elasticcb.rpc import Connection
+from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.tensors import Frame, dtype_of
 
 SPECS = (
@@ -135,3 +138,77 @@ def push_frame(
     tensors |= {f"state/{dtype}": block for dtype, block in (state or {}).items()}
     fields = {"worker_id": 1, "known_version": -1, "known_state_version": -1, **header}
     return Frame(pb.ExchangeRequest(dense_variables=sorted(dense), **fields), tensors)
+
+
+# Large enough to be cut in two.
+CUT = (
+    VariableSpec("dense/kernel", (300, 64), "float32", True),
+    VariableSpec("dense/bias", (64,), "float32", True),
+    VariableSpec("norm/moving_mean", (64,), "float32", False),
+)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.5)
+
+
+class Cluster:
+    """Some servers and a connection to each."""
+
+    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, **training):
+        self.specs, self.split, self.num_ps = specs, split, num_ps
+        settings = JobSettings(
+            command=Command.TRAIN,
+            name="test",
+            directory="",
+            model=ModelSettings(zoo="", definition=""),
+            training=TrainingSettings(**training),
+        )
+        self.servers = [PSServer(settings, make_optimizer) for _ in range(num_ps)]
+        for server in self.servers:
+            server.start()
+        self.connections = [
+            Connection(server.address, f"parameter server {index}", patience_seconds=5)
+            for index, server in enumerate(self.servers)
+        ]
+        self.slices = partition(specs, num_ps, split)
+
+    def call(self, index, method, frame):
+        call = self.connections[index].frame_call("elasticcb.ParameterServer", method, getattr(pb, f"{method}Response"))
+        return self.connections[index].call(call, frame)
+
+    def initialize(self, values=None, folder=""):
+        for index, slices in enumerate(self.slices):
+            tensors = {}
+            if values is not None:
+                for kind, trainable in (("weights", True), ("state", False)):
+                    blocks = pack(values, self.specs, slices, trainable)
+                    tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
+            request = pb.InitializeRequest(
+                variables=[spec.to_message() for spec in self.specs],
+                num_ps=self.num_ps,
+                index=index,
+                split=self.split,
+                checkpoint=str(folder),
+                ps_addresses=[server.address for server in self.servers],
+            )
+            self.call(index, "Initialize", Frame(request, tensors))
+
+    def push(self, dense, index=0, **header):
+        frame = push_frame(dense, self.slices[index], self.specs, **header)
+        return self.call(index, "Exchange", frame)
+
+    def values(self, snapshot=0):
+        arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
+        for index, slices in enumerate(self.slices):
+            answer = self.push({}, index, pull=True, snapshot=snapshot)
+            for kind, trainable in (("weights", True), ("state", False)):
+                blocks = {name.split("/")[1]: array for name, array in answer.tensors.items() if name.startswith(kind)}
+                unpack(blocks, self.specs, slices, trainable, arrays)
+        return arrays
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        for server in self.servers:
+            server.stop(0)

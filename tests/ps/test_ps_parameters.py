@@ -246,6 +246,38 @@ def test_an_optimizer_that_xla_can_not_compile_runs_without_it(caplog):
     np.testing.assert_allclose(part.values()[1], same.values()[1], rtol=1e-5)
 
 
+def test_rows_are_applied_once_when_xla_can_not_compile_the_rest():
+    class Uncompilable(Signed):
+        elementwise = True
+
+        def update_step(self, gradient, variable, learning_rate):
+            shape = gradient.shape
+            gradient = tf.py_function(lambda x: x, [gradient], gradient.dtype)
+            gradient.set_shape(shape)
+            super().update_step(gradient, variable, learning_rate)
+
+    class Same(Signed):
+        elementwise = True
+
+    parts = [Part(lambda: Uncompilable(0.1), initial_values()), Part(lambda: Same(0.1), initial_values())]
+    for part in parts:
+        part.push({1: gradients(0)[1]}, {0: (IDS, rows_and_dense(0)[0])})
+    for mine, other in zip(*(part.values() for part in parts), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+def test_gradients_of_two_dtypes_may_come_in_any_order():
+    specs = (SPECS[0], VariableSpec("dense/kernel", (4, 6), "bfloat16", True), *SPECS[2:])
+    part, same = (Part(lambda: optimizers.SGD(0.1), initial_values(specs), specs) for _ in range(2))
+    for step in range(2):
+        blocks = part.make(gradients(step, specs)).blocks
+        for target, order in ((part, sorted(blocks, reverse=bool(step))), (same, sorted(blocks))):
+            tensors = {f"gradients/{dtype}": blocks[dtype] for dtype in order}
+            target.parameters.apply(target.reader.read(tensors, TRAINABLE))
+    for mine, other in zip(part.values(), same.values(), strict=True):
+        np.testing.assert_array_equal(mine.astype(np.float32), other.astype(np.float32))
+
+
 def test_an_optimizer_that_fails_is_named_with_the_users_traceback():
     class Broken(Signed):
         def update_step(self, gradient, variable, learning_rate):

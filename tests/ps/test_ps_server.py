@@ -4,92 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-import keras
 import numpy as np
 import pytest
 
 from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
-from elasticcb.ps.server import PSServer
-from elasticcb.rpc import Connection
-from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.tensors import Frame
-from helpers_ps import SPECS, Part, gradients, initial_values, push_frame
-
-# Large enough to be cut in two.
-CUT = (
-    VariableSpec("dense/kernel", (300, 64), "float32", True),
-    VariableSpec("dense/bias", (64,), "float32", True),
-    VariableSpec("norm/moving_mean", (64,), "float32", False),
-)
-
-
-def sgd():
-    return keras.optimizers.SGD(0.5)
-
-
-class Cluster:
-    """Some servers and a connection to each."""
-
-    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, **training):
-        self.specs, self.split, self.num_ps = specs, split, num_ps
-        settings = JobSettings(
-            command=Command.TRAIN,
-            name="test",
-            directory="",
-            model=ModelSettings(zoo="", definition=""),
-            training=TrainingSettings(**training),
-        )
-        self.servers = [PSServer(settings, make_optimizer) for _ in range(num_ps)]
-        for server in self.servers:
-            server.start()
-        self.connections = [
-            Connection(server.address, f"parameter server {index}", patience_seconds=5)
-            for index, server in enumerate(self.servers)
-        ]
-        self.slices = partition(specs, num_ps, split)
-
-    def call(self, index, method, frame):
-        call = self.connections[index].frame_call("elasticcb.ParameterServer", method, getattr(pb, f"{method}Response"))
-        return self.connections[index].call(call, frame)
-
-    def initialize(self, values=None, folder=""):
-        for index, slices in enumerate(self.slices):
-            tensors = {}
-            if values is not None:
-                for kind, trainable in (("weights", True), ("state", False)):
-                    blocks = pack(values, self.specs, slices, trainable)
-                    tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
-            request = pb.InitializeRequest(
-                variables=[spec.to_message() for spec in self.specs],
-                num_ps=self.num_ps,
-                index=index,
-                split=self.split,
-                checkpoint=str(folder),
-                ps_addresses=[server.address for server in self.servers],
-            )
-            self.call(index, "Initialize", Frame(request, tensors))
-
-    def push(self, dense, index=0, **header):
-        frame = push_frame(dense, self.slices[index], self.specs, **header)
-        return self.call(index, "Exchange", frame)
-
-    def values(self, snapshot=0):
-        arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
-        for index, slices in enumerate(self.slices):
-            answer = self.push({}, index, pull=True, snapshot=snapshot)
-            for kind, trainable in (("weights", True), ("state", False)):
-                blocks = {name.split("/")[1]: array for name, array in answer.tensors.items() if name.startswith(kind)}
-                unpack(blocks, self.specs, slices, trainable, arrays)
-        return arrays
-
-    def close(self):
-        for connection in self.connections:
-            connection.close()
-        for server in self.servers:
-            server.stop(0)
+from helpers_ps import CUT, Cluster, Part, gradients, initial_values, push_frame, sgd
 
 
 @pytest.fixture
@@ -204,6 +126,17 @@ def test_changes_of_non_trainable_variables_add_up(cluster):
     assert one.values()[4] == before[4] + 4
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_changes_of_one_dtype_leave_the_other_as_it_is(cluster, workers):
+    one = cluster(use_async=False, grads_to_wait=workers)
+    before = one.values()
+    for worker in range(1, workers + 1):
+        delta = {"int64": np.array([1])} if worker == 1 else {"float32": np.ones(6, np.float32)}
+        one.push(gradients(0), sequence=1, worker_id=worker, state=delta)
+    assert one.values()[4] == before[4] + 1
+    np.testing.assert_allclose(one.values()[3], before[3] + (workers - 1) / 2, rtol=1e-6)
+
+
 def test_a_snapshot_is_pulled_until_it_is_released(cluster):
     one = cluster()
     before = one.values()
@@ -261,7 +194,7 @@ def test_the_last_gradients_are_applied_when_training_finishes(cluster):
     one = cluster(use_async=False, grads_to_wait=3)
     before = one.values()
     one.push({2: np.ones(6, np.float32)}, sequence=1)
-    answer = one.call(0, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
+    answer = one.call(0, "FinishTraining", Frame(pb.FinishTrainingRequest(), {}))
     assert answer.header.version == 1
     np.testing.assert_allclose(one.values()[2], before[2] - 0.5, rtol=1e-5)
 
@@ -292,9 +225,21 @@ def test_all_servers_take_a_synchronous_gradient_or_none_does(cluster):
     push(1, 3, 1)
     assert all(np.array_equal(a, b) for a, b in zip(two.values(), held, strict=True))
     for index in (0, 1):
-        two.call(index, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
+        two.call(index, "FinishTraining", Frame(pb.FinishTrainingRequest(), {}))
     np.testing.assert_allclose(two.values()[0], held[0] - 0.5 * gradients(13, CUT)[0], rtol=1e-4, atol=1e-5)
     assert [two.push({}, index, pull=True).header.version for index in (0, 1)] == [2, 2]
+
+
+def test_an_update_that_one_server_can_not_make_is_followed_by_none(cluster):
+    two = cluster(num_ps=2, specs=CUT, use_async=False)
+    with pytest.raises(ElasticCBError, match="without 1 of 1 pushes"):  # which was never staged
+        two.push(gradients(0, CUT), 0, sequence=1)
+    two.push(gradients(1, CUT), 1, sequence=2, staged=True)
+    with pytest.raises(
+        ElasticCBError, match=r"update to version 1 failed on some of the 2 .* from the last checkpoint"
+    ):
+        two.push(gradients(1, CUT), 0, sequence=2)
+    assert two.push({}, 1, pull=True).header.version == 0
 
 
 def test_a_synchronous_push_that_is_not_staged_is_refused_by_the_second_server(cluster):

@@ -1,0 +1,93 @@
+"""What the master answers to calls, without any process or driving thread."""
+
+import threading
+
+import pytest
+
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.cluster.inprocess import InProcessCluster
+from elasticcb.errors import JobFailedError
+from elasticcb.master.answers import DecisionKind
+from elasticcb.master.master import Master
+from elasticcb.master.roster import Role
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+def make_master(lines, backend=None):
+    settings = JobSettings(
+        command=Command.TRAIN,
+        name="job",
+        directory="/nowhere",
+        model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+        cluster=ClusterSettings(num_workers=1, num_ps=0),
+    )
+    return Master(settings, backend or ExternalCluster(lines.append), lines.append)
+
+
+def join(master):
+    return master.register(Role.WORKER, -1, "", 1, "here").id
+
+
+def make_queue(lease_seconds=300.0):
+    return TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=1, lease_seconds=lease_seconds)
+
+
+def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
+    master = make_master(lines)
+    worker = join(master)
+    kinds = []
+    waiting = threading.Thread(target=lambda: kinds.append(master.get_task(worker, (), 60.0).kind))
+    waiting.start()
+    master.close()
+    waiting.join()
+    assert kinds == [DecisionKind.FINISHED]
+
+
+def test_a_worker_that_waits_for_the_servers_learns_that_the_job_is_over(lines):
+    master = make_master(lines)
+    worker = join(master)
+    master.close()
+    with pytest.raises(JobFailedError, match="ended before it began"):
+        master.wait_for_cluster(worker, 60.0)
+
+
+def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
+    master = make_master(lines)
+    worker = join(master)
+    master.close()
+    master.leave(worker, "the server is gone", "", fatal=False)
+    assert master.roster.up(Role.WORKER) == []
+    assert master.roster.lost_count(Role.WORKER) == 0
+    assert lines == []
+    assert master.error is None
+
+
+def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
+    master = make_master(lines)
+    master.queue = make_queue()
+    worker = join(master)
+    master.get_task(worker, (), 0.0)
+    master.leave(worker, "interrupted where it runs", "", fatal=False)
+    assert master.queue.leases() == []
+    assert "interrupted where it runs; restart 1 of" in lines[0]
+
+
+def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
+    master = make_master(lines, InProcessCluster({"worker": lambda address, index: None}))
+    master.queue = make_queue(lease_seconds=1e-9)
+    master.get_task(join(master), (), 0.0)
+    master.tend()
+    assert len(master.queue.leases()) == 1
+
+
+def test_the_version_never_goes_back(lines):
+    master = make_master(lines)
+    master.reached_version(7)
+    master.reached_version(5)
+    assert master.version == 7

@@ -1,0 +1,104 @@
+"""What becomes of the ends of processes; no process is started."""
+
+import pytest
+
+from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.errors import JobFailedError
+from elasticcb.master.processes import Processes
+from elasticcb.master.roster import PlaceState, Role, Roster
+
+
+class Backend(ClusterBackend):
+    def __init__(self):
+        self.started = []
+        self.exits = []
+
+    def start(self, role, index, master_address):
+        self.started.append((role, index))
+
+    def poll(self):
+        exits, self.exits = self.exits, []
+        return exits
+
+    def kill(self, role, index):
+        raise AssertionError("nothing hangs here")
+
+    def stop(self, grace_seconds):
+        raise AssertionError("nothing is stopped here")
+
+    def log_tail(self, role, index, lines=30):
+        return f"what {role} {index} said last"
+
+
+class Job:
+    """A roster, its processes, and what they told."""
+
+    def __init__(self, num_workers=1, num_ps=0):
+        self.roster = Roster(num_workers, num_ps, max_worker_restarts=5)
+        self.backend = Backend()
+        self.lost = []
+        self.lines = []
+        self.processes = Processes(self.roster, self.backend, self.lost.append, self.lines.append)
+        self.processes.start_missing("master:1")
+
+    def register(self, role=Role.WORKER, index=0, pid=1):
+        return self.roster.register(role, index, "", pid, "here", now=0.0)
+
+    def ends(self, role="worker", index=0, reason="exit code 1", failed=True):
+        self.backend.exits.append(Exit(role, index, 1, reason, failed))
+
+
+def test_process_that_fails_before_it_registers_ends_the_job_with_its_last_words():
+    job = Job()
+    job.ends()
+    with pytest.raises(JobFailedError, match=r"(?s)worker 0 could not start \(exit code 1\).*worker 0 said last"):
+        job.processes.check(0.0, 30.0)
+
+
+@pytest.mark.parametrize("reason", ["killed by SIGKILL", "exit code 0"])
+def test_worker_that_ends_before_it_registers_without_an_error_of_its_own_is_replaced(reason):
+    job = Job()
+    job.ends(reason=reason, failed=False)
+    job.processes.check(0.0, 30.0)
+    job.processes.start_missing("master:1")
+    assert job.backend.started == [("worker", 0), ("worker", 0)]
+    assert "restart 1 of 5" in job.lines[0]
+
+
+def test_end_of_a_worker_that_told_of_its_error_is_not_taken_for_a_failed_start():
+    job = Job()
+    member = job.register()
+    job.processes.lost(member.id, "no connection")
+    job.ends()  # seen before another one is started in its place
+    job.processes.check(0.0, 30.0)
+    assert job.lost == [member.id]
+    assert job.roster.state(Role.WORKER, 0) is PlaceState.PLANNED
+
+
+def test_worker_that_said_goodbye_may_end_with_any_exit_code():
+    job = Job()
+    job.roster.left(job.register().id)
+    job.ends()
+    job.processes.check(0.0, 30.0)
+    assert job.roster.lost_count(Role.WORKER) == 0
+
+
+def test_lost_parameter_server_fails_the_job_and_takes_a_part_of_the_model_only_if_it_had_registered():
+    for registered in (True, False):
+        job = Job(num_ps=1)
+        if registered:
+            job.register(Role.PS)
+        job.ends("ps", reason="killed by SIGKILL", failed=False)
+        with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL") as failure:
+            job.processes.check(0.0, 30.0)
+        assert ("part of the model is gone" in str(failure.value)) is registered
+
+
+def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_restart():
+    job = Job()
+    job.register()
+    job.ends(reason="killed by SIGKILL", failed=False)
+    job.processes.note_ended()
+    assert job.roster.up(Role.WORKER) == []
+    assert job.roster.lost_count(Role.WORKER) == 1
+    assert job.lines == []

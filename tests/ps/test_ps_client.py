@@ -1,0 +1,147 @@
+"""The client of all servers, against real servers on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from elasticcb import checkpoint
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec, pack
+from elasticcb.ps_client import PSClient, Push, unpack_weights
+from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
+
+
+@pytest.fixture
+def job():
+    """Starts servers; gives the master's client, and a function that makes a worker's."""
+    with contextlib.ExitStack() as stack:
+
+        def start(specs=CUT, split=True, **training):
+            cluster = Cluster(specs=specs, split=split, **training)
+            stack.callback(cluster.close)
+            addresses = [server.address for server in cluster.servers]
+
+            def client(worker=0):
+                made = PSClient(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
+                stack.callback(made.close)
+                return made
+
+            master = client()
+            master.initialize(initial_values(specs))
+            return master, client
+
+        yield start
+
+
+def step(client, number):
+    """A push of dense gradients of everything that is trained."""
+    dense = gradients(number, client.specs)
+    blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
+    return Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], 1.0)
+
+
+def weights(client):
+    return unpack_weights(client.blocks, client.specs, client.partition)
+
+
+def versions(client):
+    return {server.version for server in client._servers}
+
+
+def assert_same(some, others):
+    for mine, other in zip(some, others, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_after_a_synchronous_push_all_weights_are_of_one_version(job):
+    master, client = job(num_ps=2, use_async=False, sync_version_tolerance=1)
+    one, two = client(1), client(2)
+    one.pull()
+    two.pull()
+    one.push(step(one, 0), None)
+    # Server 1 holds newer weights than this worker's when its push is staged there.
+    assert two.push(step(two, 1), None).status == pb.ACCEPTED
+    assert versions(two) == {2}
+    master.pull()
+    assert_same(weights(two), weights(master))
+
+
+def test_gradients_on_weights_of_two_versions_count_as_of_the_older_one(job):
+    _, client = job(num_ps=2, use_async=False)
+    one, two = client(1), client(2)
+    one.pull()
+    two.pull()
+    one.push(step(one, 0), None)
+    # A pull that went to server 1 before the update and to server 0 after it.
+    two._exchange(two._servers[:1], [two._request(two._servers[0], None, pull=True)])
+    assert versions(two) == {0, 1}
+    assert two.push(step(two, 1), None).status == pb.STALE
+    assert versions(two) == {1}
+
+
+def test_a_push_that_one_server_refuses_is_not_decided_by_the_first(job):
+    specs = (*CUT, VariableSpec("norm/moving_variance", (64,), "float32", False))
+    master, client = job(specs, num_ps=2, use_async=False)
+    worker = client(1)
+    worker.pull()
+    bad = step(worker, 0)
+    bad.state_deltas[1] = {"float32": np.full(64, np.nan, np.float32)}
+    refused = worker.push(bad, None)
+    assert refused.status == pb.NON_FINITE
+    assert "norm/moving_variance" in refused.reason
+    assert worker.push(step(worker, 1), None).status == pb.ACCEPTED
+    master.pull()
+    assert master.version == 1
+
+
+def test_a_server_without_trainable_variables_follows_the_versions(job):
+    _, client = job(SPECS, False, num_ps=5, use_async=False, sync_version_tolerance=2)
+    one, two = client(1), client(2)
+    assert any(not any(SPECS[part.variable].trainable for part in slices) for slices in one.partition)
+    one.pull()
+    two.pull()
+    assert versions(two) == {0}
+    for number in range(2):
+        assert one.push(step(one, number), None).status == pb.ACCEPTED
+    assert two.push(step(two, 2), None).status == pb.ACCEPTED
+    assert versions(two) == {3}
+
+
+def test_waiting_gradients_reach_all_servers_when_training_finishes(job):
+    master, client = job(num_ps=2, use_async=False, grads_to_wait=2)
+    worker = client(1)
+    worker.pull()
+    before = weights(worker)
+    worker.push(step(worker, 0), None)
+    assert master.finish_training() == 1
+    master.pull()
+    np.testing.assert_allclose(weights(master)[0], before[0] - 0.5 * gradients(0, CUT)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path):
+    master, client = job(num_ps=2, use_async=False)
+    worker = client(1)
+    worker.pull()
+    before = weights(worker)
+    first = master._servers[0]
+    # Only the first server was asked when an update comes.
+    master._call(first, "Snapshot", pb.SnapshotRequest(evaluation_round=1))
+    master._call(first, "Save", pb.SaveRequest(directory=str(tmp_path), hold=True))
+    worker.push(step(worker, 0), None)
+    assert master.snapshot(1) == 0
+    snapshot = unpack_weights(master.pull_snapshot(1), CUT, master.partition)
+    assert_same(snapshot, before)
+    saved = master._on_all("Save", lambda: pb.SaveRequest(directory=str(tmp_path)))
+    assert [answer.version for answer in saved] == [0, 0]
+    files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
+    folder = tmp_path / "new"
+    folder.mkdir()
+    for file in files:
+        (tmp_path / file.name).rename(folder / file.name)
+    final = checkpoint.write_manifest(folder, version=0, specs=CUT, parts=master.partition, files=files)
+    master.initialize([], str(final))
+    master.pull()
+    assert_same(weights(master), before)

@@ -1,0 +1,94 @@
+"""Tasks fetched ahead: which leases are named, and what comes out when things go wrong."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import ConnectionLostError, DataError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
+
+
+class Master:
+    """Hands out the leases that are put into `tasks`; None is the end."""
+
+    def __init__(self, leases: list[int | None]) -> None:
+        self.tasks: queue.Queue[int | None] = queue.Queue()
+        for lease in leases:
+            self.tasks.put(lease)
+        self.held: queue.Queue[list[int]] = queue.Queue()  # what each `get_task` named
+
+    def get_task(self, leases: list[int]) -> pb.GetTaskResponse:
+        self.held.put(leases)
+        lease = self.tasks.get(timeout=30)
+        if lease is None:
+            return pb.GetTaskResponse(kind=pb.GetTaskResponse.FINISHED)
+        shard = pb.Shard(name="data", start=0, end=8)
+        return pb.GetTaskResponse(
+            kind=pb.GetTaskResponse.TASK, task=pb.Task(lease=lease, type=pb.TRAINING, shard=shard)
+        )
+
+
+def pipeline(batches: Callable[[], Iterator[Any]]) -> Any:
+    return SimpleNamespace(keeps_order=True, batches=lambda name, start, end: batches())
+
+
+def two_batches() -> Iterator[Any]:
+    yield np.zeros(4)
+    yield np.zeros(4)
+
+
+def test_leases_are_named_until_they_are_released() -> None:
+    master = Master([1, 2])
+    events = TaskInput(master, lambda mode: pipeline(two_batches), buffer_batches=100)
+    assert [master.held.get(timeout=30) for _ in range(3)] == [[], [1], [1, 2]]
+    events.release(1)
+    master.tasks.put(3)
+    assert master.held.get(timeout=30) == [2, 3]
+    master.tasks.put(None)
+    kinds = [type(event) for event in events]
+    assert kinds == [TaskStarted, Batch, Batch, TaskRead] * 3 + [Finished]
+
+
+def test_the_rest_of_a_task_that_was_given_up_is_not_read() -> None:
+    given_up = queue.Queue[None]()
+
+    def endless() -> Iterator[Any]:
+        yield np.zeros(4)
+        given_up.get(timeout=30)
+        while True:
+            yield np.zeros(4)
+
+    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless))
+    stream = iter(events)
+    assert [type(next(stream)) for _ in range(2)] == [TaskStarted, Batch]
+    events.release(1)
+    given_up.put(None)
+    assert isinstance([*stream][-1], Finished)
+
+
+def test_an_error_of_the_reader_ends_its_task_alone() -> None:
+    def broken() -> Iterator[Any]:
+        yield np.zeros(4)
+        raise DataError("record 4 is torn")
+
+    pipelines = iter([pipeline(broken), pipeline(two_batches)])
+    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines)))
+    assert [event.error for event in events if isinstance(event, TaskRead)][1] is None
+    assert str(events[2].error) == "record 4 is torn"
+    assert events[-1] == Finished(None)
+
+
+@pytest.mark.parametrize("error", [ConnectionLostError("gone"), SystemExit(3)])
+def test_whatever_ends_the_input_reaches_who_waits_for_it(error: BaseException) -> None:
+    def get_task(leases: list[int]) -> Any:
+        raise error
+
+    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches)))
+    assert events == [Finished(error)]
