@@ -8,13 +8,8 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.metrics import (
-    ModelMetrics,
-    Transport,
-    from_metric_states,
-    to_metric_states,
-    unflatten_outputs,
-)
+from elasticcb.metric_messages import from_metric_states, to_metric_states, unflatten_outputs
+from elasticcb.metrics import ModelMetrics, Transport
 
 generator = np.random.default_rng(0)
 X = generator.normal(size=(40, 3)).astype("float32")

@@ -20,10 +20,11 @@ import math
 import time
 from typing import Any
 
-from elasticcb import checkpoint as checkpoints
+from elasticcb.checkpoint import find_latest
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.report import Report
@@ -58,7 +59,6 @@ class Job:
         self._report = Report(self._master, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._base_learning_rate: float | None = None
-        self._checkpoint_due = 0  # version of the next checkpoint, if `checkpoint.steps` are set
         self._over = False
 
     def run(self) -> Summary:
@@ -124,7 +124,7 @@ class Job:
                 merge=self._host.metrics.merge_states if self._host.merges_by_itself else None,
             )
             master.queue = self._queue
-        self._checkpoint_due = self._next_checkpoint(self._ps.version)
+        self._checkpoints = CheckpointWriter(self._settings, self._ps)
         self._begin()
         # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
         with master.changed:
@@ -151,7 +151,7 @@ class Job:
         # Little patience: this side knows when a server is gone.
         self._ps = PSClient(self._addresses(), self._host.variables, self._host.may_split, patience_seconds=5.0)
         folder = self._settings.checkpoint.directory_for_init
-        checkpoint = str(checkpoints.find_latest(folder)) if folder else ""
+        checkpoint = str(find_latest(folder)) if folder else ""
         weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
         self._ps.initialize(weights, checkpoint)
         if checkpoint:
@@ -202,7 +202,7 @@ class Job:
             if self._master.cluster is not None and self._settings.command is Command.TRAIN:
                 self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
                 self._drain()
-                if self._settings.checkpoint.directory:
+                if self._checkpoints.wanted:
                     self._save_checkpoint()
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
         except KeyboardInterrupt:
@@ -235,7 +235,7 @@ class Job:
         with master.changed:
             master.tend()
             milestones = self._queue.take_milestones()
-            idle = not milestones and not self._checkpoint_is_due() and not self._round_due()
+            idle = not milestones and not self._checkpoints.is_due(self._master.version) and not self._round_due()
             if idle:
                 master.wait()
         if idle:
@@ -244,7 +244,7 @@ class Job:
         self._act_on(milestones)
         if self._round_due():
             self._begin_round(master.rounds.version_reached(master.version).round)
-        if self._checkpoint_is_due():
+        if self._checkpoints.is_due(self._master.version):
             self._save_checkpoint()
 
     def _round_due(self) -> bool:
@@ -253,9 +253,6 @@ class Job:
         if not self._evaluates or self._queue.training_done or master.rounds.running is not None:
             return False
         return master.rounds.is_due(master.version)
-
-    def _checkpoint_is_due(self) -> bool:
-        return bool(self._settings.checkpoint.steps) and self._master.version >= self._checkpoint_due
 
     @property
     def _evaluates(self) -> bool:
@@ -323,7 +320,7 @@ class Job:
         self._end_training()
 
     def _end_training(self) -> None:
-        if self._settings.checkpoint.directory:
+        if self._checkpoints.wanted:
             self._save_checkpoint()
         with self._master.changed:
             self._queue.add_train_end()
@@ -396,32 +393,11 @@ class Job:
             self._host.optimizer.learning_rate = rate
         self._base_learning_rate = self._learning_rate()
 
-    # ------------------------------------------------------------ checkpoints
-
     def _save_checkpoint(self) -> None:
-        settings = self._settings.checkpoint
-        folder = checkpoints.begin_version(settings.directory, self._master.version)
-        answers = self._ps.save(str(folder))
-        version = int(answers[0].version)
         with self._master.changed:
-            tasks = self._queue.to_dict()
-        path = checkpoints.write_manifest(
-            folder,
-            version=version,
-            specs=self._ps.specs,
-            parts=self._ps.partition,
-            files=[checkpoints.SavedFile(a.file, a.bytes, a.sha256) for a in answers],
-            extra={"job": self._settings.name, "tasks": tasks},
-        )
-        checkpoints.prune(settings.directory, settings.keep_max)
-        self._report.checkpoint_path = str(path)
-        self._checkpoint_due = self._next_checkpoint(version)
-        logger.info("Checkpoint %s is written", path)
-
-    def _next_checkpoint(self, version: int) -> int:
-        """The version at which a checkpoint is due after `version`."""
-        steps = self._settings.checkpoint.steps
-        return (version // steps + 1) * steps if steps else 0
+            version, tasks = self._master.version, self._queue.to_dict()
+        self._checkpoints.write(version, tasks)
+        self._report.checkpoint_path = self._checkpoints.newest
 
 
 def _shown(value: Any) -> str:
