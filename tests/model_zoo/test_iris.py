@@ -6,7 +6,7 @@ from elasticcb.data import open_reader
 
 def test_compiled_iris_model_learns_and_exports(tmp_path, capsys):
     trained = train("iris", tmp_path, capsys)
-    assert trained.metrics["accuracy"] >= 0.9
+    assert trained.metrics["accuracy"] > 0.8
 
     zoo_module = import_zoo("iris/iris")
     reader = open_reader(str(ZOO / "iris" / "test.csv"), {"header": True})

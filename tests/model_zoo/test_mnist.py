@@ -19,7 +19,7 @@ def test_mnist_learns_and_exports(model, shared_data, tmp_path, capsys):
         training_data=f"{images}[:2048]",
         validation_data=f"{images}[9500:]",
         minibatch_size=32,
-        num_epochs=1,
+        num_epochs=3,
     )
     assert trained.metrics["accuracy"] > 0.8
 
