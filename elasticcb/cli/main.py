@@ -18,7 +18,7 @@ from elasticcb.cli.predict import predict
 from elasticcb.cli.ps import ps
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
-from elasticcb.errors import ElasticCBError, ExitCode
+from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 
 
 @click.group(context_settings=CONTEXT)
@@ -70,7 +70,8 @@ def _end(message: str, code: ExitCode, session: Session) -> int:
 
 
 def _describe(error: ElasticCBError) -> str:
-    text = f"Error: {error}"
+    # What the user asked for is no error.
+    text = str(error) if isinstance(error, JobInterrupted) else f"Error: {error}"
     if error.user_traceback:
         text += "\n\n" + error.user_traceback.rstrip()
     return text
