@@ -125,8 +125,7 @@ class Master:
     def _raise_failure(self) -> None:
         failure = self.queue.failure if self.queue is not None else None
         if failure is not None:
-            where = self.processes.where(failure.worker)
-            raise JobFailedError(f"{failure}\n{where}", failure.traceback)
+            raise failure.to_error(self.processes.where(failure.worker))
 
     def reached_version(self, version: int) -> None:
         """The model is at `version`, or was."""

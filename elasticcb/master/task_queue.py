@@ -312,11 +312,6 @@ class TaskQueue:
     # ------------------------------------------------------------ what it knows
 
     @property
-    def has_milestones(self) -> bool:
-        """Whether `take_milestones` would answer any."""
-        return bool(self._state.milestones)
-
-    @property
     def failure(self) -> Failure | None:
         """The task that ended the job, if one did."""
         return self._state.failure

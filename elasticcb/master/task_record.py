@@ -72,9 +72,9 @@ class Failure:
                 )
         return "\n".join(lines)
 
-    def to_error(self) -> JobFailedError:
-        """The error to end the job with."""
-        return JobFailedError(str(self), self.traceback)
+    def to_error(self, where: str) -> JobFailedError:
+        """The error to end the job with; `where` tells where the worker ran."""
+        return JobFailedError(f"{self}\n{where}", self.traceback)
 
 
 _GIVEN_UP = {

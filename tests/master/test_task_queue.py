@@ -420,15 +420,6 @@ def test_all_workers_that_hang_lose_their_leases():
     assert queue.expire(60.0) == leases
 
 
-def test_queue_says_whether_milestones_wait_to_be_taken():
-    queue = make_queue()
-    assert not queue.has_milestones
-    drain(queue)
-    assert queue.has_milestones
-    queue.take_milestones()
-    assert not queue.has_milestones
-
-
 def test_evaluation_progress_keeps_the_lease_alive():
     queue = make_queue()
     queue.add_evaluation(1, [("v", 20)])
@@ -492,7 +483,7 @@ def test_failed_task_is_tried_again_until_its_retries_are_used_up():
     story = str(failure)
     for part in ("'data.csv'", "[0, 20)", "worker 3", "row 3", "row 1", "row 2", "max_task_retries"):
         assert part in story
-    error = failure.to_error()
+    error = failure.to_error("on host a")
     assert isinstance(error, JobFailedError)
     assert error.user_traceback == "Traceback of worker 3"
     assert queue.accounting.tasks_retried == 2
