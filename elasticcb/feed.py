@@ -1,17 +1,110 @@
-"""From the records of a reader, through the model file's `feed`, to batches."""
+"""The batches of a task: from the records of a reader, through the model file's `feed`; or those of a source that
+has batches already."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
-from elasticcb.data import Reader, RecordStream, open_reader
+from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
+from elasticcb.data.batches import BatchSource
 from elasticcb.errors import DataError, ModelFileError, user_traceback
-from elasticcb.model_spec import ModelSpec
 from elasticcb.settings import JobSettings
+from elasticcb.spec import Spec
+
+Sources = list[tuple[str, int]]
+
+_UNKNOWN = 1 << 40  # batches in an epoch of which nobody knows how many it has: more than there can be
+
+
+class Pipeline(Protocol):
+    """The input of one mode. Tasks count it in units: records, or whole batches."""
+
+    keeps_order: bool  # whether the n-th unit that comes out is the n-th of the shard
+    ends_by_itself: bool  # whether it may give fewer batches than a shard has
+    open_ended: bool  # whether nobody knows how many units an epoch has
+
+    @property
+    def element_spec(self) -> Any:
+        """Of a batch."""
+
+    def sources(self) -> Sources:
+        """(name, units) of each source."""
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
+        """The batches of the units [start, end) of a source."""
+
+    def units_in(self, batch: Any) -> int:
+        """How many units a batch is."""
+
+    def first_batch(self) -> Any:
+        """A batch to build a model with."""
+
+
+def open_pipeline(settings: JobSettings, spec: Spec, mode: str) -> Pipeline:
+    """The input of "training", "evaluation" or "prediction".
+
+    Raises:
+        DataError: the data can't be read.
+        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+    """
+    source = spec.batch_source(mode)
+    return FeedPipeline(settings, spec, mode) if source is None else BatchPipeline(source, mode)
+
+
+class BatchPipeline:
+    """The batches of a `BatchSource`, as tensors."""
+
+    keeps_order = True
+
+    def __init__(self, source: BatchSource, mode: str) -> None:
+        self._source = source
+        self._mode = mode
+        self._first: Any = None
+        # Evaluation and prediction count each batch exactly once, so their sources must know.
+        self.ends_by_itself = mode == "training"
+        self.open_ended = source.num_batches is None
+
+    @property
+    def element_spec(self) -> Any:
+        return tf.nest.map_structure(_spec_of, self.first_batch())
+
+    def sources(self) -> Sources:
+        count = self._source.num_batches
+        return [(self._mode, _UNKNOWN if count is None else count)]
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
+        for batch in self._source.batches(epoch, start, end):
+            if self._mode == "prediction":
+                batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            yield tf.nest.map_structure(_as_tensor, batch)
+
+    def units_in(self, batch: Any) -> int:
+        return 1
+
+    def first_batch(self) -> Any:
+        if self._first is None:
+            self._first = next(iter(self.batches(self._mode, 0, 1)), None)
+        if self._first is None:
+            raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
+        return self._first
+
+
+def _as_tensor(leaf: Any) -> Any:
+    composite = leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
+    return leaf if composite else tf.convert_to_tensor(leaf)
+
+
+def _spec_of(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
 class FeedPipeline:
@@ -25,7 +118,10 @@ class FeedPipeline:
         ModelFileError: there is no `feed`, or it raises or returns no dataset.
     """
 
-    def __init__(self, settings: JobSettings, spec: ModelSpec, mode: str) -> None:
+    ends_by_itself = False
+    open_ended = False
+
+    def __init__(self, settings: JobSettings, spec: Spec, mode: str) -> None:
         origin = getattr(settings.data, mode if mode != "evaluation" else "validation")
         self.reader: Reader = open_reader(
             origin,
@@ -56,7 +152,13 @@ class FeedPipeline:
         """Of a batch."""
         return self.dataset.element_spec
 
-    def batches(self, name: str, start: int, end: int) -> Iterator[Any]:
+    def sources(self) -> Sources:
+        return [(source.name, source.count) for source in checked_sources(self.reader)]
+
+    def units_in(self, batch: Any) -> int:
+        return records_in(batch)
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """The batches of records [start, end) of a source. Raises what the reader raised."""
         self._range = (name, start, end)
         try:

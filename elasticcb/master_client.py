@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,50 @@ _LONG_POLL_SECONDS = 60.0  # the master answers much earlier
 
 
 class MasterClient:
-    """Calls to the master, by one process that has registered.
+    """Calls to the master, by one process.
+
+    Args:
+        address: of the master.
+        token: of the job.
 
     Raises `ConnectionLostError` from any call when the master stays out of reach.
     """
 
-    def __init__(self, address: str, patience_seconds: float = 30.0) -> None:
-        self._connection = Connection(address, "the master", patience_seconds)
+    def __init__(self, address: str, patience_seconds: float = 30.0, token: str = "") -> None:
+        self._connection = Connection(address, "the master", patience_seconds, token)
         self._stub = MasterStub(self._connection.channel)
-        self.id = 0
+        self.token = token
+        self.id = 0  # 0 until registered
+        self.job = 0  # the present one; they count from 1
 
-    def settings(self) -> JobSettings:
-        """The job's settings; may be asked for before registering."""
-        answer = self._connection.call(self._stub.GetSettings, pb.GetSettingsRequest())
-        return JobSettings.from_json(answer.settings)
+    def jobs(self) -> Iterator[JobSettings]:
+        """The settings of one job after another, each when it begins; ends when no more will come.
+
+        Whoever asks for the next job is done with the last one.
+        """
+        while True:
+            request = pb.GetSettingsRequest(after_job=self.job, id=self.id)
+            answer = self._connection.call(self._stub.GetSettings, request, _LONG_POLL_SECONDS)
+            if answer.over:
+                return
+            if answer.job:
+                self.job = answer.job
+                yield JobSettings.from_json(answer.settings)
+
+    def program(self) -> bytes:
+        """What the present job runs, if it has no model file (elasticcb/program.py)."""
+        return bytes(self._connection.call(self._stub.GetProgram, pb.GetProgramRequest(job=self.job)).program)
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
-        """Joins the job, ready to serve or to work; returns the place taken."""
+        """Joins the present job, ready to serve or to work; returns the place taken."""
         request = pb.RegisterRequest(
-            role=role, index=index, address=address, pid=os.getpid(), host=socket.gethostname()
+            role=role,
+            index=index,
+            address=address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            id=self.id,
+            job=self.job,
         )
         answer = self._connection.call(self._stub.Register, request)
         self.id = answer.id
@@ -70,11 +94,6 @@ class MasterClient:
 
     def stop_training(self, reason: str) -> None:
         self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
-
-    def stay_until_over(self, interval_seconds: float = 1.0) -> None:
-        """Gives signs of life until the job is over. Raises when the master is gone before that."""
-        while not self.report_progress(pb.ReportProgressRequest()).over:
-            time.sleep(interval_seconds)
 
     def leave(self, error: str = "", traceback: str = "", fatal: bool = False) -> None:
         """Says goodbye; `fatal`: with an error that another process in this place would end with too."""

@@ -7,6 +7,7 @@ of per-batch results would not. How a metric travels is its `Transport`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
+from elasticcb.optimizer_capture import flat_logs
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +66,16 @@ class _Unit:
     output: str | None = None
     by_model: bool = False
     compiled: bool = False  # one of `compile(metrics=...)`
+    logged_by: str = ""  # "train" or "test": the mean of a value among the logs of the model's own step
 
 
 class ModelMetrics:
     """The metrics of a model: its loss, those it was compiled with, and those of `eval_metrics_fn`.
 
     Makes `model.compute_metrics` update and return the latter too, so that Keras's own `train_step`
-    and `test_step` feed them.
+    and `test_step` feed them. A `train_step` or `test_step` of the model's own says by what it returns which
+    logs there are: results of metrics, and plain values. Of these the mean over all batches is what counts
+    (`fit` shows those of an epoch's last batch, and several workers have no last batch).
 
     Args:
         model: a model; its metrics must be built (`prime`) before states are read.
@@ -92,6 +97,41 @@ class ModelMetrics:
         model.compute_metrics = self._compute_metrics
         self._compiled_keys: tuple[str, ...] = ()  # names of the results of `compile(metrics=...)`
         self._warned: set[str] = set()
+        # By step and key of its logs: a unit, and the key in its result where that is a dict.
+        self._logs: dict[str, dict[str, tuple[str, str | None]]] = {}
+        self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
+        for step in self._logged:
+            if is_overridden(model, f"{step}_step"):
+                setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
+
+    def _observed(self, step: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(data: Any) -> Any:
+            with _recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
+                logs = function(data)
+            self._note_logs(step, flat_logs(logs), recorded)
+            return logs
+
+        return run
+
+    def _note_logs(self, step: str, logs: Mapping[str, Any], recorded: list[tuple[Any, Any, str | None]]) -> None:
+        """Finds out what the logs of a step are, from the results that metrics gave while it ran."""
+        names = {id(unit.metric): unit.name for unit in self._units()}
+        compiled = {unit.key: unit.name for unit in self._units() if unit.compiled}
+        found: dict[str, tuple[str, str | None]] = {}
+        for key, value in logs.items():
+            for result, metric, part in recorded:
+                if result is value and isinstance(metric, CompileMetrics) and part in compiled:
+                    found[key] = compiled[part], None
+                elif result is value and id(metric) in names:
+                    found[key] = names[id(metric)], part
+            if key not in found:
+                mean = self._logged[step].get(key)
+                if mean is None:
+                    with tf.init_scope():
+                        mean = self._logged[step][key] = keras.metrics.Mean(name=key)
+                mean.update_state(value)
+                found[key] = f"{step}/{key}", None
+        self._logs[step] = found
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
@@ -123,6 +163,9 @@ class ModelMetrics:
                 add(metric, metric.name, by_model=True)
         for key, metric, output in self._selected:
             add(metric, key, output=output)
+        for step, means in self._logged.items():
+            for key, mean in sorted(means.items()):
+                found[f"{step}/{key}"] = _Unit(f"{step}/{key}", mean, key, by_model=True, logged_by=step)
         return list(found.values())
 
     def units(self) -> dict[str, keras.metrics.Metric]:
@@ -197,23 +240,73 @@ class ModelMetrics:
             if unit.name in states:
                 _assign(unit.metric, states[unit.name])
 
-    def results(self, among: Collection[str] | None = None) -> dict[str, float]:
-        """Present results by name, of all units or of those named; a result that is a dict gives its items."""
+    def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
+        """Present results by name, of all units or of those named; a result that is a dict gives its items.
+
+        Args:
+            step: "train" or "test"; where the model has a step of its own, the results are those that it logs.
+        """
+        units = {unit.name: unit for unit in self._units() if among is None or unit.name in among}
         results: dict[str, Any] = {}
-        for unit in self._units():
-            if among is None or unit.name in among:
+        if step in self._logs:
+            for key, (name, part) in self._logs[step].items():
+                if name in units:
+                    result = units[name].metric.result()
+                    results[key] = result if part is None else result[part]
+        else:
+            for unit in units.values():
                 result = unit.metric.result()
-                results.update(result if isinstance(result, dict) else {unit.key: result})
+                if not unit.logged_by:
+                    results.update(result if isinstance(result, dict) else {unit.key: result})
         return {name: to_number(value) for name, value in results.items()}
 
     def nested_results(self, among: Collection[str] | None = None) -> dict[str, Any]:
-        """As `results`, with the metrics of an output under the output's name."""
+        """As `results` of an evaluation, with the metrics of an output under the output's name."""
         flat = self.results(among)
         nested: dict[str, Any] = dict(flat)
         for key, metric, output in self._selected:
             if output is not None and key in nested:
                 nested.setdefault(output, {})[metric.name] = nested.pop(key)
         return nested
+
+
+def is_overridden(model: keras.Model, method: str) -> bool:
+    """Whether the model has a method of its own in the place of Keras's, or was given one."""
+    return getattr(getattr(model, method), "__func__", None) is not getattr(keras.Model, method)
+
+
+def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
+    inner = getattr(step, "python_function", None)
+    return step if inner is None else tf.autograph.to_graph(inner)
+
+
+@contextlib.contextmanager
+def _recorded_results(
+    metrics: Sequence[keras.metrics.Metric],
+) -> Iterator[list[tuple[Any, keras.metrics.Metric, str | None]]]:
+    """Records (value, metric, key if its result is a dict) of each result that is asked for in the context."""
+    recorded: list[tuple[Any, keras.metrics.Metric, str | None]] = []
+
+    def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
+        result_of = metric.result
+
+        def result() -> Any:
+            result = result_of()
+            parts = result if isinstance(result, Mapping) else {None: result}
+            recorded.extend((value, metric, key) for key, value in parts.items())
+            return result
+
+        return result
+
+    for metric in metrics:
+        # Around Keras's own __setattr__, which tracks what it is given.
+        object.__setattr__(metric, "result", recording(metric))
+    try:
+        yield recorded
+    finally:
+        for metric in metrics:
+            object.__delattr__(metric, "result")
 
 
 def to_number(value: Any) -> Any:

@@ -20,6 +20,7 @@ import keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.model_loss import make_compute_loss
+from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.settings import ModelSettings
 
 # Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
@@ -51,6 +52,9 @@ class ModelSpec:
     def custom_data_reader(self) -> Callable[..., Any] | None:
         return self._get(self._settings.custom_data_reader)
 
+    def batch_source(self, mode: str) -> None:
+        """None: the records of a reader are fed."""
+
     def build_model(self) -> keras.Model:
         """A new model, compiled with what the file brings; a model without a loss stays uncompiled."""
         _check_is_function(self._model_factory, self._model_name, self.path)
@@ -64,12 +68,7 @@ class ModelSpec:
             self._compile(model)
         elif self._get(self._settings.optimizer) is not None:
             # The servers take it from there, so that they need not build the model.
-            model.optimizer = self.make_optimizer()
-        if isinstance(getattr(model, "optimizer", None), keras.optimizers.LossScaleOptimizer):
-            raise ModelFileError(
-                f"The model of {self.path} scales its loss for float16, which parameter servers can't follow. "
-                'Use keras.config.set_dtype_policy("mixed_bfloat16"), which needs no scaling, or "float32".'
-            )
+            model.optimizer = _scaled_like(model.optimizer, self.make_optimizer())
         return model
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
@@ -90,6 +89,13 @@ class ModelSpec:
                 f"compiled model from {self._model_name}()."
             )
         return optimizer
+
+    def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """New optimizers, all that a model of this file holds, in the order of `model_optimizers`.
+
+        Builds a model; where there is one optimizer only, `make_optimizer` may not need to.
+        """
+        return model_optimizers(self.build_model())
 
     def make_eval_metrics(self) -> dict[str, Any]:
         """What `eval_metrics_fn()` returns; empty when the file has none."""
@@ -176,6 +182,16 @@ class ModelSpec:
                 f"`{self._settings.optimizer}()`. Define `{self._settings.loss}(labels, predictions)` and "
                 f"`{self._settings.optimizer}()`, or return a compiled model."
             )
+
+
+def _scaled_like(
+    present: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer
+) -> keras.optimizers.Optimizer:
+    """`optimizer`, which scales the loss as `present` does: Keras's `compile` makes it so for mixed_float16."""
+    scaling = keras.optimizers.LossScaleOptimizer
+    if not isinstance(present, scaling) or isinstance(optimizer, scaling):
+        return optimizer
+    return scaling(optimizer, present.initial_scale, present.dynamic_growth_steps)
 
 
 def locate(settings: ModelSettings) -> tuple[Path, str]:

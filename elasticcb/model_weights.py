@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
+from elasticcb.metrics import is_overridden
 from elasticcb.model_spec import ModelSpec, building
+from elasticcb.optimizer_capture import updated_variables
+from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.ps.partition import VariableSpec
 
 
-def variable_specs(model: keras.Model) -> list[VariableSpec]:
-    """The weights that the servers hold, in the order of `model.weights`."""
+def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None) -> list[VariableSpec]:
+    """The weights that the servers hold, in the order of `model.weights`.
+
+    Args:
+        updated: what `prime` gave. With it, variables that no optimizer updates count as non-trainable, whatever
+            Keras calls them: what the step assigns to them (a target network) is so not lost.
+    """
     trainable = {id(variable) for variable in model.trainable_weights}
     return [
         VariableSpec(
             path=variable.path,
             shape=tuple(variable.shape),
             dtype=keras.backend.standardize_dtype(variable.dtype),
-            trainable=id(variable) in trainable,
+            trainable=id(variable) in trainable if updated is None else index in updated,
             constraint=_constraint(variable),
+            optimizer=(updated or {}).get(index, 0),
         )
-        for variable in model.weights
+        for index, variable in enumerate(model.weights)
     ]
+
+
+def local_variables(model: keras.Model) -> set[int]:
+    """Indices in `model.weights` of what belongs to the batches that a worker runs, and not to the model: the states
+    of stateful RNNs.
+
+    They go on from batch to batch of a worker as in `fit`, in whatever tasks the batches are, and are neither pulled
+    nor pushed. Servers hold their initial values.
+    """
+    states: set[int] = set()
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None:
+            states |= {id(variable) for variable in keras.tree.flatten(layer.states)}
+    return {index for index, variable in enumerate(model.weights) if id(variable) in states}
 
 
 def _constraint(variable: keras.Variable) -> str:
@@ -35,7 +60,7 @@ def _constraint(variable: keras.Variable) -> str:
     return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
 
 
-def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
+def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> dict[int, int] | None:
     """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
     Metrics then hold that batch: reset them.
@@ -43,6 +68,10 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
     Args:
         model: of `spec`, compiled unless `mode` is "prediction".
         batch: `(features, labels[, sample_weight])`, or features alone for "prediction".
+
+    Returns:
+        In training, for a model whose step is its own or that has several optimizers: the index of the optimizer that
+        updates a variable, by index in `model.weights`.
 
     Raises:
         ModelFileError: `feed` gives something else, or the model, its loss or its metrics can't take it.
@@ -58,9 +87,12 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
             f"input{'s' if inputs > 1 else ''}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
+    updated: dict[int, int] | None = None
     try:
         with building:
-            if labelled:
+            if mode == "training":
+                updated = _prime_training(model, batch)
+            elif mode == "evaluation":
                 model.test_step(batch)
             else:
                 model.predict_step((batch,))
@@ -72,6 +104,20 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> None:
             f"{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
+    return updated
+
+
+def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
+    own_step = is_overridden(model, "train_step")
+    if not own_step:
+        # Does all that the stock train_step does to the model, and changes no weights.
+        keras.Model.test_step(model, batch)
+    updated = updated_variables(model, batch) if own_step or len(model_optimizers(model)) > 1 else None
+    if own_step or is_overridden(model, "test_step"):
+        # Evaluation rounds need its metrics. A model that can't do it may train: `fit` asks for it as late as that.
+        with contextlib.suppress(Exception):
+            model.test_step(batch)
+    return updated
 
 
 def _check_structure(spec: ModelSpec, batch: Any, mode: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 
 # Their update of an element depends on nothing but that element, its gradient and its slots. A
@@ -41,6 +44,31 @@ def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     every row at each update, and an optimizer that isn't elementwise needs the whole gradient.
     """
     return is_elementwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
+
+
+def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the server clips by the global norm: with accumulation Keras clips the accumulated gradient, which
+    only the server knows. Otherwise the worker does, who has the gradients of all variables."""
+    optimizer = unwrapped(optimizer)
+    return bool(optimizer.gradient_accumulation_steps and optimizer.global_clipnorm)
+
+
+def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Every optimizer that a model holds: `model.optimizer` first, then those that are attributes of the model or
+    of its layers, also in lists and dicts, by the attribute's name. The same order in every process."""
+    found: list[keras.optimizers.Optimizer] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer) and all(value is not known for known in found):
+            found.append(value)
+
+    add(getattr(model, "optimizer", None))
+    for layer in model._flatten_layers():
+        for _, value in sorted(vars(layer).items()):
+            items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+            for item in items:
+                add(item)
+    return found
 
 
 def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -78,6 +78,7 @@ class PSClient:
         split: whether variables may be cut between servers.
         client_id: the worker's id; names the origin of pushes.
         synchronous: pushes to several servers then are staged, and decided by the first server.
+        token: of the job.
 
     Its methods raise `ConnectionLostError` when a server stays out of reach, `WireError` when it
     refuses a message.
@@ -91,6 +92,7 @@ class PSClient:
         client_id: int = 0,
         synchronous: bool = False,
         patience_seconds: float = 30.0,
+        token: str = "",
     ) -> None:
         self.specs = list(specs)
         self.partition = partition(self.specs, len(addresses), split)
@@ -103,7 +105,7 @@ class PSClient:
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
         self._servers = [
-            self._connect(Connection(address, f"parameter server {index}", patience_seconds), slices)
+            self._connect(Connection(address, f"parameter server {index}", patience_seconds, token), slices)
             for index, (address, slices) in enumerate(zip(addresses, self.partition, strict=True))
         ]
         self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="ps-client")

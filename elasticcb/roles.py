@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,15 @@ from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
 from elasticcb.errors import DataError, ElasticCBError, ModelFileError
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc import token_of_environment
 from elasticcb.settings import ClusterKind, Command, JobSettings
 
 if TYPE_CHECKING:
     from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0  # for processes that were told to end
 
 
 def run_master(settings: JobSettings, display: Any) -> Summary:
@@ -43,51 +48,78 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("Started: %s", settings)
     with native_messages_to(str(logs / "master.log")):
-        backend = _make_backend(settings, display)
+        backend = make_backend(settings.cluster.kind, settings.directory, settings.log_level, display.message)
         if settings.cluster.kind is ClusterKind.LOCAL and visible_gpus():
             # They are the workers'; the backend has noted them.
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         from elasticcb.master.job import Job
+        from elasticcb.master.master import Master
 
+        master = Master(settings.cluster, backend, display.message, backend.token)
+        master.start()
         try:
-            summary = Job(settings, backend, display).run()
+            summary = Job(settings, master, display).run()
         except ElasticCBError as error:
             logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
             raise
+        finally:
+            master.shut_down(STOP_SECONDS)
     display.finish(summary)
     return summary
 
 
-def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None) -> None:
-    """Joins the job of the master at `master_address` as a worker, and works until it is over."""
+def run_worker(
+    master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None
+) -> None:
+    """Joins the cluster of the master at `master_address` as a worker, and works until it has no job any more.
+
+    Args:
+        token: of the cluster; None takes that of the environment.
+    """
     _begin("worker", index, parent_pid)
     from elasticcb.master_client import MasterClient
+    from elasticcb.program import open_spec
     from elasticcb.worker.worker import Worker
 
-    client = MasterClient(master_address)
-    settings = _settings_of(client)
+    logger.info("TensorFlow is imported")
+    client = MasterClient(master_address, token=token_of_environment() if token is None else token)
     with _Farewell(client):
-        Worker(settings, client, index).run()
+        for settings in client.jobs():
+            _log_as(settings)
+            Worker(settings, client, index, open_spec(settings, client)).run()
 
 
-def run_ps(master_address: str, index: int = -1, host: str = "127.0.0.1", parent_pid: int | None = None) -> None:
-    """Joins the job of the master at `master_address` as a parameter server, until it is ended."""
+def run_ps(
+    master_address: str,
+    index: int = -1,
+    host: str = "127.0.0.1",
+    parent_pid: int | None = None,
+    token: str | None = None,
+) -> None:
+    """Joins the cluster of the master at `master_address` as a parameter server, until it is ended."""
     _begin("ps", index, parent_pid)
     from elasticcb.master_client import MasterClient
-    from elasticcb.model_spec import ModelSpec
+    from elasticcb.program import open_spec
     from elasticcb.ps.server import PSServer
 
-    client = MasterClient(master_address)
-    settings = _settings_of(client)
+    logger.info("TensorFlow is imported")
+    client = MasterClient(master_address, token=token_of_environment() if token is None else token)
+    server: PSServer | None = None
     with _Farewell(client):
-        trains = settings.command is Command.TRAIN
-        server = PSServer(settings, ModelSpec(settings.model).make_optimizer if trains else None, host)
-        server.start()
-        client.register(pb.PS, index, server.address)
         try:
-            client.stay_until_over()
+            for settings in client.jobs():
+                _log_as(settings)
+                trains = settings.command is Command.TRAIN
+                make_optimizer = open_spec(settings, client).make_optimizer if trains else None
+                if server is None:
+                    server = PSServer(settings, make_optimizer, host, token=client.token)
+                    server.start()
+                else:
+                    server.begin_job(settings, make_optimizer)
+                client.register(pb.PS, index, server.address)
         finally:
-            server.stop()
+            if server is not None:
+                server.stop()
 
 
 def _begin(role: str, index: int, parent_pid: int | None) -> None:
@@ -100,12 +132,9 @@ def _begin(role: str, index: int, parent_pid: int | None) -> None:
     logger.info("Started")
 
 
-def _settings_of(client: Any) -> JobSettings:
-    # Asked for after the import, which takes the longest: the master is busy with its own meanwhile.
-    logger.info("TensorFlow is imported")
-    settings: JobSettings = client.settings()
+def _log_as(settings: JobSettings) -> None:
     logging.getLogger("elasticcb").setLevel(settings.log_level)
-    return settings
+    logger.info("Job %s: %s", settings.name, settings.command.value)
 
 
 class _Farewell:
@@ -136,13 +165,25 @@ class _Farewell:
             logger.debug("The master is gone already")
 
 
-def _make_backend(settings: JobSettings, display: Any) -> ClusterBackend:
-    kind = settings.cluster.kind
-    if kind is ClusterKind.INPROCESS:
-        return InProcessCluster({"worker": run_worker, "ps": run_ps})
+def make_backend(kind: ClusterKind, directory: str, log_level: str, say: Callable[[str], None]) -> ClusterBackend:
+    """Where the processes of a cluster run; its token is that of the environment, or a new one.
+
+    Args:
+        directory: logs go to `logs` below it.
+        say: shows a line to the user.
+    """
     if kind is ClusterKind.EXTERNAL:
-        return ExternalCluster(display.message)
-    return LocalCluster(settings.directory, settings.log_level)
+        backend: ClusterBackend = ExternalCluster(say)
+    elif kind is ClusterKind.INPROCESS:
+        roles = {"worker": run_worker, "ps": run_ps}
+        backend = InProcessCluster(
+            {name: lambda address, index, token, run=run: run(address, index, token=token) for name, run in roles.items()}
+        )
+    else:
+        backend = LocalCluster(directory, log_level)
+    # People who start processes by hand choose a token if they want one.
+    backend.token = token_of_environment() or ("" if kind is ClusterKind.EXTERNAL else secrets.token_hex(16))
+    return backend
 
 
 def _quiet_tensorflow(log_level: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import random
 import time
 from collections.abc import Callable
@@ -39,8 +41,37 @@ _OPTIONS = [
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
+_TOKEN_KEY = "elasticcb-token"  # of the metadata that every call carries
+TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
+
 # Not the module's own generator, whose seed belongs to the user's model.
 _jitter = random.Random()
+
+
+def token_of_environment() -> str:
+    """The job's token, as whoever started this process gave it; "" if there is none."""
+    return os.environ.get(TOKEN_VARIABLE, "")
+
+
+class _TokenCheck(grpc.ServerInterceptor):
+    """Refuses calls that don't carry the job's token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        given = next((value for key, value in call.invocation_metadata if key == _TOKEN_KEY), "")
+        if hmac.compare_digest(given.encode(), self._token):
+            return continuation(call)
+        return self._refusal
+
+    @staticmethod
+    def _refuse(request: Any, context: grpc.ServicerContext) -> None:
+        context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            f"the call does not carry this job's token; give it to the process by {TOKEN_VARIABLE}",
+        )
 
 
 class Server:
@@ -50,13 +81,15 @@ class Server:
         host: interface to listen on.
         port: 0 takes any free one.
         threads: how many calls it answers at once; a long poll takes one all the while.
+        token: what a call must carry to be answered; "" answers all.
 
     Raises `ConnectionLostError` when the port is taken.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16, token: str = "") -> None:
         self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
-        self.grpc_server = grpc.server(self._pool, options=_OPTIONS)
+        interceptors = [_TokenCheck(token)] if token else []
+        self.grpc_server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
         try:
             self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -111,12 +144,14 @@ class Connection:
         address: "host:port".
         name: what the server is, for messages: "the master", "parameter server 1".
         patience_seconds: how long to go on trying before `ConnectionLostError`.
+        token: of the job; every call carries it.
     """
 
-    def __init__(self, address: str, name: str, patience_seconds: float = 30.0) -> None:
+    def __init__(self, address: str, name: str, patience_seconds: float = 30.0, token: str = "") -> None:
         self.address = address
         self._name = name
         self._patience = patience_seconds
+        self.metadata = ((_TOKEN_KEY, token),) if token else ()
         self.channel = grpc.insecure_channel(address, options=_OPTIONS)
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
@@ -146,7 +181,7 @@ class Connection:
         pause = 0.05
         while True:
             try:
-                return method(request, timeout=deadline_seconds)
+                return method(request, timeout=deadline_seconds, metadata=self.metadata)
             except grpc.RpcError as error:
                 code, details = error.code(), error.details() or "no details"
                 if code is grpc.StatusCode.INVALID_ARGUMENT:

@@ -38,12 +38,19 @@ class NonFinite(str, Enum):
     SKIP = "skip"  # the batch is passed over, and counted
 
 
+class CallbackErrors(str, Enum):
+    """What an error in a hook of a callback leads to."""
+
+    STOP = "stop"  # the job fails
+    WARN = "warn"  # it is shown and counted, and the job goes on
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Where the model file is, and what its names are."""
 
-    zoo: str  # folder that is put on the import path
-    definition: str  # "package.module.custom_model", relative to `zoo`
+    zoo: str = ""  # folder that is put on the import path
+    definition: str = ""  # "package.module.custom_model", relative to `zoo`; "": the job has a program instead
     params: dict[str, Any] = field(default_factory=dict)  # keyword arguments of `custom_model`
     loss: str = "loss"
     optimizer: str = "optimizer"
@@ -74,11 +81,13 @@ class TrainingSettings:
     evaluation_steps: int = 0  # model versions between evaluation rounds; 0: at the end of each epoch
     get_model_steps: int = 1  # batches between pulls
     log_loss_steps: int = 100  # model versions between log lines; 0: never
-    shuffle_seed: int = 0  # of the order of shards in each epoch
+    initial_epoch: int = 0  # epochs before it are taken as done
+    shuffle_seed: int | None = 0  # of the order of shards in each epoch; None: in order
     use_async: bool = True
     grads_to_wait: int = 1  # gradients per update, synchronous mode
     sync_version_tolerance: int = 0  # how many versions old a gradient may be, synchronous mode
     non_finite: NonFinite = NonFinite.STOP
+    callback_errors: CallbackErrors = CallbackErrors.STOP
     max_task_retries: int = 3
     lease_seconds: float = 300.0  # a task without progress for so long is taken away
 
@@ -122,7 +131,7 @@ class JobSettings:
     command: Command
     name: str
     directory: str  # logs and results of the job, absolute
-    model: ModelSettings
+    model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -156,6 +165,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (JobSettings, "cluster"): ClusterSettings,
     (ClusterSettings, "kind"): ClusterKind,
     (TrainingSettings, "non_finite"): NonFinite,
+    (TrainingSettings, "callback_errors"): CallbackErrors,
 }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticcb.callbacks.dispatch import Dispatcher
     from elasticcb.callbacks.early_stopper import EarlyStopper
+    from elasticcb.callbacks.every import every
     from elasticcb.callbacks.learning_rate_scheduler import LearningRateScheduler
     from elasticcb.callbacks.max_steps_stopper import MaxStepsStopper, MaxStepsStopping
     from elasticcb.callbacks.model_uploader import ModelUploader
@@ -35,6 +36,7 @@ _MODULES = {
     "PredictionOutputsProcessor": "prediction_outputs_processor",
     "SavedModelExporter": "saved_model_exporter",
     "SummaryWriter": "summary_writer",
+    "every": "every",
     "runs_on": "placement",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "PredictionOutputsProcessor",
     "SavedModelExporter",
     "SummaryWriter",
+    "every",
     "runs_on",
 ]
 

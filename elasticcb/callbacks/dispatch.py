@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hooks
+from elasticcb.callbacks.every import batches_between
+from elasticcb.callbacks.hook_times import HookTimes
+from elasticcb.callbacks.placement import (
+    BATCH_HOOKS,
+    TABLE,
+    Place,
+    hooks_at,
+    needs_optimizer_state,
+    overridden_hooks,
+    place_of,
+    reads_model,
+    stock,
+)
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, user_traceback
+from elasticcb.settings import CallbackErrors
+
+logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
+
+
+@dataclass(frozen=True)
+class CallbackWarning:
+    """Something about a callback that the user should see once, from whichever process it comes."""
+
+    subject: str  # the same for what need not be shown twice: "Watch.on_test_end failed"
+    text: str
+    errors: int = 0  # errors of a hook that the job goes on after
 
 
 class Dispatcher:
@@ -21,6 +49,8 @@ class Dispatcher:
         params: becomes `callback.params`; `worker_id` of a worker is part of it.
         model: becomes `callback.model`.
         process: name of the process in errors; "master" or "worker N" when not given.
+        on_error: what an error in a hook leads to.
+        warn: takes `CallbackWarning`s: errors with `OnError.WARN`, and batch hooks that are slow.
 
     Raises:
         ModelFileError: something in `callbacks` is no callback, or `place` is not that of a process.
@@ -34,6 +64,8 @@ class Dispatcher:
         params: Mapping[str, Any],
         model: Any,
         process: str = "",
+        on_error: CallbackErrors = CallbackErrors.STOP,
+        warn: Callable[[CallbackWarning], None] = lambda warning: None,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
             raise ModelFileError(f"A dispatcher is at MASTER or at WORKER. Received: {place!r}.")
@@ -41,22 +73,26 @@ class Dispatcher:
         self.params = dict(params)
         self.model = model
         self.stop_reason = ""
+        self._place = place
         self._process = process or _process_name(place, self.params)
+        self._on_error, self._warn = on_error, warn
+        self._times = HookTimes()
         self._called_once: set[tuple[str, int]] = set()
+        self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
         if model is not None:
             model.stop_training = False
         self._methods: dict[str, list[tuple[Any, Callable[..., Any]]]] = {name: [] for name in TABLE}
         for position, callback in enumerate(self.callbacks):
             _check_is_callback(callback, position)
+            if place_of(callback) not in (None, place):
+                continue  # some open files when they are given a model
             # In the order of Keras' own CallbackList; hooks are looked up after, since a callback may choose
             # its hooks by its model.
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
             for name in hooks_at(callback, place, methods.keys()):
-                self._methods[name].append((callback, _as_keras_expects(name, methods[name])))
-        # What needs the exported model goes after whatever exports it, in which order they are listed.
-        self._methods["on_train_end"].sort(key=lambda entry: bool(getattr(entry[0], "after_export", False)))
+                self._methods[name].append((callback, methods[name]))
 
     @property
     def stop_requested(self) -> bool:
@@ -67,52 +103,103 @@ class Dispatcher:
         """Whether any callback implements `hook` and runs it in this process. Ask before costly `logs`."""
         return bool(self._methods[hook])
 
-    def call(self, hook: str, *args: Any) -> None:
+    def is_due(self, hook: str) -> bool:
+        """Whether the next call of a batch hook reaches any callback; `every` lets some pass."""
+        return any(self._is_due(callback, hook, 1) for callback, _ in self._methods[hook])
+
+    def needs_optimizer_state(self, hook: str) -> bool:
+        """Whether a callback reads or writes the optimizer's state in `hook`."""
+        return any(needs_optimizer_state(callback, hook) for callback, _ in self._methods[hook])
+
+    def readers(self, hook: str, batches: int) -> list[Any]:
+        """The callbacks that may look at the model in a batch hook within the next so many batches."""
+        return [
+            callback
+            for callback, _ in self._methods[hook]
+            if self._is_due(callback, hook, batches) and reads_model(callback, hook, batches)
+        ]
+
+    def note_batch(self, seconds: float) -> None:
+        """A batch took so long, without hooks: what is slower is warned about."""
+        self._times.note_batch(seconds)
+
+    def call(self, hook: str, *args: Any, keras_logs: Any = None, after_export: bool | None = None) -> None:
         """Calls `hook` with `args` on every callback that runs it here, in order.
 
-        `on_train_begin` and `on_predict_begin` are called once per callback; later calls do nothing.
+        `on_train_begin` and `on_predict_begin` are called once per callback; later calls do nothing. In
+        `on_train_end` those with `after_export` go last.
+
+        Args:
+            keras_logs: `logs` of Keras's own callbacks, which write down whatever they get, in place of the last
+                of `args`.
+            after_export: only of callbacks that have (not) set `after_export`; None: of all.
 
         Raises:
             CallbackError: a hook raised; names callback, hook, process and version, and carries the part of
                 the traceback that is not ElasticCB's own.
         """
         methods = self._methods[hook]
-        if not methods:
-            return
+        if hook == "on_train_end":
+            methods = sorted(methods, key=lambda entry: _after_export(entry[0]))
         for callback, method in methods:
+            if after_export is not None and _after_export(callback) is not after_export:
+                continue
             if hook in _ONCE and (hook, id(callback)) in self._called_once:
                 continue
-            self._guarded(callback, hook, method, args)
+            if TABLE[hook].of_batch and not self._count(callback, hook):
+                continue
+            given = args if keras_logs is None or stock(callback) is None else (*args[:-1], dict(keras_logs))
+            self._guarded(callback, hook, method, given)
             if hook in _ONCE:  # not before: a beginning that failed is tried again with the next task
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
                 self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
 
+    def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
+        every = batches_between(callback)
+        return self._batches[hook, id(callback)] % every + batches >= every
+
+    def _count(self, callback: Any, hook: str) -> bool:
+        """Whether this batch is one that the callback is called for."""
+        due = self._is_due(callback, hook, 1)
+        self._batches[hook, id(callback)] += 1
+        return due
+
     def _guarded(self, callback: Any, hook: str, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        started = time.perf_counter()
         try:
             method(*args)
         except CallbackError as error:  # a pre-made callback explains itself
             message = f"{self._story(callback, hook, args)} {error}"
-            raise CallbackError(message, error.user_traceback) from error
+            self._failed(callback, hook, CallbackError(message, error.user_traceback), error)
         except ElasticCBError:  # not the callback's fault: a lost connection, an interrupted job
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise CallbackError(f"{self._story(callback, hook, args)} {what}", user_traceback(error)) from error
+            message = f"{self._story(callback, hook, args)} {what}"
+            self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
+        if self._place is Place.WORKER and hook in BATCH_HOOKS:
+            name = f"{type(callback).__name__}.{hook}"
+            slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
+            if slow:
+                logger.warning(slow)
+                self._warn(CallbackWarning(f"{name} is slow", slow))
+
+    def _failed(self, callback: Any, hook: str, error: CallbackError, cause: Exception) -> None:
+        is_essential = getattr(callback, "essential", False) or hook not in TABLE
+        if self._on_error is CallbackErrors.STOP or is_essential:
+            raise error from cause
+        logger.error("%s\n%s", error, error.user_traceback)
+        text = f"{error} The job goes on (--callback_errors=warn).\n{error.user_traceback}"
+        self._warn(CallbackWarning(f"{type(callback).__name__}.{hook} failed", text, errors=1))
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
         return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
 
 
-def _as_keras_expects(hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics."""
-    if hook != "on_test_end" or not (getattr(method, "__module__", None) or "").startswith("keras."):
-        return method
-
-    def on_test_end(logs: Mapping[str, Any]) -> None:
-        method({name: value for name, value in logs.items() if name not in ("metrics", "version")})
-
-    return on_test_end
+def _after_export(callback: Any) -> bool:
+    """Whether a callback needs the exported model in `on_train_end`."""
+    return bool(getattr(callback, "after_export", False))
 
 
 def _process_name(place: Place, params: Mapping[str, Any]) -> str:

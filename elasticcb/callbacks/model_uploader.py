@@ -59,6 +59,7 @@ class ModelUploader(keras.callbacks.Callback):
     """
 
     after_export = True  # read by the dispatcher
+    essential = True  # likewise: an upload that fails fails the job
 
     def __init__(
         self,

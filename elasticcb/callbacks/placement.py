@@ -38,7 +38,7 @@ class Hook:
 
     @property
     def of_batch(self) -> bool:
-        """A batch exists only on the worker that runs it."""
+        """Whether it is called for each batch: by the worker that runs it, or on the master from its report."""
         return "_batch_" in self.name
 
     @property
@@ -114,6 +114,59 @@ _ROWS = (
 
 TABLE: dict[str, Hook] = {row.name: row for row in _ROWS}
 ALIASES: dict[str, str] = {row.alias: row.name for row in _ROWS if row.alias}
+BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A row of the table of Keras's own callbacks: one object keeps state from hook to hook.
+
+    Classes derived from a stock callback share its row.
+
+    Attributes:
+        place: where all of its hooks run.
+        idle: hooks that do nothing with the settings of this object.
+        saves: hooks that save or swap the optimizer's state.
+    """
+
+    place: Place = Place.MASTER
+    idle: Callable[[Any], Collection[str]] = lambda callback: ()
+    saves: Collection[str] = ()
+
+
+def _saves_epochs(callback: Any) -> Collection[str]:
+    return ("on_train_batch_end",) if callback.save_freq == "epoch" else ()
+
+
+def _board_of_epochs(callback: Any) -> Collection[str]:
+    # Batches of evaluations are only for summaries that the model's call() writes, on another process.
+    of_training = callback.update_freq != "epoch" or callback._should_trace
+    return [name for name in BATCH_HOOKS if not of_training or not name.startswith("on_train_")]
+
+
+def _silent(callback: Any) -> Collection[str]:
+    return BATCH_HOOKS if not callback.verbose else ()
+
+
+_SAVER = ("on_epoch_end", "on_train_batch_end")
+
+STOCK: dict[str, Stock] = {
+    "BackupAndRestore": Stock(idle=_saves_epochs, saves=("on_train_begin", *_SAVER)),
+    "CSVLogger": Stock(),
+    "EarlyStopping": Stock(),
+    "History": Stock(),
+    "LearningRateScheduler": Stock(),
+    "ModelCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
+    "OrbaxCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
+    "ProgbarLogger": Stock(idle=_silent),
+    "ReduceLROnPlateau": Stock(),
+    "RemoteMonitor": Stock(),
+    "SwapEMAWeights": Stock(saves=[row.name for row in _ROWS if not row.of_batch]),
+    "TensorBoard": Stock(idle=_board_of_epochs),
+    "TerminateOnNaN": Stock(Place.WORKER),
+}
+_BY_HOOK = frozenset({"Callback", "CallbackList", "LambdaCallback"})  # run as a user's class does
+_FUTURE = Stock()  # of a later release of Keras
 
 _PLACE_ATTRIBUTE = "_elasticcb_runs_on"
 
@@ -123,16 +176,16 @@ CallbackClass = TypeVar("CallbackClass", bound=type)
 def runs_on(place: str) -> Callable[[CallbackClass], CallbackClass]:
     """Class decorator: run every hook of a callback on the master, or every hook on the workers.
 
-    On `"master"` the hooks of batches are not called, since batches run on workers. On `"worker"` the hooks
-    of epochs, evaluation rounds and predictions are called as each worker sees them, and `on_train_end` by
-    the worker that holds the TRAIN_END task. Subclasses inherit the place.
+    On `"master"` the hooks of batches are called for the batches of all workers, in order of model version,
+    some time after the batch was trained; no worker waits for them. On `"worker"` the hooks of epochs,
+    evaluation rounds and predictions are called as each worker sees them, and `on_train_end` by the worker
+    that holds the TRAIN_END task. Subclasses inherit the place.
 
     Args:
         place: `"master"` or `"worker"`.
 
     Raises:
-        ModelFileError: another place, something that is no class, or `"master"` for a class that itself
-            defines hooks of batches.
+        ModelFileError: another place, or something that is no class.
 
     Example:
 
@@ -153,32 +206,44 @@ def runs_on(place: str) -> Callable[[CallbackClass], CallbackClass]:
                 f"runs_on decorates the class of a callback. Received: {callback_class!r} of type "
                 f'{type(callback_class).__name__}. Put @runs_on("{place}") above "class ...".'
             )
-        own = [name for name in vars(callback_class) if name in ALIASES or name in TABLE]
-        never_called = [name for name in own if name in ALIASES or TABLE[name].of_batch]
-        if place == Place.MASTER.value and never_called:
-            raise ModelFileError(
-                f'{callback_class.__name__} is marked @runs_on("master") '
-                f"and defines {', '.join(never_called)}, which would never be called: batches "
-                "run on workers. Move what happens per batch to a callback of its own, without runs_on."
-            )
         setattr(callback_class, _PLACE_ATTRIBUTE, place)
         return callback_class
 
     return decorate
 
 
+def stock(callback: Any) -> Stock | None:
+    """The row of one of Keras's own callbacks, or of a class derived from one; None for all others."""
+    for kind in type(callback).__mro__:
+        if kind.__module__.startswith("keras."):
+            return None if kind.__name__ in _BY_HOOK else STOCK.get(kind.__name__, _FUTURE)
+    return None
+
+
+def place_of(callback: Any) -> Place | None:
+    """Where all hooks of `callback` run; None when each hook runs where the table says."""
+    moved_to = getattr(callback, _PLACE_ATTRIBUTE, None)
+    if moved_to is not None:
+        return Place(moved_to)
+    row = stock(callback)
+    return None if row is None else row.place
+
+
 def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
     """Bound methods of the hooks that a callback implements, by name in the table.
 
     Methods set on the instance count (`keras.callbacks.LambdaCallback` sets them so). For a hook that is
-    implemented under its alias alone, the alias' method is given.
+    implemented under its alias alone, the alias' method is given. Those of a stock callback that do nothing
+    are left out; a class derived from it has them when it defines them itself.
     """
     found: dict[str, Callable[..., Any]] = {}
+    row_of_stock = stock(callback)
+    idle = row_of_stock.idle(callback) if row_of_stock else ()
     for name, row in TABLE.items():
         method = _implemented(callback, name)
         if method is None and row.alias:
             method = _implemented(callback, row.alias)
-        if method is not None:
+        if method is not None and not (name in idle and method.__module__.startswith("keras.")):
             found[name] = method
     return found
 
@@ -186,6 +251,30 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
 def hooks_at(callback: Any, process: Place, overridden: Collection[str]) -> frozenset[str]:
     """Which of the `overridden` hooks of `callback` run in a process of that kind, MASTER or WORKER."""
     return frozenset(name for name in overridden if process in _processes(callback, name, overridden))
+
+
+def needs_optimizer_state(callback: Any, hook: str) -> bool:
+    """Whether `hook` of `callback` reads or writes the state of `model.optimizer`.
+
+    A user's class says so for all its hooks by `needs_optimizer_state = True`.
+    """
+    if getattr(callback, "needs_optimizer_state", False):
+        return True
+    row = stock(callback)
+    if row is None or (hook == "on_epoch_end" and getattr(callback, "save_freq", "epoch") != "epoch"):
+        return False
+    return hook in row.saves
+
+
+def reads_model(callback: Any, hook: str, batches: int) -> bool:
+    """Whether `hook`, a batch hook, may look at the model within the next so many batches."""
+    row = stock(callback)
+    if row is None:
+        return True
+    if hook not in row.saves:
+        return False
+    seen = getattr(callback, "_batches_seen_since_last_saving", None)
+    return seen is None or bool(seen + batches >= callback.save_freq)
 
 
 def _implemented(callback: Any, name: str) -> Callable[..., Any] | None:
@@ -197,27 +286,15 @@ def _implemented(callback: Any, name: str) -> Callable[..., Any] | None:
 def _processes(callback: Any, name: str, overridden: Collection[str]) -> set[Place]:
     """The kinds of process, MASTER and WORKER, in which a hook runs."""
     row = TABLE[name]
-    moved_to = getattr(callback, _PLACE_ATTRIBUTE, None)
-    if moved_to is not None:
-        place = Place(moved_to)
-        return set() if row.of_batch and place is Place.MASTER else {place}
+    place = place_of(callback)
+    if place is not None:
+        return {place}
     if Place.WITH_OTHER_HOOKS in row.places:
         others = [other for other in overridden if other != name]
         if not others:
             return {Place.MASTER, Place.WORKER}
         return set().union(*(_processes(callback, other, overridden) for other in others))
     if Place.TRAIN_END_WORKER in row.places:
-        return _processes_of_train_end(callback, name, overridden)
+        keeps_epochs = any(TABLE[other].of_epoch for other in overridden)
+        return {Place.MASTER, Place.WORKER} if keeps_epochs else {Place.WORKER}
     return set(row.places)
-
-
-def _processes_of_train_end(callback: Any, name: str, overridden: Collection[str]) -> set[Place]:
-    keeps_epochs = any(TABLE[other].of_epoch for other in overridden)
-    if not keeps_epochs:
-        return {Place.WORKER}
-    # A stock Keras callback closes at the end of training what its other hooks opened (CSVLogger its file):
-    # where none of those run, its beginning and end would only truncate what the master writes.
-    of_keras = (getattr(getattr(callback, name), "__module__", None) or "").startswith("keras.")
-    if of_keras and not any(TABLE[other].of_batch for other in overridden):
-        return {Place.MASTER}
-    return {Place.MASTER, Place.WORKER}

@@ -44,6 +44,8 @@ class SavedModelExporter(keras.callbacks.Callback):
         model.signatures["serving_default"](features=images)["predictions"]
     """
 
+    essential = True  # read by the dispatcher: without the model the job has failed
+
     def __init__(self, saved_model_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self._saved_model_path = saved_model_path

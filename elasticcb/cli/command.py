@@ -71,6 +71,8 @@ def _click_option(option: Option) -> Callable[[F], F]:
         Kind.PARAMS: Params(),
         Kind.CHOICE: click.Choice(option.choices, case_sensitive=False),
     }
+    # `--flag` alone, where that can mean something.
+    alone: dict[str, Any] = {"flag_value": "true"} if option.kind is Kind.TRUTH else {}
     return click.option(
         *(f"--{name}" for name in (option.name, *option.aliases)),
         option.name,
@@ -79,6 +81,7 @@ def _click_option(option: Option) -> Callable[[F], F]:
         default=option.default,
         show_default=option.default_text or option.default is not None,
         is_flag=False,
+        **alone,
         help=option.help,
         panel=option.panel,
         callback=_note_log_level if option.name == "log_level" else None,

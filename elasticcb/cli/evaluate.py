@@ -7,7 +7,8 @@ from typing import Any
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
-from elasticcb.cli.job import run_job
+from elasticcb.cli.follow import FollowSettings, follow
+from elasticcb.cli.job import build_settings, run_job
 from elasticcb.settings import Command
 
 
@@ -15,12 +16,19 @@ from elasticcb.settings import Command
 @job_options([Command.EVALUATE])
 @click.pass_context
 def evaluate(context: click.Context, /, **values: Any) -> None:
-    """Evaluate a trained model, from a checkpoint.
+    """Evaluate a trained model, from a checkpoint; or one that is being trained, checkpoint by checkpoint.
 
     \b
     Examples:
       elasticcb evaluate --config job.yaml --checkpoint_dir_for_init=checkpoints
       elasticcb evaluate --model_zoo=model_zoo --model_def=mnist.custom_model \\
           --validation_data=data/test --checkpoint_dir_for_init=checkpoints
+      elasticcb evaluate --config job.yaml --checkpoint_dir_for_init=checkpoints \\
+          --follow --follow_timeout=600
     """
-    run_job(Command.EVALUATE, given_values(context))
+    given = given_values(context)
+    if not given["follow"]:
+        run_job(Command.EVALUATE, given)
+        return
+    limits = FollowSettings(enabled=True, timeout=given["follow_timeout"], max_evaluations=given["max_evaluations"])
+    follow(build_settings(Command.EVALUATE, given), limits)

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from elasticcb.cli.follow import FollowSettings
 from elasticcb.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -20,6 +21,7 @@ from elasticcb.settings import (
 
 TRAIN = frozenset({Command.TRAIN})
 TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
+EVALUATE = frozenset({Command.EVALUATE})
 PREDICT = frozenset({Command.PREDICT})
 ALL = frozenset(Command)
 
@@ -42,7 +44,8 @@ class Kind(Enum):
 class Option:
     """One flag.
 
-    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name".
+    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name"; the section
+    "follow" is `FollowSettings`.
     `value` is what `--help` writes behind the flag: its unit, where it has one.
     """
 
@@ -84,6 +87,7 @@ def defaults() -> dict[str, Any]:
         "training.": TrainingSettings,
         "checkpoint.": CheckpointSettings,
         "cluster.": ClusterSettings,
+        "follow.": FollowSettings,  # which is no matter of a job
     }
     found: dict[str, Any] = {}
     for prefix, section in sections.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elasticcb.cli.option import PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
+from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
 from elasticcb.settings import ClusterKind, Command, NonFinite
 
 MODEL = "Model file"
@@ -295,6 +295,35 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.FOLDER,
         help="Start from the newest checkpoint in this folder, or from this very checkpoint. `evaluate` and "
         "`predict` need it.",
+    ),
+    Option(
+        name="follow",
+        field="follow.enabled",
+        panel=CHECKPOINTS,
+        kind=Kind.TRUTH,
+        help="Evaluate each checkpoint in --checkpoint_dir_for_init, then each new one as it comes. `--follow` "
+        "alone is true.",
+        commands=EVALUATE,
+    ),
+    Option(
+        name="follow_timeout",
+        field="follow.timeout",
+        panel=CHECKPOINTS,
+        kind=Kind.NUMBER,
+        value="SECONDS",
+        minimum=0,
+        help="With --follow: end after so long without a new checkpoint; 0: no limit.",
+        commands=EVALUATE,
+    ),
+    Option(
+        name="max_evaluations",
+        field="follow.max_evaluations",
+        panel=CHECKPOINTS,
+        kind=Kind.INTEGER,
+        value="CHECKPOINTS",
+        minimum=0,
+        help="With --follow: end after so many checkpoints; 0: no limit.",
+        commands=EVALUATE,
     ),
     Option(
         name="output",

@@ -17,7 +17,7 @@ from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
 from elasticcb.errors import UsageError
-from elasticcb.settings import Command
+from elasticcb.settings import ClusterKind, Command
 
 # What a command can't do without, and why.
 NEEDED: dict[Command, dict[str, str]] = {
@@ -133,6 +133,8 @@ def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
         yield from _check_evaluation(given)
         yield from _check_mode(given)
         yield from _check_checkpoints(given)
+    if command is Command.EVALUATE:
+        yield from _check_follow(given)
 
 
 def _check_evaluation(given: Given) -> Iterator[str]:
@@ -173,6 +175,21 @@ def _check_checkpoints(given: Given) -> Iterator[str]:
                     f"{given.flag(name, with_value=True)} is about checkpoints, but there is no folder to "
                     f"write them to. Add --checkpoint_dir, or leave out --{name}."
                 )
+
+
+def _check_follow(given: Given) -> Iterator[str]:
+    if not given["follow"]:
+        for name in ("follow_timeout", "max_evaluations"):
+            if name in given:
+                yield (
+                    f"{given.flag(name, with_value=True)} is about following a folder of checkpoints. Add --follow, "
+                    f"or leave out --{name}."
+                )
+    elif given["cluster"] == ClusterKind.EXTERNAL.value:
+        yield (
+            f"{given.flag('follow')} starts processes for each checkpoint, which --cluster=external leaves to you. Use "
+            "--cluster=local, or run `evaluate` without --follow for each checkpoint."
+        )
 
 
 # ---------------------------------------------------------------- files and folders
@@ -228,7 +245,13 @@ def _check_initial(command: Command, given: Given) -> Iterator[str]:
         return
     flag = given.flag("checkpoint_dir_for_init")
     expected = "Expected a folder that `train --checkpoint_dir` has written."
-    if not path.is_dir():
+    if command is Command.EVALUATE and given["follow"]:
+        # The training job may not have begun to write.
+        if path.exists() and not path.is_dir():
+            yield f"{flag} names {path}, which is no folder. {expected}"
+        elif (path / MANIFEST).is_file():
+            yield f"{flag} names {path}, a single checkpoint. --follow needs the folder around it: {path.parent}"
+    elif not path.is_dir():
         problem = "is no folder" if path.exists() else "does not exist"
         yield f"{flag} names {path}, which {problem}. {expected}"
     # A checkpoint is valid only with its manifest, which is written last.

@@ -31,6 +31,7 @@ class ClusterBackend(ABC):
     """Starts and stops processes, and tells what it sees."""
 
     watches = True  # whether `poll` will tell of every process that ends
+    token = ""  # of the job; processes get it by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
 
     @abstractmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 
-RunRole = Callable[[str, int], None]  # master's address, index
+RunRole = Callable[[str, int, str], None]  # master's address, index, token
 
 
 class InProcessCluster(ClusterBackend):
@@ -29,7 +29,7 @@ class InProcessCluster(ClusterBackend):
         self._last_words: dict[tuple[str, int], str] = {}
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index))
+        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index, self.token))
         self._threads[role, index] = thread
         thread.start()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.rpc import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class LocalCluster(ClusterBackend):
         return self._log_path(role, index).open("ab")
 
     def _environment(self, role: str, index: int) -> dict[str, str]:
-        environment = _ALLOCATOR | {"PYTHONUNBUFFERED": "1"}
+        environment = _ALLOCATOR | {"PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: self.token}
         if self._quiet:
             environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
         if self._gpus:

@@ -20,28 +20,39 @@ class Epochs:
         layout: the shards of one epoch.
         num_epochs: passes over the layout.
         max_batches: batches to make in all, exactly; 0 is no limit.
-        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`.
+        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
         hold: epoch e + 1 begins only after `release(e)`.
+        initial_epoch: the first one that is made; those before count as done.
+        open_ended: the layout is only an upper bound; `source_ended` tells where an epoch ends.
     """
 
     def __init__(
-        self, layout: ShardLayout, *, num_epochs: int, max_batches: int, shuffle_seed: int, hold: bool
+        self,
+        layout: ShardLayout,
+        *,
+        num_epochs: int,
+        max_batches: int,
+        shuffle_seed: int | None,
+        hold: bool,
+        initial_epoch: int = 0,
+        open_ended: bool = False,
     ) -> None:
         self._layout = layout
         self._num_epochs = num_epochs
         self._max_batches = max_batches
         self._shuffle_seed = shuffle_seed
         self._hold = hold
+        self._open_ended = open_ended
 
-        self.current = -1  # the one that tasks are being made of; -1 before the first task
-        self.done = not layout  # all tasks that there will ever be are closed
+        self.current = initial_epoch - 1  # the one that tasks are being made of; one less before the first task
+        self.done = not layout or initial_epoch >= num_epochs  # all tasks that there will ever be are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self._epochs_done = 0
-        self._released = -1  # newest epoch that was released
+        self._epochs_done = initial_epoch
+        self._released = initial_epoch - 1  # newest epoch that was released
 
     # ------------------------------------------------------------ making
 
@@ -89,7 +100,7 @@ class Epochs:
         return shard
 
     def _order_of(self, epoch: int) -> ShardOrder:
-        return ShardOrder(self._layout, f"{self._shuffle_seed}/{epoch}")
+        return ShardOrder(self._layout, None if self._shuffle_seed is None else f"{self._shuffle_seed}/{epoch}")
 
     def _batches_left(self) -> bool:
         used_up = 0 < self._max_batches <= self.batches_made
@@ -111,7 +122,14 @@ class Epochs:
 
     def unmade(self) -> tuple[int, int]:
         """(tasks, records) of the current epoch that are not made yet, but would be."""
+        if self._open_ended:
+            return 0, 0  # nobody knows
         return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
+
+    def source_ended(self, epoch: int) -> None:
+        """The source gives no more in `epoch`: no further task of it is made."""
+        if epoch == self.current:
+            self._order = ShardOrder(ShardLayout((), 1, 1))
 
     def stop(self, reason: str, dropped: Iterable[Task]) -> list[Milestone]:
         """Makes no more tasks, and forgets `dropped`, which are open; answers what that brings about."""
@@ -151,7 +169,7 @@ class Epochs:
     def restore(self, saved: dict[str, Any], batches_made: int) -> None:
         """Goes on where `to_dict` was called; each task that was open then is to be reopened."""
         self.current = saved["epoch"]
-        if self.current >= 0:
+        if saved["drawn"]:  # else all of it is made
             self._order = self._order_of(self.current)
             for _ in range(saved["drawn"]):
                 self._order.draw()

@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elasticcb.checkpoint import find_latest
-from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.checkpoint_writer import CheckpointWriter
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
 _LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
-_STOP_SECONDS = 3.0  # for processes that were told to end
 
 
 class Job:
@@ -47,16 +46,26 @@ class Job:
 
     Args:
         settings: of the job.
-        backend: runs its processes.
-        display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+        master: started; its processes will do the job.
+        display: `update(JobStatus)`, `message(text)`.
+        make_host: makes the Keras side of the master; it is called once the processes are on their way.
+        program: what the job runs instead of a model file (elasticcb/program.py).
     """
 
-    def __init__(self, settings: JobSettings, backend: ClusterBackend, display: Any) -> None:
+    def __init__(
+        self,
+        settings: JobSettings,
+        master: Master,
+        display: Any,
+        make_host: Callable[[JobSettings], Any] | None = None,
+        program: bytes = b"",
+    ) -> None:
         self._settings = settings
-        self._backend = backend
         self._display = display
-        self._master = Master(settings, backend, display.message)
-        self._report = Report(self._master, display)
+        self._master = master
+        self._make_host = make_host or _host_of_model_file
+        self._program = program
+        self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._base_learning_rate: float | None = None
         self._over = False
@@ -69,36 +78,28 @@ class Job:
             JobInterrupted: the user asked it to end.
             ElasticCBError: the model file, the data or the checkpoint is not usable.
         """
-        self._master.start()
         try:
-            try:
-                self._start()
-                while not self._over:
-                    self._turn()
-            except KeyboardInterrupt:
-                self._interrupted()
-            except (JobFailedError, ConnectionLostError) as error:
-                raise self._explained(error) from error
-            self._wait_until_gone(Role.WORKER, _LEAVE_SECONDS)
-            if self._master.error is not None:
-                raise self._master.error
-            return self._report.summary(self._queue)
-        finally:
-            self._stop()
+            self._start()
+            while not self._over:
+                self._turn()
+        except KeyboardInterrupt:
+            self._interrupted()
+        except (JobFailedError, ConnectionLostError) as error:
+            raise self._explained(error) from error
+        self._master.wait_until(lambda: not self._master.roster.busy(Role.WORKER), _LEAVE_SECONDS)
+        if self._master.error is not None:
+            raise self._master.error
+        return self._report.summary(self._queue)
 
     # ------------------------------------------------------------ beginning and end
 
     def _start(self) -> None:
-        if self._backend.separate:
-            self._master.tend()  # the processes start while the model is built here
+        self._master.start_processes()
+        self._master.begin_job(self._settings, self._program)
         self._report.show()
-        # Keras is imported here, not above: the other processes import it meanwhile. (Threads don't: TensorFlow
-        # can't be imported by several at once, and the seeds that a model sets are those of the process.)
-        from elasticcb.master.model_host import ModelHost
-
-        self._host = ModelHost(self._settings)
+        self._host = self._make_host(self._settings)
         logger.info("The model is built")
-        self._wait_for(lambda: self._master.roster.complete(Role.PS), "parameter servers")
+        self._wait_for(lambda: self._master.roster.complete(Role.PS, self._master.job), "parameter servers")
         self._connect()
         training = self._settings.training
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
@@ -113,6 +114,8 @@ class Job:
             max_retries=training.max_task_retries,
             lease_seconds=training.lease_seconds,
             hold_epochs=self._holds_epochs,
+            initial_epoch=training.initial_epoch,
+            open_ended=self._host.open_ended,
         )
         master = self._master
         logger.info("The servers hold the model, version %d", self._ps.version)
@@ -149,7 +152,7 @@ class Job:
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
         # Little patience: this side knows when a server is gone.
-        self._ps = PSClient(self._addresses(), self._host.variables, self._host.may_split, patience_seconds=5.0)
+        self._ps = PSClient(self._addresses(), self._host.variables, self._host.may_split, patience_seconds=5.0, token=self._master.token)
         folder = self._settings.checkpoint.directory_for_init
         checkpoint = str(find_latest(folder)) if folder else ""
         weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
@@ -187,14 +190,6 @@ class Job:
             error.user_traceback,
         )
 
-    def _wait_until_gone(self, role: Role, seconds: float) -> None:
-        """Lets processes leave by themselves."""
-        give_up = time.monotonic() + seconds
-        with self._master.changed:
-            while self._master.roster.up(role) and time.monotonic() < give_up:
-                self._master.wait()
-                self._master.processes.note_ended()
-
     def _interrupted(self) -> None:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
         saved = ""
@@ -219,14 +214,6 @@ class Job:
                 lease.task.type is TaskType.TRAINING for lease in self._queue.leases()
             ):
                 self._master.wait()
-
-    def _stop(self) -> None:
-        self._master.close()  # all leave by themselves now
-        if not self._backend.watches:
-            for role in Role:
-                self._wait_until_gone(role, _STOP_SECONDS)
-        self._backend.stop(_STOP_SECONDS)
-        self._master.stop()
 
     # ------------------------------------------------------------ one turn of the loop
 
@@ -398,6 +385,13 @@ class Job:
             version, tasks = self._master.version, self._queue.to_dict()
         self._checkpoints.write(version, tasks)
         self._report.checkpoint_path = self._checkpoints.newest
+
+
+def _host_of_model_file(settings: JobSettings) -> Any:
+    # Keras is imported here, not above: the other processes import it meanwhile.
+    from elasticcb.master.model_host import ModelHost
+
+    return ModelHost(settings)
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,7 @@
 """The one process that owns the tasks, the evaluation rounds and the job's state.
 
+Its workers and servers do one job after another: a command has one, `elasticcb.Cluster` as many as it is asked.
+
 gRPC threads feed the task queue under one lock. Everything slow (Keras, parameter servers, files,
 callbacks) happens in the thread that calls `run`, which wakes up when the queue reaches something.
 """
@@ -27,7 +29,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.rpc import Server
-from elasticcb.settings import JobSettings
+from elasticcb.settings import ClusterSettings, JobSettings
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +54,35 @@ class Totals:
 
 
 class Master:
-    """The job's state, as workers and servers see it through gRPC.
+    """The present job's state, as workers and servers see it through gRPC.
 
     Args:
-        settings: of the job.
+        cluster: how many processes, and where to listen.
         backend: starts and watches the processes.
         say: shows a line to the user.
+        token: what calls must carry; "": nothing.
 
     The thread that drives the job (`job.py`) uses the attributes below while holding `changed`.
     """
 
-    def __init__(self, settings: JobSettings, backend: ClusterBackend, say: Any) -> None:
-        self.settings = settings
+    def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, token: str = "") -> None:
         self.changed = threading.Condition(threading.RLock())
+        self.token = token
+        self._cluster_settings = cluster
+        self._backend = backend
+        self._jobs = 0
+        self._program = b""
+        self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
+        self.processes = Processes(self.roster, backend, self._worker_lost, say)
+        # Each worker may have a long poll under way and two more calls; so may each server.
+        threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
+        self._server = Server(cluster.host, cluster.port, threads, token)
+        add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
+        self.closing = False  # no job will come any more
+        self._reset()
+
+    def _reset(self) -> None:
+        self.settings: JobSettings | None = None
         self.queue: TaskQueue | None = None  # None until the model is built
         self.rounds = EvaluationRounds()
         self.cluster: Cluster | None = None  # None until the servers hold the model
@@ -74,26 +92,35 @@ class Master:
         self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
         self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
         self.error: Exception | None = None  # found while answering a call; ends the job
-        self._backend = backend
-        cluster = settings.cluster
-        self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
-        self.processes = Processes(self.roster, backend, self._worker_lost, say)
-        # Each worker may have a long poll under way and two more calls; so may each server.
-        threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
-        self._server = Server(cluster.host, cluster.port, threads)
-        add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
-        self.over = False  # there are no more tasks; workers leave
-        self.closing = False  # the job is over
+        self.over = False  # there are no more tasks in this job
 
     @property
     def address(self) -> str:
         return self._server.address
 
+    @property
+    def job(self) -> int:
+        """The number of the present job, from 1; 0 before the first."""
+        return self._jobs
+
     def start(self) -> None:
         self._server.start()
 
+    def begin_job(self, settings: JobSettings, program: bytes = b"") -> None:
+        """Makes the processes begin a job; those of the last one are done with it.
+
+        Args:
+            program: what the job runs instead of a model file (elasticcb/program.py).
+        """
+        with self.changed:
+            self._reset()
+            self.settings = settings
+            self._program = program
+            self._jobs += 1
+            self.changed.notify_all()
+
     def close(self) -> None:
-        """Answers what waits, and tells everybody that the job is over."""
+        """Answers what waits, and tells everybody that no job will come any more."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -107,6 +134,30 @@ class Master:
         """Returns when something changed, at the latest after `seconds`; call it holding `changed`."""
         self.changed.wait(seconds)
 
+    def shut_down(self, grace_seconds: float) -> None:
+        """Ends all processes, by and by."""
+        self.close()
+        if not self._backend.watches:
+            for role in Role:
+                self.wait_until(lambda role=role: not self.roster.up(role), grace_seconds)
+        self._backend.stop(grace_seconds)
+        self.stop()
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Waits for processes to end their work, and notes those that end themselves; gives up after `seconds`."""
+        give_up = time.monotonic() + seconds
+        with self.changed:
+            while not condition() and time.monotonic() < give_up:
+                self.wait()
+                self.processes.note_ended()
+
+    def start_processes(self) -> None:
+        """Has those processes started that are missing. Threads wait until `tend` starts them: TensorFlow can't
+        be imported by several at once, and the seeds that a model sets are those of the process."""
+        if self._backend.separate:
+            with self.changed:
+                self.processes.start_missing(self.address)
+
     def tend(self) -> None:
         """Looks after processes and leases. Raises what ends the job."""
         with self.changed:
@@ -118,7 +169,7 @@ class Master:
                 for lease in self.queue.expire(time.monotonic()) if self._backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     self._replace_hung(lease.worker)
-            self.processes.check(time.monotonic(), self.settings.cluster.silence_seconds)
+            self.processes.check(time.monotonic(), self._cluster_settings.silence_seconds)
             self.processes.start_missing(self.address)
             self._raise_failure()
 
@@ -136,9 +187,25 @@ class Master:
 
     # ------------------------------------------------------------ called by the servicer
 
-    def register(self, role: Role, index: int, address: str, pid: int, host: str) -> Member:
+    def next_job(self, after: int, id: int, seconds: float) -> tuple[int, JobSettings | None]:
+        """Waits up to `seconds` for a job newer than `after`; process `id` (0: it has none) is done with that one."""
         with self.changed:
-            member = self.roster.register(role, index, address, pid, host, time.monotonic())
+            if id:
+                self._seen(id)
+                self.roster.idle(id)
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: self._jobs > after or self.closing, seconds)
+            return (self._jobs, self.settings) if self._jobs > after and not self.closing else (0, None)
+
+    def program_of(self, job: int) -> bytes:
+        with self.changed:
+            if job != self._jobs:
+                raise UsageError(f"Job {job} was asked for its program; the present one is {self._jobs}.")
+            return self._program
+
+    def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:
+        with self.changed:
+            member = self.roster.register(role, index, address, pid, host, time.monotonic(), job)
             logger.info("%s is there", member)
             self.changed.notify_all()
             return member
@@ -193,12 +260,13 @@ class Master:
         outputs: dict[str, Any],
         gradients_rejected: int,
         batches_skipped: int,
+        ended_after: int | None = None,
     ) -> Outcome:
         with self.changed:
             assert self.queue is not None
             self._seen(worker)
             self.reached_version(version)
-            outcome = self.queue.report_done(worker, lease)
+            outcome = self.queue.report_done(worker, lease, ended_after)
             task = outcome.task
             if outcome.accepted and not outcome.duplicate and task is not None:
                 self.totals.gradients_rejected += gradients_rejected

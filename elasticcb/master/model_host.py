@@ -11,9 +11,8 @@ from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.callbacks.serving_signature import serving_inputs
-from elasticcb.data import checked_sources
 from elasticcb.errors import CallbackError
-from elasticcb.feed import FeedPipeline
+from elasticcb.feed import Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master.evaluation import Merged
 from elasticcb.metric_messages import unflatten_outputs
@@ -25,30 +24,33 @@ from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
 
-Sources = list[tuple[str, int]]
-
 _MODES = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
 
 
 class ModelHost:
     """Builds the model once, and holds it for callbacks, metrics and the first weights.
 
+    Args:
+        settings: of the job.
+        spec: what brings model, data and callbacks, if it is not the model file.
+
     Raises:
         ModelFileError: the model file is not usable.
         DataError: the data can't be read.
     """
 
-    def __init__(self, settings: JobSettings) -> None:
-        self.spec = ModelSpec(settings.model)
+    def __init__(self, settings: JobSettings, spec: Any = None) -> None:
+        self.spec = ModelSpec(settings.model) if spec is None else spec
         self.model: keras.Model = self.spec.build_model()
         if settings.command is Command.TRAIN:
             self.spec.require_trainable(self.model)
         self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
         mode = _MODES[settings.command]
-        pipeline = FeedPipeline(settings, self.spec, mode)
-        self.sources: dict[str, Sources] = {mode: _sources(pipeline)}
-        if mode == "training" and settings.data.validation:
-            self.sources["evaluation"] = _sources(FeedPipeline(settings, self.spec, "evaluation"))
+        pipeline = open_pipeline(settings, self.spec, mode)
+        self.open_ended = pipeline.open_ended
+        self.sources: dict[str, Sources] = {mode: pipeline.sources()}
+        if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
+            self.sources["evaluation"] = open_pipeline(settings, self.spec, "evaluation").sources()
         prime(self.spec, self.model, pipeline.first_batch(), mode)
         self.metrics.reset()
         element = pipeline.element_spec
@@ -106,6 +108,3 @@ class ModelHost:
         self.metrics.load(states)
         return self.metrics.results(states)
 
-
-def _sources(pipeline: FeedPipeline) -> Sources:
-    return [(source.name, source.count) for source in checked_sources(pipeline.reader)]

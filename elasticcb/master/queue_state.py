@@ -32,14 +32,16 @@ class QueueSettings:
     minibatch_size: int
     num_epochs: int
     max_batches: int
-    shuffle_seed: int
+    shuffle_seed: int | None
     max_retries: int
     lease_seconds: float
     hold_epochs: bool
     max_losses: int
+    initial_epoch: int = 0
+    open_ended: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_epochs", 1), ("max_batches", 0), ("max_retries", 0), ("max_losses", 0)):
+        for name, least in (("num_epochs", 1), ("max_batches", 0), ("max_retries", 0), ("max_losses", 0), ("initial_epoch", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         if self.lease_seconds <= 0:
@@ -67,6 +69,8 @@ class QueueState:
             max_batches=settings.max_batches,
             shuffle_seed=settings.shuffle_seed,
             hold=settings.hold_epochs,
+            initial_epoch=settings.initial_epoch,
+            open_ended=settings.open_ended,
         )
         self.evaluation = EvaluationTasks()
         self.prediction = PredictionTasks(self.prediction_layout)
@@ -83,7 +87,7 @@ class QueueState:
         self.finishing = False  # nothing will be added any more
         self.accounting = Accounting()
         self.milestones: list[Milestone] = []  # that were not taken yet
-        if training and not self.training_layout:
+        if training and self.epochs.done:
             self.milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
         if prediction and not self.prediction_layout:
             self.milestones.append(Milestone(MilestoneKind.PREDICTION_DONE))

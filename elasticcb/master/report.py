@@ -14,7 +14,7 @@ from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import Command
+from elasticcb.settings import Command, JobSettings
 from elasticcb.status import JobStatus, SavedModelInput, Summary
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class Report:
 
     Args:
         master: the job's state.
+        settings: of the job.
         display: `update(JobStatus)`, `message(text)`.
 
     Attributes:
@@ -40,9 +41,9 @@ class Report:
         saved_model_inputs: of the exported model's signature.
     """
 
-    def __init__(self, master: Master, display: Any) -> None:
+    def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
         self._master = master
-        self._settings = master.settings
+        self._settings = settings
         self._display = display
         self._started = time.monotonic()
         self._first_step: float | None = None

@@ -97,17 +97,23 @@ class Roster:
         self._lost = dict.fromkeys(Role, 0)
         self._replaced = dict.fromkeys(Role, 0)
         self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
+        self._ready: dict[int, int] = {}  # by id, the job that the member registered for last
+        self._idle: set[int] = set()  # those that are done with that job
 
     # ------------------------------------------------------------ what is heard
 
-    def register(self, role: Role, index: int, address: str, pid: int, host: str, now: float) -> Member:
-        """A process says that it is there.
+    def register(
+        self, role: Role, index: int, address: str, pid: int, host: str, now: float, job: int = 1
+    ) -> Member:
+        """A process says that it is there, and ready for a job.
 
         Args:
             index: the place that it takes; -1: the first free one.
             now: seconds.
+            job: the processes do one after another; they count from 1.
 
-        A process that registers twice for the same place gets the same answer (its first one got lost).
+        A process that registers again for the same place, for the next job or because its first answer got
+        lost, is the same member.
         Raises `UsageError` when there is no such place, or none is free.
         """
         if index == -1:
@@ -123,6 +129,7 @@ class Roster:
             present = self._up[self._at[place]]
             if (present.address, present.pid, present.host) == (address, pid, host):
                 self._seen[present.id] = now
+                self._begin(present.id, job)
                 return present
             raise UsageError(
                 f"Process {pid} on {host} wants to be {role.value} {index}, which {present} is already. "
@@ -134,6 +141,7 @@ class Roster:
         self._at[place] = member.id
         self._seen[member.id] = now
         self._places[place] = PlaceState.UP
+        self._begin(member.id, job)
         if place in self._vacated:
             self._vacated.remove(place)
             self._replaced[role] += 1
@@ -145,6 +153,11 @@ class Roster:
             return Sighting(False, self._why_unknown(id))
         self._seen[id] = max(now, self._seen[id])
         return Sighting(True, "up")
+
+    def idle(self, id: int) -> None:
+        """A process says that it is done with its job, and waits for the next."""
+        if id in self._up:
+            self._idle.add(id)
 
     def left(self, id: int) -> Sighting:
         """A process says goodbye; nobody takes its place."""
@@ -212,9 +225,13 @@ class Roster:
         """The member with this id, whether it is up or gone."""
         return self._up[id] if id in self._up else self._gone.get(id, (None,))[0]
 
-    def complete(self, role: Role) -> bool:
-        """Whether every place of the role is taken."""
-        return len(self.up(role)) == self._sizes[role]
+    def complete(self, role: Role, job: int = 1) -> bool:
+        """Whether every place of the role is taken, by a process that is ready for the job."""
+        return len([member for member in self.up(role) if self._ready[member.id] == job]) == self._sizes[role]
+
+    def busy(self, role: Role) -> list[Member]:
+        """The members of a role that are up, and not done with their job."""
+        return [member for member in self.up(role) if member.id not in self._idle]
 
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
@@ -227,6 +244,10 @@ class Roster:
         return self._replaced[role]
 
     # ------------------------------------------------------------
+
+    def _begin(self, id: int, job: int) -> None:
+        self._ready[id] = job
+        self._idle.discard(id)
 
     def _decide(self, role: Role, index: int, story: str) -> LossDecision:
         self._lost[role] += 1
@@ -266,7 +287,8 @@ class Roster:
         member = self._up.pop(id, None)
         if member is not None:
             del self._at[member.role, member.index]
-            del self._seen[id]
+            del self._seen[id], self._ready[id]
+            self._idle.discard(id)
             self._gone[id] = (member, reason)
         return member
 

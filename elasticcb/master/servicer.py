@@ -59,14 +59,23 @@ class MasterServicer(Generated):
 
     @_answered
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
-        return pb.GetSettingsResponse(settings=self._master.settings.to_json())
+        job, settings = self._master.next_job(request.after_job, request.id, LONG_POLL_SECONDS)
+        if settings is None:
+            return pb.GetSettingsResponse(over=self._master.closing)
+        return pb.GetSettingsResponse(settings=settings.to_json(), job=job)
+
+    @_answered
+    def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
+        return pb.GetProgramResponse(program=self._master.program_of(request.job))
 
     @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
         role = _ROLES.get(request.role)
         if role is None:
             raise WireError(f"Role {request.role} can't register; expected a worker or a parameter server.")
-        member = self._master.register(role, request.index, request.address, request.pid, request.host)
+        member = self._master.register(
+            role, request.index, request.address, request.pid, request.host, request.job
+        )
         return pb.RegisterResponse(id=member.id, index=member.index)
 
     @_answered
@@ -115,6 +124,7 @@ class MasterServicer(Generated):
                 outputs,
                 request.gradients_rejected,
                 request.batches_skipped,
+                request.records_done if request.exhausted else None,
             )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
 

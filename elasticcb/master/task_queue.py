@@ -38,7 +38,7 @@ class TaskQueue:
         num_epochs: passes over the training sources.
         max_batches: training batches to hand out in all, exactly, if the sources have that many; 0 is
             no limit. A range that is handed out again does not count again.
-        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`.
+        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
         max_retries: a task may be reported failed so many times; one more fails the job.
         lease_seconds: a worker without progress for so long loses its leases.
         hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: when
@@ -46,6 +46,9 @@ class TaskQueue:
         max_losses: so many workers may be lost (or hang) on a task without any progress on it; one more
             fails the job, for the task seems to kill them. Of a worker's leases the oldest is charged,
             for that is the one it was running.
+        initial_epoch: epochs before it are taken as done.
+        open_ended: nobody knows how many records an epoch has: the number of `training` is only an upper bound,
+            and an epoch ends where a worker reports that the source did.
 
     Raises `UsageError` for numbers out of range.
     """
@@ -59,11 +62,13 @@ class TaskQueue:
         minibatch_size: int,
         num_epochs: int = 1,
         max_batches: int = 0,
-        shuffle_seed: int = 0,
+        shuffle_seed: int | None = 0,
         max_retries: int = 3,
         lease_seconds: float = 300.0,
         hold_epochs: bool = False,
         max_losses: int = 10,
+        initial_epoch: int = 0,
+        open_ended: bool = False,
     ) -> None:
         settings = QueueSettings(
             records_per_task=records_per_task,
@@ -75,6 +80,8 @@ class TaskQueue:
             lease_seconds=lease_seconds,
             hold_epochs=hold_epochs,
             max_losses=max_losses,
+            initial_epoch=initial_epoch,
+            open_ended=open_ended,
         )
         self._settings = settings
         self._state = state = QueueState(training, prediction, settings)
@@ -168,15 +175,23 @@ class TaskQueue:
             self._state.accounting.count_trained(task, gained)
         return Answer(True, "progress")
 
-    def report_done(self, worker: int, lease_id: int) -> Outcome:
-        """`worker` has finished the task. Sending it again is accepted, as a duplicate."""
+    def report_done(self, worker: int, lease_id: int, ended_after: int | None = None) -> Outcome:
+        """`worker` has finished the task. Sending it again is accepted, as a duplicate.
+
+        Args:
+            ended_after: so many records of the shard there were, and the source ended: no task of the same
+                epoch is made any more.
+        """
         record = self._doing.find(worker, lease_id)
         if record is None:
             return self._report_without_lease(worker, lease_id, done=True)
         task = record.task
         counted = record.reported if task.type in RESUMABLE else 0
         self._doing.reported(record, done=True)
-        self._state.accounting.count_trained(task, task.shard.records - counted)
+        done = task.shard.records if ended_after is None else ended_after
+        self._state.accounting.count_trained(task, done - counted)
+        if ended_after is not None and task.type is TaskType.TRAINING:
+            self._epochs.source_ended(task.epoch)
         self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
 

@@ -30,6 +30,7 @@ class VariableSpec:
     dtype: str  # NumPy's name
     trainable: bool
     constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
+    optimizer: int = 0  # which of the model's optimizers updates it: index in `model_optimizers(model)`
 
     @property
     def row_elements(self) -> int:
@@ -55,6 +56,7 @@ class VariableSpec:
             dtype=self.dtype,
             trainable=self.trainable,
             constraint=self.constraint,
+            optimizer=self.optimizer,
         )
 
     @classmethod
@@ -63,7 +65,14 @@ class VariableSpec:
         dtype_of(message.dtype)
         if any(size < 0 for size in message.shape):
             raise WireError(f"Variable {message.path!r} has the shape {list(message.shape)}.")
-        return cls(message.path, tuple(message.shape), message.dtype, message.trainable, message.constraint)
+        return cls(
+            path=message.path,
+            shape=tuple(message.shape),
+            dtype=message.dtype,
+            trainable=message.trainable,
+            constraint=message.constraint,
+            optimizer=message.optimizer,
+        )
 
 
 class Slice(NamedTuple):

@@ -22,11 +22,13 @@ class Peers:
 
     Args:
         addresses: "host:port" of servers 1, 2, …; empty where nothing is passed on.
+        token: of the job.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], token: str = "") -> None:
         self._connections = [
-            Connection(address, f"parameter server {index}") for index, address in enumerate(addresses, 1)
+            Connection(address, f"parameter server {index}", token=token)
+            for index, address in enumerate(addresses, 1)
         ]
 
     def __bool__(self) -> bool:
@@ -39,7 +41,10 @@ class Peers:
         """
         frame = Frame(request, {})
         calls = [connection.frame_call(SERVICE, method, _RESPONSES[method]) for connection in self._connections]
-        started = [call.future(frame, timeout=_DEADLINE_SECONDS) for call in calls]
+        started = [
+            call.future(frame, timeout=_DEADLINE_SECONDS, metadata=connection.metadata)
+            for connection, call in zip(self._connections, calls, strict=True)
+        ]
         for connection, call, future in zip(self._connections, calls, started, strict=True):
             try:
                 future.result()

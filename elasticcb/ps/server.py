@@ -1,22 +1,27 @@
-"""A parameter server: the servicer behind a gRPC port."""
+"""A parameter server: the servicer of the present job behind a gRPC port."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from elasticcb import rpc
 from elasticcb.ps.optimizer import MakeOptimizer
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.settings import JobSettings
+from elasticcb.tensors import Frame
 
 
 class PSServer:
     """Serves one part of the model, which the master brings with `Initialize`.
 
     Args:
-        settings: of the job.
+        settings: of the first job.
         make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
         host: interface to listen on.
         port: 0 takes any free one.
+        token: of the job; calls without it are refused.
 
     Raises `ConnectionLostError` when the port is taken.
     """
@@ -27,10 +32,24 @@ class PSServer:
         make_optimizer: MakeOptimizer | None,
         host: str = "127.0.0.1",
         port: int = 0,
+        token: str = "",
     ) -> None:
-        self._servicer = Servicer(settings.training, make_optimizer)
-        self._server = rpc.Server(host, port)
-        self._server.grpc_server.add_generic_rpc_handlers((rpc.frame_handlers(SERVICE, self._servicer.methods()),))
+        self._token = token
+        self._server = rpc.Server(host, port, token=token)
+        self._servicer = Servicer(settings.training, make_optimizer, token)
+        methods = {
+            name: (header_type, self._to_present_servicer(name))
+            for name, (header_type, _) in self._servicer.methods().items()
+        }
+        self._server.grpc_server.add_generic_rpc_handlers((rpc.frame_handlers(SERVICE, methods),))
+
+    def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
+        return lambda frame: self._servicer.methods()[name][1](frame)
+
+    def begin_job(self, settings: JobSettings, make_optimizer: MakeOptimizer | None) -> None:
+        """Forgets the last job's model."""
+        self._servicer.close()
+        self._servicer = Servicer(settings.training, make_optimizer, self._token)
 
     @property
     def address(self) -> str:

@@ -71,9 +71,11 @@ class Servicer:
     Args:
         training: asynchronous or synchronous, and how many gradients make an update.
         make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+        token: of the job, to call other servers with.
     """
 
-    def __init__(self, training: TrainingSettings, make_optimizer: MakeOptimizer | None) -> None:
+    def __init__(self, training: TrainingSettings, make_optimizer: MakeOptimizer | None, token: str = "") -> None:
+        self._token = token
         self._training = training
         self._make_optimizer = make_optimizer
         self._lock = threading.Lock()
@@ -150,7 +152,7 @@ class Servicer:
             num_ps=request.num_ps,
             parameters=parameters,
             reader=PushReader(specs, slices),
-            peers=Peers(list(request.ps_addresses)[1:] if use_peers else []),
+            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._token),
             policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
             staged={},
             answered=Answered(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.errors import ElasticCBError
-from elasticcb.feed import FeedPipeline, records_in
+from elasticcb.feed import Pipeline, records_in
 from elasticcb.master_client import MasterClient
 from elasticcb.proto import elasticcb_pb2 as pb
 
@@ -37,6 +37,7 @@ class Batch:
 
     data: Any
     records: int
+    units: int  # of the shard: records, or 1 where it counts batches
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TaskRead:
     """All batches of the task have come, or an error ended them."""
 
     error: Exception | None = None
+    exhausted: bool = False  # the source ended before the shard did
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class TaskInput:
     """Iterates over events: tasks as they start, their batches, their ends."""
 
     def __init__(
-        self, client: MasterClient, pipeline_of: Callable[[str], FeedPipeline], buffer_batches: int = 4
+        self, client: MasterClient, pipeline_of: Callable[[str], Pipeline], buffer_batches: int = 4
     ) -> None:
         self._client = client
         self._pipeline_of = pipeline_of
@@ -117,8 +119,10 @@ class TaskInput:
             pipeline = self._pipeline_of(MODES[task.type])
             self._put(TaskStarted(task, pipeline.keeps_order))
             started = True
-            for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end):
-                self._put(Batch(data, records_in(data)))
+            units = 0
+            for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, task.epoch):
+                units += pipeline.units_in(data)
+                self._put(Batch(data, records_in(data), pipeline.units_in(data)))
                 if self._stopped.is_set() or task.lease not in self._leases:
                     return  # nobody wants the rest
         except Exception as error:
@@ -128,4 +132,5 @@ class TaskInput:
                 self._put(TaskStarted(task))
             self._put(TaskRead(error))
         else:
-            self._put(TaskRead())
+            short = units < task.shard.end - task.shard.start
+            self._put(TaskRead(exhausted=pipeline.ends_by_itself and short))

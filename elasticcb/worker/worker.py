@@ -20,17 +20,17 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.feed import FeedPipeline
+from elasticcb.feed import Pipeline, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.metric_messages import States, to_metric_states
 from elasticcb.metrics import ModelMetrics, Transport
-from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient
 from elasticcb.settings import Command, JobSettings, NonFinite
+from elasticcb.spec import Spec
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 from elasticcb.worker.trainer import Trainer
@@ -49,19 +49,20 @@ class Worker:
         settings: of the job.
         client: of the master; the worker registers with it once its model is built.
         index: the place to take; -1 lets the master choose.
+        spec: brings model, callbacks and, for a program, the data.
     """
 
-    def __init__(self, settings: JobSettings, client: MasterClient, index: int = -1) -> None:
+    def __init__(self, settings: JobSettings, client: MasterClient, index: int, spec: Spec) -> None:
         self._settings = settings
         self._client = client
         self._index = index
-        self._spec = ModelSpec(settings.model)
+        self._spec = spec
         self._model = self._spec.build_model()
         self._metrics = ModelMetrics(self._model, self._spec.make_eval_metrics())
-        self._pipelines: dict[str, FeedPipeline] = {}
+        self._pipelines: dict[str, Pipeline] = {}
         self._task: Any = None
         self._skip_rest = False  # of the present task: it failed or was taken away
-        self._records_done = 0
+        self._units_done = 0  # records, or batches, of the present task
         self._counts_progress = False
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
@@ -99,6 +100,7 @@ class Worker:
             cluster.split,
             client_id=self._client.id,
             synchronous=not self._settings.training.use_async,
+            token=self._client.token,
         )
         self._trainer = Trainer(self._model, self._metrics, self._ps.partition)
         self._ps.pull()
@@ -117,9 +119,9 @@ class Worker:
             self._progress.stop()
             self._ps.close()
 
-    def _pipeline(self, mode: str) -> FeedPipeline:
+    def _pipeline(self, mode: str) -> Pipeline:
         if mode not in self._pipelines:
-            self._pipelines[mode] = FeedPipeline(self._settings, self._spec, mode)
+            self._pipelines[mode] = open_pipeline(self._settings, self._spec, mode)
         return self._pipelines[mode]
 
     def _check_variables(self, cluster: Any) -> list[Any]:
@@ -149,7 +151,7 @@ class Worker:
                 elif isinstance(event, TaskRead) and not self._skip_rest:
                     if event.error is not None:
                         raise event.error
-                    self._finish_task()
+                    self._finish_task(event.exhausted)
             except ConnectionLostError:
                 raise
             except Exception as error:
@@ -165,7 +167,7 @@ class Worker:
     def _start_task(self, event: TaskStarted) -> None:
         self._task, self._counts_progress = event.task, event.counts_progress
         self._skip_rest = False
-        self._records_done = 0
+        self._units_done = 0  # records, or batches, of the present task
         self._report = pb.ReportTaskRequest(lease=event.task.lease)
         self._states, self._outputs = {}, []
         if self._settings.command is Command.TRAIN:
@@ -217,8 +219,8 @@ class Worker:
             self._evaluate(batch, index)
         else:
             self._predict(batch, index)
-        self._records_done += batch.records
-        done = self._records_done if self._counts_progress else 0
+        self._units_done += batch.units
+        done = self._units_done if self._counts_progress else 0
         self._progress.update(self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone())
 
     def _passed_a_milestone(self) -> bool:
@@ -227,8 +229,10 @@ class Worker:
         every = (self._settings.training.evaluation_steps, self._settings.checkpoint.steps)
         return any(steps and self._last_version // steps > last // steps for steps in every)
 
-    def _finish_task(self) -> None:
+    def _finish_task(self, exhausted: bool) -> None:
         self._progress.clear()
+        self._report.exhausted = exhausted
+        self._report.records_done = self._units_done
         if self._task.type == pb.EVALUATION:
             self._states = {
                 name: [tensor.numpy() for tensor in values] for name, values in self._metrics.state_tensors().items()

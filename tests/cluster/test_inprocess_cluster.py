@@ -10,7 +10,7 @@ def polled(cluster):
 
 
 def test_a_thread_that_fails_is_reported_once_with_its_traceback():
-    def fail(address, index):
+    def fail(address, index, token):
         raise ValueError(f"no data at {address}")
 
     cluster = InProcessCluster({"worker": fail})
@@ -25,7 +25,7 @@ def test_a_thread_that_fails_is_reported_once_with_its_traceback():
 def test_the_end_of_a_thread_whose_place_was_taken_is_not_reported():
     first_may_end, second_may_end = threading.Event(), threading.Event()
     waits = iter([first_may_end, second_may_end])
-    cluster = InProcessCluster({"worker": lambda address, index: next(waits).wait()})
+    cluster = InProcessCluster({"worker": lambda address, index, token: next(waits).wait()})
     cluster.start("worker", 0, "")
     (first,) = [thread for thread in threading.enumerate() if thread.name == "worker-0"]
     cluster.start("worker", 0, "")

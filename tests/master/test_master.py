@@ -27,7 +27,9 @@ def make_master(lines, backend=None):
         model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
         cluster=ClusterSettings(num_workers=1, num_ps=0),
     )
-    return Master(settings, backend or ExternalCluster(lines.append), lines.append)
+    master = Master(settings.cluster, backend or ExternalCluster(lines.append), lines.append)
+    master.begin_job(settings)
+    return master
 
 
 def join(master):

@@ -859,3 +859,31 @@ def test_transition_that_is_not_in_the_table_is_refused_with_the_story_of_the_ta
     record = TaskRecord(Task(7, TaskType.TRAINING, Shard("data.csv", 0, 20)))
     with pytest.raises(IllegalTransitionError, match=r"task 7 .*data\.csv.* is TODO"):
         record.move(TaskEvent.REPORTED_DONE)
+
+
+def test_epochs_before_the_initial_one_are_taken_as_done() -> None:
+    queue = make_queue(training=[("a", 4)], records_per_task=4, num_epochs=3, initial_epoch=1)
+    assert [task.epoch for task in drain(queue)] == [1, 2]
+    assert [kind for kind, _ in reached(queue)][-1] is MilestoneKind.TRAINING_DONE
+    assert queue.accounting.records_trained == {1: 4, 2: 4}
+
+
+def test_nothing_is_left_to_train_when_the_initial_epoch_is_the_last() -> None:
+    queue = make_queue(training=[("a", 4)], records_per_task=4, num_epochs=2, initial_epoch=2)
+    assert queue.training_done
+    assert [milestone.kind for milestone in queue.take_milestones()] == [MilestoneKind.TRAINING_DONE]
+
+
+def test_an_open_ended_epoch_ends_where_its_source_does() -> None:
+    queue = make_queue(
+        training=[("a", 1 << 40)], records_per_task=4, num_epochs=2, shuffle_seed=None, open_ended=True
+    )
+    first, second, third = (queue.get_task(worker, 0.0).lease for worker in (1, 2, 3))
+    queue.report_done(2, second.id, ended_after=1)
+    assert queue.take_milestones() == []
+    queue.report_done(1, first.id)
+    queue.report_done(3, third.id, ended_after=0)
+    assert [milestone.kind for milestone in queue.take_milestones()] == [MilestoneKind.EPOCH_DONE]
+    following = queue.get_task(1, 0.0).lease.task
+    assert (following.epoch, following.shard.start) == (1, 0)
+    assert queue.accounting.records_trained == {0: 5}

@@ -36,7 +36,9 @@ class Master:
 
 
 def pipeline(batches: Callable[[], Iterator[Any]]) -> Any:
-    return SimpleNamespace(keeps_order=True, batches=lambda name, start, end: batches())
+    return SimpleNamespace(
+        keeps_order=True, ends_by_itself=False, units_in=len, batches=lambda name, start, end, epoch: batches()
+    )
 
 
 def two_batches() -> Iterator[Any]:

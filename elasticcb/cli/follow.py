@@ -1,0 +1,125 @@
+"""`elasticcb evaluate --follow`: an evaluation job for each checkpoint that a training job writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elasticcb.errors import ElasticCBError, JobInterrupted
+from elasticcb.settings import JobSettings
+
+if TYPE_CHECKING:
+    from elasticcb.cli.progress import Display
+    from elasticcb.sidecar.follower import Checkpoint
+    from elasticcb.status import JobStatus, Summary
+
+RESULTS = "evaluations.jsonl"  # in the job's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowSettings:
+    """Whether `evaluate` follows a folder of checkpoints, and how long."""
+
+    enabled: bool = False
+    timeout: float = 0.0  # seconds without a new checkpoint; 0: no limit
+    max_evaluations: int = 0  # 0: no limit
+
+
+def follow(settings: JobSettings, limits: FollowSettings) -> None:
+    """Evaluates each checkpoint of a folder, and new ones as they come, until a limit is reached.
+
+    Each result is a line of `evaluations.jsonl` in the job's folder.
+
+    Args:
+        settings: of an evaluation job whose `checkpoint.directory_for_init` is a folder of versions.
+        limits: when to end.
+
+    Raises:
+        JobInterrupted: SIGINT or SIGTERM came.
+        ElasticCBError: an evaluation failed.
+    """
+    # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
+    from elasticcb.cli.progress import make_display
+    from elasticcb.roles import run_master
+    from elasticcb.sidecar.follower import CheckpointFollower
+
+    folder = settings.checkpoint.directory_for_init
+    results = Path(settings.directory, RESULTS)
+    follower = CheckpointFollower(folder, files=False)
+    display = _OneOfMany(make_display(settings))
+    done = 0
+    try:
+        display.message(f"Following {folder}")
+        while not limits.max_evaluations or done < limits.max_evaluations:
+            checkpoint = follower.next(limits.timeout or None)
+            if checkpoint is None:
+                break
+            summary = _evaluate(settings, checkpoint, display, run_master)
+            if summary is not None:
+                _note(results, checkpoint, summary)
+                done += 1
+    except (KeyboardInterrupt, JobInterrupted) as error:
+        raise JobInterrupted(f"Interrupted. {_ending(done, results)}") from error
+    finally:
+        follower.close()
+        display.close()
+    reason = f"No new checkpoint came for {limits.timeout:g} s. " if done != limits.max_evaluations else ""
+    print(reason + _ending(done, results), flush=True)
+
+
+def _evaluate(
+    settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings, Display], Summary]
+) -> Summary | None:
+    """Runs the job of one checkpoint; None when the checkpoint was deleted before its weights were read."""
+    initial = replace(settings.checkpoint, directory_for_init=str(checkpoint.path))
+    try:
+        return run(replace(settings, checkpoint=initial), display)
+    except JobInterrupted:
+        raise
+    except ElasticCBError:
+        if checkpoint.is_there:
+            raise
+        display.message(
+            f"Version {checkpoint.version} was deleted before it was evaluated; raise --keep_checkpoint_max."
+        )
+        return None
+
+
+def _note(results: Path, checkpoint: Checkpoint, summary: Summary) -> None:
+    entry = {
+        "version": summary.version,
+        "checkpoint": str(checkpoint.path),
+        "records": summary.records_evaluated,
+        "seconds": round(summary.seconds, 3),
+        "metrics": dict(summary.metrics),
+    }
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _ending(done: int, results: Path) -> str:
+    if not done:
+        return "No checkpoint was evaluated."
+    return f"{done} checkpoint{'s were' if done > 1 else ' was'} evaluated; results: {results}"
+
+
+class _OneOfMany:
+    """A display for several jobs one after another: none of them ends it."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def update(self, status: JobStatus) -> None:
+        self._display.update(status)
+
+    def message(self, text: str) -> None:
+        self._display.message(text)
+
+    def finish(self, summary: Summary) -> None:
+        pass  # its metrics were told as a message
+
+    def close(self) -> None:
+        self._display.close()

@@ -1,0 +1,1 @@
+"""The batch sources, one per file; `adapt` chooses among them."""

@@ -1,0 +1,86 @@
+"""Batches of arrays, which are written to a file once and mapped by all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batch_sources.blocks import BlockReader, BlockWriter
+from elasticcb.data.batch_sources.columns import Column, Rows, store
+from elasticcb.data.batches import PassSource, source_seed
+
+
+class ArraySource(PassSource):
+    """Batches of a nested structure of arrays with equally many rows; the last of a pass may be short.
+
+    Numbers and row splits are mapped, not loaded. A `np.memmap` is not copied: workers map its own file.
+
+    Args:
+      arrays: leaves are whatever Keras takes: NumPy arrays, tensors (dense, ragged, sparse), pandas frames and
+        series, SciPy's sparse matrices; None stays None.
+      num_rows: of each array.
+      batch_size: rows in a batch.
+      shuffle: True: all rows, anew for each pass; "batch": rows inside each batch; False: none.
+      steps: see `PassSource`.
+      folder: where the file is written.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        num_rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool | str,
+        steps: int | None,
+        folder: Path,
+        seed: int,
+    ) -> None:
+        super().__init__(-(-num_rows // batch_size), steps)
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._reader = BlockReader()
+        self._order: tuple[int, Any] = (-1, None)  # of the pass that was read last
+        stored: dict[int, Column] = {}  # the same array may be features and labels
+        with BlockWriter(folder) as writer:
+
+            def store_once(array: Any) -> Column:
+                if id(array) not in stored:
+                    stored[id(array)] = store(array, writer)
+                return stored[id(array)]
+
+            self._columns = keras_data.map_arrays(store_once, arrays)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": (-1, None)}
+
+    def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
+        for index in range(start, end):
+            rows = self._rows(number, index)
+            yield keras_data.map_arrays(lambda column, rows=rows: column.take(rows, self._reader), self._columns)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._order = (-1, None)
+
+    def _rows(self, number: int, index: int) -> Rows:
+        first, end = index * self._batch_size, min((index + 1) * self._batch_size, self._num_rows)
+        if not self._shuffle:
+            return slice(first, end)
+        if self._shuffle == "batch":
+            return first + _generator(self._seed, number, index).permutation(end - first)
+        if self._order[0] != number:
+            order = np.arange(self._num_rows, dtype=np.int32 if self._num_rows < 1 << 31 else np.int64)
+            _generator(self._seed, number).shuffle(order)
+            self._order = (number, order)
+        return self._order[1][first:end].astype(np.int64)
+
+
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(source_seed(seed, *numbers)))

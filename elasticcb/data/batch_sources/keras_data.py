@@ -1,0 +1,98 @@
+"""All that is used of Keras's own handling of data; `keras.src` is imported here and nowhere else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter_utils,
+    generator_data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
+
+ArrayDataAdapter = array_data_adapter.ArrayDataAdapter
+GeneratorDataAdapter = generator_data_adapter.GeneratorDataAdapter
+PyDatasetAdapter = py_dataset_adapter.PyDatasetAdapter
+TFDatasetAdapter = tf_dataset_adapter.TFDatasetAdapter
+
+get_data_adapter = data_adapters.get_data_adapter
+raise_unsupported_argument = data_adapters.raise_unsupported_arg
+can_convert_arrays = array_data_adapter.can_convert_arrays
+train_validation_split = array_slicing.train_validation_split
+class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
+unpack_x_y_sample_weight = keras.utils.unpack_x_y_sample_weight
+
+
+def arrays_of(adapter: ArrayDataAdapter) -> Any:
+    """The arrays that an adapter cuts batches from, packed as `x`, `(x, y)` or `(x, y, sample_weight)`."""
+    return tree.lists_to_tuples(adapter._inputs)
+
+
+def to_tensorflow(array: Any) -> Any:
+    """One array of any kind as what Keras gathers batches from: a NumPy array, a tensor (dense, ragged), or a
+    tuple `(sparse, ragged_indices, ragged_values)` for a sparse one; floats are cast to `floatx`."""
+    if data_adapter_utils.is_scipy_sparse(array):
+        array = array.tocsr().sorted_indices()  # Keras takes for granted that rows come in order
+    elif isinstance(array, tf.SparseTensor):
+        array = tf.sparse.reorder(array)
+    return array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
+
+
+def is_sparse(converted: Any) -> bool:
+    """Whether `to_tensorflow` returned the tuple of a sparse array."""
+    return isinstance(converted, array_slicing.TensorflowSparseWrapper)
+
+
+def float_cast(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """What Keras casts an array of this dtype to; None when it leaves it."""
+    floatx = np.dtype(keras.config.floatx())
+    return floatx if np.issubdtype(dtype, np.floating) and dtype != floatx else None
+
+
+def map_arrays(function: Callable[[Any], Any], structure: Any) -> Any:
+    """`function` of each leaf of a nested structure; None stays None."""
+    return tree.map_structure(function, structure, none_is_leaf=False)
+
+
+def to_batch(batch: Any) -> Any:
+    """A batch that user's code made, with tuples for lists, and leaves that are NumPy arrays or tensors."""
+
+    def convert(leaf: Any) -> Any:
+        if data_adapter_utils.is_scipy_sparse(leaf):
+            return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+        if not data_adapter_utils.is_tensorflow_tensor(leaf):
+            leaf = np.asarray(leaf)
+            if leaf.dtype.kind in "OUS":
+                return tf.convert_to_tensor(leaf, tf.string)
+        return leaf
+
+    return map_arrays(convert, tree.lists_to_tuples(batch))
+
+
+def capped_steps(steps: int | None) -> int | None:
+    """`steps` under `keras.config.max_steps_per_epoch()`, with Keras's warning."""
+    limit = keras.config.max_steps_per_epoch()
+    if limit and (not steps or limit < steps):
+        warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=3)
+        return limit
+    return steps
+
+
+def warn_of_missing_data() -> None:
+    """What Keras says when data ends before `steps`."""
+    warnings.warn(
+        "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at "
+        "least `steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your "
+        "dataset.",
+        stacklevel=3,
+    )

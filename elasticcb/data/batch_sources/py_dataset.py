@@ -1,0 +1,139 @@
+"""Batches of a `keras.utils.PyDataset`, which each worker holds a copy of."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+
+from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batches import PassSource, source_seed
+
+_HOOKS = ("on_epoch_begin", "on_epoch_end")
+
+
+class PyDatasetSource(PassSource):
+    """Batches of a `PyDataset` by its own index.
+
+    Each process reads its own copy, made when the source was. The hooks are called as in `fit` (`on_epoch_end`
+    before the first epoch, then `on_epoch_begin` and `on_epoch_end` of each), in every process that reads an epoch;
+    Python's and NumPy's random states are seeded by the epoch while they run, so that all copies agree.
+
+    Args:
+      dataset: one without an end (`num_batches` is None) needs `steps`, and its index counts on.
+      shuffle: read the batches of a pass in an order of their own for each pass.
+      steps: see `PassSource`.
+      limit: of batches in a pass.
+      folder: where the pickled dataset is written.
+
+    Raises `TypeError` when the dataset can't be pickled.
+    """
+
+    def __init__(
+        self,
+        dataset: keras.utils.PyDataset,
+        *,
+        class_weight: Mapping[int, float] | None,
+        shuffle: bool,
+        steps: int | None,
+        limit: int | None = None,
+        folder: Path,
+        seed: int,
+    ) -> None:
+        size = dataset.num_batches
+        self._endless = size is None
+        if size is None:
+            size = limit or steps
+        if not size:
+            raise ValueError("The PyDataset has length 0")
+        super().__init__(min(size, limit or size), steps)
+        self._class_weight = class_weight
+        self._shuffle = shuffle and not self._endless
+        self._seed = seed
+        # Going back to an epoch, when a task of it is handed out again, takes a fresh copy.
+        self._stateful = any(getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS)
+        self._path = _write_pickled(dataset, folder)
+        self._adapter: Any = None
+        self._epoch = -1  # which the copy is in
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_adapter": None, "_epoch": -1}
+
+    def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
+        self._enter(epoch)
+        indices: Sequence[int] = range(start, end)
+        if self._endless:
+            indices = range(number * self.size + start, number * self.size + end)
+        elif self._shuffle:
+            generator = np.random.Generator(np.random.PCG64(source_seed(self._seed, number)))
+            indices = generator.permutation(self.size)[start:end].tolist()
+        dataset = self._adapter.py_dataset
+        for batch in _read_ahead(dataset.__getitem__, indices, dataset.workers, dataset.max_queue_size):
+            yield keras_data.to_batch(self._adapter._standardize_batch(batch))
+
+    def close(self) -> None:
+        self._adapter, self._epoch = None, -1
+
+    def _enter(self, epoch: int) -> None:
+        if self._adapter is None or (self._stateful and epoch < self._epoch):
+            with open(self._path, "rb") as file:
+                dataset = cloudpickle.load(file)
+            self._adapter = keras_data.PyDatasetAdapter(dataset, self._class_weight)
+            self._epoch = -1
+        while self._stateful and self._epoch < epoch:
+            dataset = self._adapter.py_dataset
+            _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch + 1, 0))
+            self._epoch += 1
+            _call_seeded(dataset.on_epoch_begin, source_seed(self._seed, self._epoch, 1))
+
+
+def _write_pickled(dataset: Any, folder: Path) -> str:
+    descriptor, path = tempfile.mkstemp(prefix="py-dataset-", suffix=".pkl", dir=folder)
+    with os.fdopen(descriptor, "wb") as file:
+        try:
+            cloudpickle.dump(dataset, file)
+        except Exception as error:
+            raise TypeError(
+                f"The {type(dataset).__name__} can't be sent to workers, because it can't be pickled: "
+                f"{type(error).__name__}: {error}. Open files and connections when `__getitem__` first needs them, not "
+                "in the constructor."
+            ) from error
+    return path
+
+
+def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    words = np.random.SeedSequence(seed).generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    try:
+        hook()
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _read_ahead(read: Callable[[int], Any], indices: Sequence[int], threads: int, most: int) -> Iterator[Any]:
+    """`read` of each index, in order; with several threads, `most` at once."""
+    if threads <= 1:
+        yield from map(read, indices)
+        return
+    remaining = iter(indices)
+    with ThreadPoolExecutor(threads) as pool:
+        reading: deque[Future[Any]] = deque(pool.submit(read, i) for i in itertools.islice(remaining, max(most, 1)))
+        try:
+            while reading:
+                yield reading.popleft().result()
+                reading.extend(pool.submit(read, i) for i in itertools.islice(remaining, 1))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

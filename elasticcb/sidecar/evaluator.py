@@ -1,0 +1,204 @@
+"""`SidecarEvaluator`: evaluates a model beside its training, checkpoint by checkpoint."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.sidecar.follower import POLL_SECONDS, Checkpoint, CheckpointFollower
+from elasticcb.sidecar.weights import ForeignCheckpointError, WeightsLoader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluated checkpoint."""
+
+    checkpoint: Path
+    version: int | None  # of the model; None where the checkpoint does not tell
+    metrics: dict[str, float] = field(default_factory=dict)  # as `model.evaluate(return_dict=True)` gives them
+
+
+class SidecarEvaluator:
+    """Follows a folder of checkpoints and evaluates each new one, in a process beside the training.
+
+    It knows the checkpoints of ElasticCB's jobs and the `.keras` and `.weights.h5` files of
+    `keras.callbacks.ModelCheckpoint`. The arguments of tf.keras's SidecarEvaluator mean the same here.
+
+    Args:
+        model: compiled, with the metrics to evaluate; of the same variables as the one that is trained.
+        data: a tuple `(x, y)` or `(x, y, sample_weight)`, or whatever `model.evaluate` takes as `x`. It is read
+            once for each checkpoint.
+        checkpoint_dir: folder of the checkpoints, which may not exist yet; or one file that is overwritten.
+        steps: batches of each evaluation; None: all that `data` gives.
+        max_evaluations: how many checkpoints `start` evaluates; None: no limit.
+        callbacks: get `on_test_*`. `logs` of `on_test_end` also hold "version", and "metrics": all results as
+            a dict; Keras's own callbacks get the results alone. `model.optimizer.iterations` is the version,
+            which the stock TensorBoard takes as its step.
+        timeout: `start` returns after so many seconds without a new checkpoint; None: it waits.
+        batch_size: of data that does not come in batches; Keras's default where None.
+        poll_seconds: time between two looks at the folder; a file must stay the same for so long.
+        verbose: 1 prints a line for each evaluation, 0 nothing.
+
+    Raises:
+        UsageError: the model is not compiled, or an argument can't be used.
+
+    Example:
+
+        evaluator = SidecarEvaluator(model, (x_test, y_test), "checkpoints", timeout=600)
+        for evaluation in evaluator.start():
+            print(evaluation.version, evaluation.metrics["accuracy"])
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        *,
+        timeout: float | None = None,
+        batch_size: int | None = None,
+        poll_seconds: float = POLL_SECONDS,
+        verbose: int = 1,
+    ) -> None:
+        _check(model, data, steps, max_evaluations, timeout)
+        self.model = model
+        self._data = dict(zip(("x", "y", "sample_weight"), data if isinstance(data, tuple) else (data,), strict=False))
+        self._options = {"steps": steps, "batch_size": batch_size, "return_dict": True}
+        self._max_evaluations = max_evaluations
+        self._timeout = timeout
+        self._verbose = verbose
+        self._callbacks = list(callbacks or ())
+        self._loader: WeightsLoader | None = None
+        self._follower = CheckpointFollower(checkpoint_dir, poll_seconds)
+
+    def start(self) -> list[Evaluation]:
+        """Evaluates the checkpoints that are there, oldest first, then each new one as it comes.
+
+        Returns after `max_evaluations`, after `timeout` seconds without a new checkpoint, after `stop`, or at
+        Ctrl-C, which drops the evaluation under way. A damaged or deleted checkpoint is passed over.
+
+        Returns:
+            What was evaluated, in that order.
+
+        Raises:
+            CheckpointError: a checkpoint is of another model.
+            Exception: what the model, the data or a callback raises.
+        """
+        done: list[Evaluation] = []
+        version = _Version()
+        # One list for all evaluations: with a new list each, TensorBoard would begin a new file each time.
+        stock = [callback for callback in self._callbacks if _is_stock(callback)]
+        others = [callback for callback in self._callbacks if not _is_stock(callback)]
+        callbacks = keras.callbacks.CallbackList(
+            [*stock, version, *others], model=self.model, verbose=0, epochs=1, steps=self._options["steps"]
+        )
+        try:
+            while self._max_evaluations is None or len(done) < self._max_evaluations:
+                checkpoint = self._follower.next(self._timeout)
+                if checkpoint is None:
+                    break
+                if not self._load(checkpoint):
+                    continue
+                version.value = checkpoint.version
+                metrics = self.model.evaluate(**self._data, **self._options, verbose=0, callbacks=callbacks)
+                _flush(self._callbacks)
+                done.append(Evaluation(checkpoint.path, checkpoint.version, metrics))
+                if self._verbose:
+                    print(_line(done[-1]), flush=True)
+        except KeyboardInterrupt:
+            logger.info("Interrupted after %d evaluations", len(done))
+        finally:
+            self._follower.close()
+        return done
+
+    def stop(self) -> None:
+        """Makes `start` return when the evaluation under way is done; for callbacks and other threads."""
+        self._follower.stop()
+
+    def _load(self, checkpoint: Checkpoint) -> bool:
+        if self._loader is None:
+            self._build()
+            self._loader = WeightsLoader(self.model)
+        try:
+            self._loader.load(checkpoint)
+        except ForeignCheckpointError:
+            raise
+        except CheckpointError as error:
+            if checkpoint.is_there:  # else it was pruned, as old ones are
+                logger.warning("Passed over: %s", error)
+            return False
+        return True
+
+    def _build(self) -> None:
+        """Makes variables that Keras makes lazily: weights can't be loaded before."""
+        if self.model.built:
+            return
+        if inspect.isgenerator(self._data["x"]):
+            raise UsageError(
+                "The model has no variables yet, and a generator can't be asked for a batch to make them with. Begin "
+                "it with keras.Input, call build(input_shape), or call it on a batch before."
+            )
+        self.model.evaluate(**self._data, **{**self._options, "steps": 1}, verbose=0)
+
+
+class _Version(keras.callbacks.Callback):
+    """Stands behind Keras's own callbacks, which write down whatever is in `logs`, and before all others."""
+
+    value: int | None = None
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs.update(metrics=dict(logs), version=self.value)
+
+
+def _check(model: Any, data: Any, steps: int | None, max_evaluations: int | None, timeout: float | None) -> None:
+    if not getattr(model, "compiled", False):
+        raise UsageError(
+            f"The model {getattr(model, 'name', model)!r} is not compiled, so there is nothing to evaluate. Call "
+            "model.compile(loss=..., metrics=[...])."
+        )
+    if isinstance(data, tuple) and not 1 <= len(data) <= 3:
+        raise UsageError(
+            f"data is a tuple of {len(data)}. Expected (x, y) or (x, y, sample_weight); put several inputs into a "
+            "list or a dict: ([x1, x2], y)."
+        )
+    if inspect.isgenerator(data) and steps is None:
+        raise UsageError(
+            "data is a generator, which ends with the first evaluation. Give `steps` with one that never ends, or a "
+            "tf.data.Dataset, a keras.utils.PyDataset or arrays."
+        )
+    for name, value in (("steps", steps), ("max_evaluations", max_evaluations), ("timeout", timeout)):
+        if value is not None and value <= 0:
+            raise UsageError(f"{name}={value} can't be. Expected more than 0, or None for no limit.")
+
+
+def _is_stock(callback: Any) -> bool:
+    return type(callback).__module__.startswith("keras.")
+
+
+def _flush(callbacks: Sequence[Any]) -> None:
+    """TensorBoard writes its files out at the end of training only, which does not come here."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            for writer in getattr(callback, "_writers", {}).values():
+                writer.flush()
+
+
+def _line(evaluation: Evaluation) -> str:
+    name = evaluation.checkpoint.name if evaluation.version is None else f"Version {evaluation.version}"
+    return f"{name}: " + ", ".join(f"{metric} {value:.5g}" for metric, value in evaluation.metrics.items())

@@ -1,0 +1,179 @@
+"""Follows a folder of checkpoints, ours and those of `keras.callbacks.ModelCheckpoint`.
+
+A file is never opened where it lies with HDF5, whose lock would make a writer fail: it is copied, and the
+copy is looked at. What turns out to be half a file is passed over until it changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticcb.checkpoint import MANIFEST, find_versions, read_manifest
+from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.sidecar.keras_file import saved_iterations, verify_file
+from elasticcb.sidecar.ledger import Kind, Ledger, Sighting, Signature
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+
+_SUFFIXES = {".keras": Kind.KERAS, ".weights.h5": Kind.WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        path: where it was found.
+        kind: what it is.
+        version: of the model: of a file the optimizer's iterations; None where a file does not tell.
+        content: what to read; of a file a copy, which is there until the next checkpoint is asked for.
+    """
+
+    path: Path
+    kind: Kind
+    version: int | None
+    content: Path
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not been deleted since."""
+        return (self.path / MANIFEST).is_file() if self.kind is Kind.VERSION else self.path.is_file()
+
+
+class CheckpointFollower:
+    """Gives each checkpoint of a folder once, in order: those that are there, then new ones as they come.
+
+    Versions of a job come in order of version, files in order of time. A file that is written again and again
+    is given each time, as far as it stays the same for `poll_seconds`.
+
+    Args:
+        path: of the folder, which may not exist yet; or of one `.keras` or `.weights.h5` file.
+        poll_seconds: time between two looks at the folder.
+        files: whether Keras's files are followed too, not only the versions of a job.
+
+    Raises:
+        UsageError: `path` is the folder of a single version, or a file of another kind.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], poll_seconds: float = POLL_SECONDS, files: bool = True) -> None:
+        self._path = Path(path).absolute()
+        if (self._path / MANIFEST).is_file():
+            raise UsageError(
+                f"{self._path} is one checkpoint, which does not change. Name the folder that checkpoints are "
+                f"written to: {self._path.parent}"
+            )
+        self._single = _kind(self._path.name) if not self._path.is_dir() else None
+        if self._path.is_file() and self._single is None:
+            raise UsageError(
+                f"{self._path} is a file that holds no checkpoint known here. Expected a folder of checkpoints, or "
+                f"a file that ends in {' or '.join(_SUFFIXES)}."
+            )
+        if poll_seconds <= 0:
+            raise UsageError(f"poll_seconds={poll_seconds} can't be. Expected more than 0.")
+        self._poll_seconds = poll_seconds
+        self._files = files
+        self._ledger = Ledger(poll_seconds)
+        self._stop = threading.Event()
+        self._copies: tempfile.TemporaryDirectory[str] | None = None
+
+    def next(self, timeout: float | None = None) -> Checkpoint | None:
+        """Waits for the next checkpoint.
+
+        Args:
+            timeout: seconds to wait; None: until `stop`.
+
+        Returns:
+            None when none came in time, or `stop` was called.
+        """
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while not self._stop.is_set():
+            now = time.monotonic()
+            sighting = self._ledger.take(self._look(), now)
+            if sighting is not None:
+                checkpoint = self._open(sighting)
+                if checkpoint is not None:
+                    return checkpoint
+            elif give_up is not None and now >= give_up:
+                return None
+            else:
+                left = self._poll_seconds if give_up is None else min(self._poll_seconds, give_up - now)
+                self._stop.wait(left)
+        return None
+
+    def stop(self) -> None:
+        """Makes `next` return None, until `close`; any thread may call it."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Ends a series of `next`: deletes the copies. Another may begin after it, which goes on from there."""
+        self._stop.clear()
+        if self._copies is not None:
+            self._copies.cleanup()
+            self._copies = None
+
+    def _look(self) -> Iterator[Sighting]:
+        """What is there; what vanishes meanwhile is left out."""
+        if self._single is not None:
+            yield from _sighted_file(self._path, self._single)
+            return
+        for folder in find_versions(self._path):
+            signature = _signature(folder / MANIFEST)
+            if signature is not None:
+                version = int(re.sub(r"\D", "", folder.name))
+                yield Sighting(str(folder), Kind.VERSION, signature, version)
+        if self._files and self._path.is_dir():
+            for entry in os.scandir(self._path):
+                kind = _kind(entry.name)
+                if kind is not None and entry.is_file():
+                    yield from _sighted_file(Path(entry.path), kind)
+
+    def _open(self, sighting: Sighting) -> Checkpoint | None:
+        """The checkpoint, or None when it is not whole."""
+        path = Path(sighting.path)
+        try:
+            if sighting.kind is Kind.VERSION:
+                return Checkpoint(path, sighting.kind, int(read_manifest(path)["version"]), path)
+            copy = self._copy(path)
+            if _signature(path) != sighting.signature:
+                return None  # written meanwhile; it will be seen again
+            verify_file(copy)
+            return Checkpoint(path, sighting.kind, saved_iterations(copy), copy)
+        except (CheckpointError, OSError) as error:
+            if path.exists():  # else nobody needs to know
+                logger.warning("Passed over until it changes: %s. %s", path, error)
+            return None
+
+    def _copy(self, path: Path) -> Path:
+        if self._copies is not None:
+            self._copies.cleanup()
+        self._copies = tempfile.TemporaryDirectory(prefix="elasticcb-")
+        return Path(shutil.copyfile(path, Path(self._copies.name, path.name)))
+
+
+def _kind(name: str) -> Kind | None:
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def _sighted_file(path: Path, kind: Kind) -> Iterator[Sighting]:
+    signature = _signature(path)
+    if signature is not None:
+        yield Sighting(str(path), kind, signature, signature.modified)
+
+
+def _signature(path: Path) -> Signature | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return Signature(found.st_mtime_ns, found.st_size, found.st_ino)

@@ -1,0 +1,100 @@
+"""Makes a Keras model hold the weights of a checkpoint, or says why it can't."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import keras
+
+from elasticcb.checkpoint import check_variables, load_slices, read_manifest
+from elasticcb.errors import CheckpointError
+from elasticcb.model_weights import variable_specs
+from elasticcb.ps.partition import partition
+from elasticcb.sidecar.follower import Checkpoint
+from elasticcb.sidecar.keras_file import Shape, saved_variables
+from elasticcb.sidecar.ledger import Kind
+
+_SHOWN = 5
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint of another model: no later one would do better."""
+
+
+class WeightsLoader:
+    """Loads checkpoints into one model.
+
+    Args:
+        model: built; its optimizer, if any, gets the checkpoint's version as `iterations`.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._places: Mapping[str, Shape] | None = None  # of the model's variables in a file; made when needed
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Sets the model's weights.
+
+        Raises:
+            ForeignCheckpointError: it is of another model; names the variables.
+            CheckpointError: it is damaged, or was deleted meanwhile. The model may hold some of its weights.
+        """
+        if checkpoint.kind is Kind.VERSION:
+            self._load_version(checkpoint.content)
+        else:
+            self._load_file(checkpoint)
+        iterations = getattr(getattr(self._model, "optimizer", None), "iterations", None)
+        if iterations is not None and checkpoint.version is not None:
+            iterations.assign(checkpoint.version)
+
+    def _load_version(self, folder: Path) -> None:
+        specs = variable_specs(self._model)
+        manifest = read_manifest(folder)
+        try:
+            check_variables(manifest, specs, folder)
+        except CheckpointError as error:
+            raise ForeignCheckpointError(str(error)) from error
+        (everything,) = partition(specs, 1, split=False)
+        weights = load_slices(folder, specs, everything).weights
+        for index, variable in enumerate(self._model.weights):
+            variable.assign(weights[index])
+
+    def _load_file(self, checkpoint: Checkpoint) -> None:
+        self._check_file(checkpoint)
+        try:
+            with warnings.catch_warnings():
+                # The optimizer's own variables are not needed to evaluate.
+                warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+                self._model.load_weights(checkpoint.content)
+        except (OSError, KeyError, ValueError) as error:
+            raise CheckpointError(f"The weights of {checkpoint.path} can't be loaded: {error}") from error
+
+    def _check_file(self, checkpoint: Checkpoint) -> None:
+        """Compares variables with the model's: Keras would pass over those that it has no use for."""
+        if self._places is None:
+            self._places = _places(self._model)
+        saved, own = saved_variables(checkpoint.content), self._places
+        foreign = [f"{name} {shape}, where the model has {own.get(name, 'none')}" for name, shape in saved.items()
+                   if own.get(name) != shape]  # fmt: skip
+        if foreign:
+            more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+            raise ForeignCheckpointError(
+                f"The checkpoint {checkpoint.path} is of another model. It holds {'; '.join(foreign[:_SHOWN])}{more}. "
+                "Give the model that is trained."
+            )
+        missing = [name for name in own if name not in saved]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint.path} lacks {len(missing)} of the model's {len(own)} variables: "
+                f"{', '.join(missing[:_SHOWN])}. It is not whole yet, or of another model."
+            )
+
+
+def _places(model: keras.Model) -> dict[str, Shape]:
+    with tempfile.TemporaryDirectory(prefix="elasticcb-") as folder:
+        path = Path(folder, "model.weights.h5")
+        model.save_weights(path)
+        return saved_variables(path)
