@@ -1,8 +1,31 @@
-"""ElasticCB: elastic parameter-server training for Keras 3, driven by callbacks."""
+"""ElasticCB: elastic parameter-server training for Keras 3, driven by callbacks.
+
+The names of the Python API are imported, and with them Keras, when they are first used.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticcb.api.cluster import Cluster
+    from elasticcb.api.one_shot import evaluate, fit, predict
+    from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
+    from elasticcb.sidecar import SidecarEvaluator
+
 __version__ = "0.1.0"
+
+__all__ = ["Cluster", "DatasetFactory", "Mode", "SidecarEvaluator", "evaluate", "fit", "predict"]
+
+_MODULES = {
+    "Cluster": "api.cluster",
+    "DatasetFactory": "data.batch_sources.dataset_fn",
+    "SidecarEvaluator": "sidecar",
+    "evaluate": "api.one_shot",
+    "fit": "api.one_shot",
+    "predict": "api.one_shot",
+}
 
 
 class Mode:
@@ -11,3 +34,16 @@ class Mode:
     TRAINING = "training"
     EVALUATION = "evaluation"
     PREDICTION = "prediction"
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -15,7 +16,11 @@ from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
 from elasticcb.rpc import Connection
 from elasticcb.settings import JobSettings
 
+logger = logging.getLogger(__name__)
+
 _LONG_POLL_SECONDS = 60.0  # the master answers much earlier
+_EVENTS_PER_REPORT = 2_000
+_MAX_EVENTS = 100_000  # that wait to be sent
 
 
 class MasterClient:
@@ -117,6 +122,8 @@ class ProgressReporter:
         self._lock = threading.Lock()  # of `_progress`
         self._sending = threading.Lock()  # one report at a time, so that they arrive in order
         self._progress = pb.ReportProgressRequest()
+        self._events: list[pb.BatchEvent] = []  # not sent yet
+        self._warnings: dict[str, pb.CallbackWarning] = {}  # likewise, by subject
         self._wake = threading.Event()
         self._stopped = False
         self.lost_leases: set[int] = set()  # that the master took away, or that the job's end did
@@ -125,10 +132,23 @@ class ProgressReporter:
         self._thread.start()
 
     def update(
-        self, lease: int, records_done: int, version: int, loss: float | None = None, urgent: bool = False
+        self,
+        lease: int,
+        records_done: int,
+        version: int,
+        loss: float | None = None,
+        urgent: bool = False,
+        event: pb.BatchEvent | None = None,
     ) -> None:
         """Notes progress, to be sent with the next report; at once if `urgent`."""
         with self._lock:
+            if event is not None:
+                # Together with the version: the master takes it that all batches before it are told.
+                if len(self._events) == _MAX_EVENTS:
+                    logger.warning("The master is slow to take reports: callbacks there will miss batches")
+                if len(self._events) <= _MAX_EVENTS:
+                    self._events.append(event)
+                urgent = urgent or len(self._events) == _EVENTS_PER_REPORT
             progress = self._progress
             progress.lease, progress.records_done, progress.version = lease, records_done, version
             progress.progressed = True
@@ -144,6 +164,19 @@ class ProgressReporter:
         with self._sending:
             pass
 
+    def warn(self, subject: str, text: str, errors: int = 0) -> None:
+        """Notes something that the user should see; `errors` of a subject add up until the next report."""
+        with self._lock:
+            warning = self._warnings.setdefault(subject, pb.CallbackWarning(subject=subject, text=text))
+            warning.errors += errors
+
+    def flush(self) -> None:
+        """Sends all batch events and warnings that were noted."""
+        while self._events or self._warnings:
+            self.send()
+        with self._sending:  # what the other thread may have taken is under way no more
+            pass
+
     def send(self) -> None:
         """Sends what was noted, now."""
         with self._sending:
@@ -151,6 +184,12 @@ class ProgressReporter:
                 progress = pb.ReportProgressRequest()
                 progress.CopyFrom(self._progress)
                 self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+                progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
+                del self._events[:_EVENTS_PER_REPORT]
+                if self._events:  # the version would say that they are told
+                    progress.version = progress.batch_events[-1].version
+                progress.warnings.extend(self._warnings.values())
+                self._warnings.clear()
             answer = self._client.report_progress(progress)
             if progress.lease and (answer.over or not answer.accepted):
                 self.lost_leases.add(progress.lease)

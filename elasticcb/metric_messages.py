@@ -24,17 +24,26 @@ def to_metric_states(states: States, outputs: Sequence[Any]) -> list[pb.MetricSt
         for name, values in states.items()
     ]
     if outputs:
-        leaves = [dict(_flatten(batch)) for batch in outputs]
-        joined = {path: np.concatenate([batch[path] for batch in leaves]) for path in leaves[0]}
-        messages.append(pb.MetricState(outputs=[to_message(array, path) for path, array in joined.items()]))
+        messages.append(pb.MetricState(outputs=to_outputs(outputs)))
     return messages
+
+
+def to_outputs(outputs: Sequence[Any]) -> list[pb.Tensor]:
+    """Structures of arrays, one per batch, as arrays over all batches, each named by its path in the structure."""
+    leaves = [dict(_flatten(batch)) for batch in outputs]
+    joined = {path: np.concatenate([batch[path] for batch in leaves]) for path in leaves[0]} if leaves else {}
+    return [to_message(array, path) for path, array in joined.items()]
+
+
+def from_outputs(messages: Sequence[pb.Tensor]) -> dict[str, np.ndarray]:
+    """The arrays by path, from `to_outputs`."""
+    return {tensor.name: from_message(tensor) for tensor in messages}
 
 
 def from_metric_states(messages: Sequence[pb.MetricState]) -> tuple[States, dict[str, np.ndarray]]:
     """The states by unit and the outputs by path, from `to_metric_states`."""
     states = {m.name: [from_message(variable) for variable in m.variables] for m in messages if not m.outputs}
-    outputs = {tensor.name: from_message(tensor) for m in messages for tensor in m.outputs}
-    return states, outputs
+    return states, from_outputs([tensor for m in messages for tensor in m.outputs])
 
 
 def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:

@@ -20,7 +20,6 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
-from elasticcb.optimizer_capture import flat_logs
 
 logger = logging.getLogger(__name__)
 
@@ -299,13 +298,14 @@ def _recorded_results(
 
         return result
 
-    for metric in metrics:
+    distinct = {id(metric): metric for metric in metrics}.values()
+    for metric in distinct:
         # Around Keras's own __setattr__, which tracks what it is given.
         object.__setattr__(metric, "result", recording(metric))
     try:
         yield recorded
     finally:
-        for metric in metrics:
+        for metric in distinct:
             object.__delattr__(metric, "result")
 
 
@@ -313,6 +313,14 @@ def to_number(value: Any) -> Any:
     """A Python number for a scalar, a list for an array."""
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array.tolist()
+
+
+def flat_logs(logs: Any) -> dict[str, Any]:
+    """The logs of a step as Keras hands them to callbacks: sorted, dicts within them opened."""
+    flat: dict[str, Any] = {}
+    for key, value in sorted((logs or {}).items()):
+        flat.update(flat_logs(value) if isinstance(value, dict) else {key: value})
+    return flat
 
 
 def _select_all(

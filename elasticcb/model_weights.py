@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -13,10 +14,11 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.metrics import is_overridden
-from elasticcb.model_spec import ModelSpec, building
-from elasticcb.optimizer_capture import updated_variables
+from elasticcb.model_spec import building
+from elasticcb.optimizer_capture import unchanged, updated_variables
 from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.ps.partition import VariableSpec
+from elasticcb.spec import Spec
 
 
 def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None) -> list[VariableSpec]:
@@ -60,7 +62,7 @@ def _constraint(variable: keras.Variable) -> str:
     return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
 
 
-def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> dict[int, int] | None:
+def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, int] | None:
     """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
     Metrics then hold that batch: reset them.
@@ -87,15 +89,16 @@ def prime(spec: ModelSpec, model: keras.Model, batch: Any, mode: str) -> dict[in
             f"input{'s' if inputs > 1 else ''}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
+    batch = _of_fixed_size(model, batch)
     updated: dict[int, int] | None = None
     try:
         with building:
             if mode == "training":
                 updated = _prime_training(model, batch)
             elif mode == "evaluation":
-                model.test_step(batch)
+                _run_unchanged(model, model.test_step, batch)
             else:
-                model.predict_step((batch,))
+                _run_unchanged(model, model.predict_step, (batch,))
     except ModelFileError as error:
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
@@ -111,16 +114,41 @@ def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
     own_step = is_overridden(model, "train_step")
     if not own_step:
         # Does all that the stock train_step does to the model, and changes no weights.
-        keras.Model.test_step(model, batch)
+        _run_unchanged(model, functools.partial(keras.Model.test_step, model), batch)
     updated = updated_variables(model, batch) if own_step or len(model_optimizers(model)) > 1 else None
     if own_step or is_overridden(model, "test_step"):
         # Evaluation rounds need its metrics. A model that can't do it may train: `fit` asks for it as late as that.
         with contextlib.suppress(Exception):
-            model.test_step(batch)
+            _run_unchanged(model, model.test_step, batch)
     return updated
 
 
-def _check_structure(spec: ModelSpec, batch: Any, mode: str) -> None:
+def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
+    """Runs a step that leaves the weights as they are, also those that a layer changes in its `call`."""
+    if not all(layer.built for layer in model._flatten_layers()):
+        # Makes what is built late, without running it. What fails here says so below.
+        with contextlib.suppress(Exception):
+            tf.function(step, autograph=False).get_concrete_function(batch)
+    with unchanged(model.non_trainable_weights):
+        step(batch)
+
+
+def _of_fixed_size(model: keras.Model, batch: Any) -> Any:
+    """The batch; its records repeated where the model takes batches of one size only."""
+    try:
+        size = model.inputs[0].shape[0]
+    except (AttributeError, ValueError, TypeError, IndexError):
+        return batch
+    if size is None:
+        return batch
+
+    def repeated(tensor: Any) -> Any:
+        return tf.gather(tensor, tf.range(size) % tf.shape(tensor)[0])
+
+    return tf.nest.map_structure(repeated, batch)
+
+
+def _check_structure(spec: Spec, batch: Any, mode: str) -> None:
     if mode != "prediction" and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
             f"`feed` in {spec.path} gives tuples of {len(batch)} in {mode}; expected (features, labels) or "

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
+from elasticcb.metrics import flat_logs
 from elasticcb.optimizer_traits import model_optimizers
 
 
@@ -48,7 +49,7 @@ class OptimizerCapture:
                     f"The optimizer {optimizer.name!r} was given {len(grads)} gradients for "
                     f"{len(trainable_variables)} variables; there must be one for each, or None."
                 )
-            self._given += [(index, gradient, variable) for gradient, variable in zip(grads, trainable_variables)]
+            self._given += [(index, gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
 
         # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
         object.__setattr__(optimizer, "apply", apply)
@@ -136,7 +137,7 @@ def updated_variables(model: keras.Model, batch: Any) -> dict[int, int]:
 
     try:
         if model.run_eagerly:
-            with _unchanged(model):
+            with unchanged(model.weights):
                 step(batch)
         else:
             tf.function(step, autograph=False).get_concrete_function(batch)
@@ -145,17 +146,10 @@ def updated_variables(model: keras.Model, batch: Any) -> dict[int, int]:
     return {index: update.optimizer for index, update in found.items()}
 
 
-def flat_logs(logs: Any) -> dict[str, Any]:
-    """The logs of a step as Keras hands them to callbacks: sorted, dicts within them opened."""
-    flat: dict[str, Any] = {}
-    for key, value in sorted((logs or {}).items()):
-        flat.update(flat_logs(value) if isinstance(value, dict) else {key: value})
-    return flat
-
-
 @contextlib.contextmanager
-def _unchanged(model: keras.Model) -> Iterator[None]:
-    before = [(variable, variable.numpy()) for variable in model.variables]
+def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Gives the variables their values back at the end."""
+    before = [(variable, variable.numpy()) for variable in variables]
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ class OptimizerState:
         extras: of another shape that belong to one variable.
         shared: of no variable: "iterations", "learning_rate"; "1/iterations" of the model's second optimizer,
             "0.1/iterations" of the second one inside a MultiOptimizer.
-        optimizers: class names, of those inside a MultiOptimizer too; empty where they are not known.
+        optimizers: class names, with the same prefixes; empty where they are not known.
     """
 
     slots: dict[Key, Array] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def read_optimizers(
     state = OptimizerState()
     names = []
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
-        names.append(type(leaf.optimizer).__name__)
+        names.append(leaf.class_name)
         state.slots |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.slots}
         state.extras |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.extras}
         state.shared |= {leaf.prefix + name: _copied(value) for name, value in found.shared.items()}
@@ -115,7 +115,7 @@ def write_optimizers(
             targets.append((target, value))
 
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
-        names.append(type(leaf.optimizer).__name__)
+        names.append(leaf.class_name)
         for slots, source in ((found.slots, state.slots), (found.extras, state.extras)):
             for slot in slots:
                 variable = model_variables[slot.variable]
@@ -125,7 +125,7 @@ def write_optimizers(
             match(state.shared, leaf.prefix + name, leaf.prefix + name, value)
     differences += [f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused]
     given = state.optimizers or tuple(names)
-    if differences or given != tuple(names):
+    if differences or {*given} - {*names}:
         shown = "; ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise ElasticCBError(
             f"The state of {', '.join(given) or 'no optimizer'} does not fit the model's optimizer "
@@ -136,7 +136,7 @@ def write_optimizers(
         target.assign(value)
     for optimizer in map(unwrapped, model_optimizers):
         if isinstance(optimizer, keras.optimizers.MultiOptimizer):  # it counts for itself
-            optimizer._iterations.assign(max(int(inner.iterations) for inner in optimizer.optimizers))
+            optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
 
 
 def _built_leaves(
@@ -166,8 +166,7 @@ def _built_leaves(
                 "Compile the model again, with a new optimizer, after a change of what is trainable."
             )
         for leaf in leaves(optimizer, place, known):
-            if leaf.optimizer.built:  # else it updates nothing
-                yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)
+            yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)
 
 
 def _copied(variable: Any) -> Array:

@@ -65,7 +65,9 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     add(getattr(model, "optimizer", None))
     for layer in model._flatten_layers():
         for _, value in sorted(vars(layer).items()):
-            items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+            items = (
+                value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+            )
             for item in items:
                 add(item)
     return found

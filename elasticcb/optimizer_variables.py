@@ -28,9 +28,14 @@ class Leaf(NamedTuple):
         """What stands before the names of its shared variables; nothing for the model's only optimizer."""
         return "" if self.name == "0" else f"{self.name}/"
 
+    @property
+    def class_name(self) -> str:
+        """With the prefix."""
+        return self.prefix + type(self.optimizer).__name__
+
 
 def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping[int, Any]) -> list[Leaf]:
-    """What an optimizer is made of: itself, unless it is a MultiOptimizer.
+    """What an optimizer is made of: itself, or those inside a MultiOptimizer that have something to update.
 
     Args:
         place: index among the model's optimizers.
@@ -47,7 +52,7 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
             inner.append(chosen)
             groups.append({})
         groups[next(i for i, other in enumerate(inner) if other is chosen)][index] = variable
-    return [Leaf(f"{place}.{i}", *pair) for i, pair in enumerate(zip(inner, groups, strict=True))]
+    return [Leaf(f"{place}.{i}", *pair) for i, pair in enumerate(zip(inner, groups, strict=True)) if pair[1]]
 
 
 def _chosen(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:

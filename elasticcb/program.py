@@ -1,6 +1,212 @@
+"""What `Cluster.fit` was given (model, data, callbacks), as it travels from the caller to workers and servers.
+
+It is pickled, so it goes only to processes that hold the job's token, and only they read it.
+"""
+
 from __future__ import annotations
-from elasticcb.model_spec import ModelSpec
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import cloudpickle
+import keras
+
+from elasticcb import pickling
+from elasticcb.data.batches import BatchSource
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.master_client import MasterClient
+from elasticcb.model_archive import custom_objects, restore_model, save_model
+from elasticcb.model_spec import ModelSpec, building
+from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.settings import JobSettings
+from elasticcb.spec import Spec
+
+_NAME = "the model"
 
 
-def open_spec(settings, client):
-    return ModelSpec(settings.model)
+def open_spec(settings: JobSettings, client: MasterClient) -> Spec:
+    """What the present job of a worker or a server runs."""
+    if settings.model.definition:
+        return ModelSpec(settings.model)
+    return ProgramSpec(client.program())
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, its data by mode ("training", "evaluation", "prediction"), and the callbacks that run on workers."""
+
+    model: keras.Model
+    sources: Mapping[str, BatchSource]
+    callbacks: Sequence[keras.callbacks.Callback] = ()
+
+    def dumps(self) -> bytes:
+        """As bytes, for `ProgramSpec`.
+
+        Raises:
+            UsageError: the model, or something else, can't be pickled.
+        """
+        optimizers = model_optimizers(self.model)
+        for optimizer in optimizers:
+            _check_is_sent_whole(optimizer)
+        parts = _Parts(
+            sys_path=list(sys.path),
+            floatx=keras.config.floatx(),
+            dtype_policy=keras.config.dtype_policy().name,
+            objects=pickling.dumps(custom_objects([self.model, optimizers]), "The model's own classes and functions"),
+            model=save_model(self.model),
+            optimizers=[keras.saving.serialize_keras_object(optimizer) for optimizer in optimizers],
+            exclusions=[_exclusions(optimizer) for optimizer in optimizers],
+            sources=pickling.dumps(dict(self.sources), "The data"),
+            callbacks=pickling.dumps(list(self.callbacks), "A callback", self.model),
+        )
+        return cast(bytes, cloudpickle.dumps(parts))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Each is unpickled by itself, where and when it is needed."""
+
+    sys_path: list[str]
+    floatx: str
+    dtype_policy: str
+    objects: bytes
+    model: bytes
+    optimizers: list[Any]
+    exclusions: list[dict[str, Any]]
+    sources: bytes
+    callbacks: bytes
+    made: dict[str, Any] = field(default_factory=dict)
+
+
+class ProgramSpec:
+    """A program where it runs: the interface of a model file's `ModelSpec`.
+
+    Args:
+        data: what `Program.dumps` made.
+    """
+
+    path = _NAME
+    feed = None
+    custom_data_reader = None
+
+    def __init__(self, data: bytes) -> None:
+        parts: _Parts = cloudpickle.loads(data)
+        self._parts = parts
+        with building:
+            # The caller's modules are found where the caller finds them.
+            sys.path += [folder for folder in parts.sys_path if folder not in sys.path]
+            keras.config.set_floatx(parts.floatx)
+            keras.config.set_dtype_policy(parts.dtype_policy)
+            self._objects: dict[str, Any] = pickling.loads(parts.objects)
+            # Also for constraints, which servers make from their configs.
+            keras.saving.get_custom_objects().update(self._objects)
+        self._model: keras.Model | None = None
+        self._sources: dict[str, BatchSource] | None = None
+
+    def batch_source(self, mode: str) -> BatchSource | None:
+        if self._sources is None:
+            self._sources = pickling.loads(self._parts.sources)
+        return self._sources.get(mode)
+
+    def build_model(self) -> keras.Model:
+        def build() -> keras.Model:
+            return restore_model(self._parts.model, cloudpickle.dumps(self._objects))
+
+        self._model = self.call(build)
+        return self._model
+
+    def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """New optimizers, those of the caller's model."""
+        made = []
+        for config, exclusions in zip(self._parts.optimizers, self._parts.exclusions, strict=True):
+            optimizer = keras.saving.deserialize_keras_object(config, custom_objects=self._objects, safe_mode=False)
+            vars(_inner(optimizer)).update(exclusions)
+            made.append(optimizer)
+        return made
+
+    def make_optimizer(self) -> keras.optimizers.Optimizer:
+        return self.make_optimizers()[0]
+
+    def make_eval_metrics(self) -> dict[str, Any]:
+        return {}  # the compiled model has them all
+
+    def make_callbacks(self) -> list[keras.callbacks.Callback]:
+        callbacks: list[keras.callbacks.Callback] = pickling.loads(self._parts.callbacks, self._model)
+        return callbacks
+
+    def require_trainable(self, model: keras.Model) -> None:
+        """Whoever calls `fit` has checked it."""
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call_user(function, *args, **kwargs)
+
+
+class CallerSpec:
+    """A program in the process of its caller: the caller's own model and callbacks."""
+
+    path = _NAME
+    feed = None
+    custom_data_reader = None
+
+    def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        self._program = program
+        self._callbacks = list(callbacks)
+
+    def batch_source(self, mode: str) -> BatchSource | None:
+        return self._program.sources.get(mode)
+
+    def build_model(self) -> keras.Model:
+        return self._program.model
+
+    def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        return model_optimizers(self._program.model)
+
+    def make_optimizer(self) -> keras.optimizers.Optimizer:
+        return self.make_optimizers()[0]
+
+    def make_eval_metrics(self) -> dict[str, Any]:
+        return {}
+
+    def make_callbacks(self) -> list[keras.callbacks.Callback]:
+        return self._callbacks
+
+    def require_trainable(self, model: keras.Model) -> None:
+        """Whoever calls `fit` has checked it."""
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call_user(function, *args, **kwargs)
+
+
+def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what is the user's; what it raises becomes a `ModelFileError`."""
+    try:
+        with building:
+            return function(*args, **kwargs)
+    except ElasticCBError:
+        raise
+    except Exception as error:
+        raise ModelFileError(
+            f"{_NAME} can't be used in this process: {describe(error)}", user_traceback(error)
+        ) from error
+
+
+def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _exclusions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """What `exclude_from_weight_decay` set, which is no part of Keras's config."""
+    names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+    return {name: value for name, value in vars(_inner(optimizer)).items() if name in names}
+
+
+def _check_is_sent_whole(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises `ModelFileError` for a learning rate that Keras's config leaves out."""
+    rate = _inner(optimizer)._learning_rate
+    if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
+        raise ModelFileError(
+            f"The learning rate of {optimizer.name!r} is a function, which Keras can't serialize. Make it a "
+            "keras.optimizers.schedules.LearningRateSchedule."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
 from elasticcb.rpc import Connection
+from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
 from elasticcb.tensors import Array, Frame, dtype_of
 
 SERVICE = "elasticcb.ParameterServer"
@@ -25,7 +28,13 @@ _METHODS = {
     "Save": pb.SaveResponse,
     "FinishTraining": pb.FinishTrainingResponse,
     "SetLearningRate": pb.SetLearningRateResponse,
+    "Export": pb.ExportResponse,
+    "LoadState": pb.LoadStateResponse,
 }
+
+# A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
+# gone is found out by gRPC's keepalive.
+_DEADLINE_SECONDS = 600.0
 
 
 @dataclass
@@ -180,6 +189,7 @@ class PSClient:
         if push is not None:
             header.sequence = self._sequence
             header.dense_variables.extend(push.dense_variables)
+            header.row_variables.extend(push.rows)
             header.loss = push.loss
             header.non_finite = push.non_finite
         return Frame(header, {})
@@ -214,20 +224,32 @@ class PSClient:
                 server.blocks = {**server.blocks, **answer.tensors}
         return [answer.header for answer in answers]
 
-    def _call(self, server: _Server, method: str, header: Any, deadline_seconds: float = 60.0) -> Frame[Any]:
-        return self._call_frame(server, Frame(header, {}), method, deadline_seconds)
+    def _call(self, server: _Server, method: str, header: Any) -> Frame[Any]:
+        return self._call_frame(server, Frame(header, {}), method)
 
     @staticmethod
-    def _call_frame(
-        server: _Server, frame: Frame[Any], method: str = "Exchange", deadline_seconds: float = 60.0
-    ) -> Frame[Any]:
-        answer: Frame[Any] = server.connection.call(server.calls[method], frame, deadline_seconds)
+    def _call_frame(server: _Server, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
+        answer: Frame[Any] = server.connection.call(server.calls[method], frame, _DEADLINE_SECONDS)
         return answer
 
     # ------------------------------------------------------------ what only the master says
 
-    def initialize(self, weights: Sequence[Array], checkpoint: str = "") -> None:
-        """Gives the servers the model: `weights` in the order of the specs, or a checkpoint version's folder."""
+    def initialize(
+        self,
+        weights: Sequence[Array],
+        checkpoint: str = "",
+        optimizer_state: OptimizerState | None = None,
+        version: int = 0,
+    ) -> None:
+        """Gives the servers the model: `weights` in the order of the specs, or a checkpoint version's folder.
+
+        Args:
+            optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
+            version: of the model, beside weights.
+
+        Raises `ElasticCBError` when the state is of other optimizers.
+        """
+        state = optimizer_state or OptimizerState()
         variables = [spec.to_message() for spec in self.specs]
 
         def initialize(index: int) -> Any:
@@ -235,15 +257,73 @@ class PSClient:
             header = pb.InitializeRequest(
                 variables=variables, num_ps=len(self._servers), index=index, split=self.split,
                 checkpoint=checkpoint, ps_addresses=[s.connection.address for s in self._servers],
+                version=version, optimizers=state.optimizers,
             )  # fmt: skip
-            tensors = {} if checkpoint else pack_weights(weights, self.specs, server.slices)
-            return self._call_frame(server, Frame(header, tensors), "Initialize", 300.0).header
+            tensors = {} if checkpoint else self._packed(server, weights, state)
+            return self._call_frame(server, Frame(header, tensors), "Initialize").header
 
         answers = list(self._pool.map(initialize, range(len(self._servers))))
         self.version, self.learning_rate = answers[0].version, answers[0].learning_rate
 
-    def snapshot(self, evaluation_round: int) -> int:
-        """Makes every server keep its present weights for the round; returns their version."""
+    def export(self) -> ModelState:
+        """Everything that the servers hold. In synchronous mode all of it is of one version."""
+        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
+        answers = list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
+        states = [
+            from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
+            for index, answer in enumerate(answers)
+        ]
+        blocks = [
+            {name: array for name, array in answer.tensors.items() if name.startswith(("weights/", "state/"))}
+            for answer in answers
+        ]
+        return ModelState(
+            version=int(answers[0].header.version),
+            weights=unpack_weights(blocks, self.specs, self.partition),
+            optimizer=join_states(states, self.specs, self.partition),
+        )
+
+    def load_state(self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None) -> int:
+        """Sets weights, or the state of optimizers, or both; returns the version that this makes.
+
+        Gradients that wait for more, and are now too old by the rules of synchronous mode, are dropped.
+
+        Args:
+            weights: of the whole model; None leaves them.
+            optimizer_state: None, and what it lacks, is left.
+
+        Raises `ElasticCBError`, and changes nothing, when the state is of other optimizers.
+        """
+        state = optimizer_state or OptimizerState()
+        change = secrets.randbits(62) + 1
+
+        def load(server: _Server) -> int:
+            header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
+            answer = self._call_frame(server, Frame(header, self._packed(server, weights, state)), "LoadState")
+            return int(answer.header.version)
+
+        # In synchronous mode the first one makes the others set what they got.
+        first, *others = self._servers
+        list(self._pool.map(load, others))
+        self.version = load(first)
+        return self.version
+
+    def _packed(self, server: _Server, weights: Sequence[Array] | None, state: OptimizerState) -> dict[str, Array]:
+        """One server's part of weights and state, as it travels."""
+        tensors = {} if weights is None else pack_weights(weights, self.specs, server.slices)
+        return tensors | to_tensors(cut_state(state, self.specs, server.slices))
+
+    def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
+        """Makes every server keep its present weights for the round, or `weights`; returns their version."""
+        if weights is not None:
+
+            def keep(server: _Server) -> int:
+                header = pb.SnapshotRequest(evaluation_round=evaluation_round)
+                frame = Frame(header, pack_weights(weights, self.specs, server.slices))
+                return int(self._call_frame(server, frame, "Snapshot").header.version)
+
+            versions = list(self._pool.map(keep, self._servers))
+            return versions[0]
         return self._first_then_others("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
 
     def release_snapshot(self, evaluation_round: int) -> None:
@@ -253,7 +333,7 @@ class PSClient:
     def save(self, directory: str) -> list[Any]:
         """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
         self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
-        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory), 600.0)
+        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
 
     def finish_training(self) -> int:
         """Applies gradients that wait for more, and finalizes the optimizer; returns the version after it."""
@@ -270,8 +350,8 @@ class PSClient:
         list(self._pool.map(lambda server: self._call(server, method, header()), others))
         return int(answer.version)
 
-    def _on_all(self, method: str, header: Callable[[], Any], deadline_seconds: float = 60.0) -> list[Any]:
-        answers = self._pool.map(lambda server: self._call(server, method, header(), deadline_seconds), self._servers)
+    def _on_all(self, method: str, header: Callable[[], Any]) -> list[Any]:
+        answers = self._pool.map(lambda server: self._call(server, method, header()), self._servers)
         return [answer.header for answer in answers]
 
     def close(self) -> None:

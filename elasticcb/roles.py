@@ -110,16 +110,21 @@ def run_ps(
             for settings in client.jobs():
                 _log_as(settings)
                 trains = settings.command is Command.TRAIN
-                make_optimizer = open_spec(settings, client).make_optimizer if trains else None
+                make_optimizers = _optimizers_of(open_spec(settings, client)) if trains else None
                 if server is None:
-                    server = PSServer(settings, make_optimizer, host, token=client.token)
+                    server = PSServer(settings, make_optimizers, host, token=client.token)
                     server.start()
                 else:
-                    server.begin_job(settings, make_optimizer)
+                    server.begin_job(settings, make_optimizers)
                 client.register(pb.PS, index, server.address)
         finally:
             if server is not None:
                 server.stop()
+
+
+def _optimizers_of(spec: Any) -> Callable[[int], list[Any]]:
+    # One optimizer can often be made without a model, which a server may have no room for.
+    return lambda count: [spec.make_optimizer()] if count == 1 else spec.make_optimizers()
 
 
 def _begin(role: str, index: int, parent_pid: int | None) -> None:

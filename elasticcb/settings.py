@@ -82,6 +82,7 @@ class TrainingSettings:
     get_model_steps: int = 1  # batches between pulls
     log_loss_steps: int = 100  # model versions between log lines; 0: never
     initial_epoch: int = 0  # epochs before it are taken as done
+    validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
     shuffle_seed: int | None = 0  # of the order of shards in each epoch; None: in order
     use_async: bool = True
     grads_to_wait: int = 1  # gradients per update, synchronous mode
@@ -136,6 +137,7 @@ class JobSettings:
     training: TrainingSettings = TrainingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
+    callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
     output: str = ""  # folder of the exported SavedModel; "": no export
     log_level: str = "INFO"
 

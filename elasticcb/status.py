@@ -56,6 +56,7 @@ class Summary:
     tasks_retried: int = 0
     gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)
     batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip
+    callback_errors: int = 0  # that the job went on after, with --callback_errors=warn
     workers_lost: int = 0
     workers_replaced: int = 0
     servers_lost: int = 0

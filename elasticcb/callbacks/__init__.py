@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticcb.callbacks.batch_limit import every
     from elasticcb.callbacks.dispatch import Dispatcher
     from elasticcb.callbacks.early_stopper import EarlyStopper
-    from elasticcb.callbacks.every import every
     from elasticcb.callbacks.learning_rate_scheduler import LearningRateScheduler
     from elasticcb.callbacks.max_steps_stopper import MaxStepsStopper, MaxStepsStopping
     from elasticcb.callbacks.model_uploader import ModelUploader
@@ -36,7 +36,7 @@ _MODULES = {
     "PredictionOutputsProcessor": "prediction_outputs_processor",
     "SavedModelExporter": "saved_model_exporter",
     "SummaryWriter": "summary_writer",
-    "every": "every",
+    "every": "batch_limit",
     "runs_on": "placement",
 }
 

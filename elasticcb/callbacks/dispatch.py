@@ -6,13 +6,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from elasticcb.callbacks.every import batches_between
+from elasticcb.callbacks.batch_limit import batches_between
 from elasticcb.callbacks.hook_times import HookTimes
 from elasticcb.callbacks.placement import (
-    BATCH_HOOKS,
     TABLE,
     Place,
     hooks_at,
@@ -22,21 +20,14 @@ from elasticcb.callbacks.placement import (
     reads_model,
     stock,
 )
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, user_traceback
 from elasticcb.settings import CallbackErrors
 
 logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
-
-
-@dataclass(frozen=True)
-class CallbackWarning:
-    """Something about a callback that the user should see once, from whichever process it comes."""
-
-    subject: str  # the same for what need not be shown twice: "Watch.on_test_end failed"
-    text: str
-    errors: int = 0  # errors of a hook that the job goes on after
+_TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
 
 
 class Dispatcher:
@@ -75,7 +66,8 @@ class Dispatcher:
         self.stop_reason = ""
         self._place = place
         self._process = process or _process_name(place, self.params)
-        self._on_error, self._warn = on_error, warn
+        self.warn = warn
+        self._on_error = on_error
         self._times = HookTimes()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
@@ -120,7 +112,7 @@ class Dispatcher:
         ]
 
     def note_batch(self, seconds: float) -> None:
-        """A batch took so long, without hooks: what is slower is warned about."""
+        """A training batch took so long, without its hooks: a hook that takes longer is warned about."""
         self._times.note_batch(seconds)
 
     def call(self, hook: str, *args: Any, keras_logs: Any = None, after_export: bool | None = None) -> None:
@@ -178,12 +170,12 @@ class Dispatcher:
             what = f"{type(error).__name__}: {error}"
             message = f"{self._story(callback, hook, args)} {what}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
-        if self._place is Place.WORKER and hook in BATCH_HOOKS:
+        if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
             slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
             if slow:
                 logger.warning(slow)
-                self._warn(CallbackWarning(f"{name} is slow", slow))
+                self.warn(CallbackWarning(f"{name} is slow", slow))
 
     def _failed(self, callback: Any, hook: str, error: CallbackError, cause: Exception) -> None:
         is_essential = getattr(callback, "essential", False) or hook not in TABLE
@@ -191,7 +183,7 @@ class Dispatcher:
             raise error from cause
         logger.error("%s\n%s", error, error.user_traceback)
         text = f"{error} The job goes on (--callback_errors=warn).\n{error.user_traceback}"
-        self._warn(CallbackWarning(f"{type(callback).__name__}.{hook} failed", text, errors=1))
+        self.warn(CallbackWarning(f"{type(callback).__name__}.{hook} failed", text, errors=1))
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
         return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"

@@ -57,7 +57,7 @@ _ROWS = (
         (Place.TRAIN_END_WORKER,),
         "after the last training task and the last evaluation round; again when TRAIN_END is retried",
         "",
-        "`{}`",
+        "`{}`; on the master those of the last epoch",
     ),
     Hook("on_epoch_begin", (Place.MASTER,), "an epoch starts", "`epoch`: index, from 0", "`{}`"),
     Hook(

@@ -13,6 +13,7 @@ from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate
 from elasticcb.errors import UsageError
 from elasticcb.settings import (
+    CallbackErrors,
     CheckpointSettings,
     ClusterKind,
     ClusterSettings,
@@ -24,7 +25,7 @@ from elasticcb.settings import (
     TrainingSettings,
 )
 
-_ENUMS = {"cluster": ClusterKind, "non_finite": NonFinite}
+_ENUMS = {"cluster": ClusterKind, "non_finite": NonFinite, "callback_errors": CallbackErrors}
 
 
 def run_job(command: Command, given: Given) -> None:

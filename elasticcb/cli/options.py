@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
-from elasticcb.settings import ClusterKind, Command, NonFinite
+from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite
 
 MODEL = "Model file"
 DATA = "Data"
@@ -202,6 +202,14 @@ OPTIONS: tuple[Option, ...] = (
         choices=tuple(choice.value for choice in NonFinite),
         help="When a loss or a gradient holds NaN or infinity: stop the job, or skip and count the batch.",
         commands=TRAIN,
+    ),
+    Option(
+        name="callback_errors",
+        field="training.callback_errors",
+        panel=JOB,
+        kind=Kind.CHOICE,
+        choices=tuple(choice.value for choice in CallbackErrors),
+        help="When a hook of a callback raises: stop the job, or show the error once, count it and go on.",
     ),
     Option(
         name="shuffle_seed",

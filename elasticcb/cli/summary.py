@@ -66,6 +66,8 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.command is Command.TRAIN:
         yield "gradients rejected as too old", format_count(summary.gradients_rejected)
         yield "batches skipped (NaN or infinity)", format_count(summary.batches_skipped)
+    if summary.callback_errors:
+        yield "errors in callbacks", format_count(summary.callback_errors)
     yield "workers lost", f"{summary.workers_lost}, of them replaced: {summary.workers_replaced}"
     yield "parameter servers lost", f"{summary.servers_lost}, of them replaced: {summary.servers_replaced}"
     yield "model version", format_count(summary.version)

@@ -31,6 +31,10 @@ class BatchSource(ABC):
         packs them; leaves are NumPy arrays or tensors (dense, ragged, sparse), or None.
         """
 
+    def first_batch(self) -> Any:
+        """A batch to build a model with; None when there is none. Takes nothing from later reads."""
+        return next(self.batches(0, 0, 1), None)
+
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
         """Frees what this process holds open. Files in the source's folder stay: the folder's owner removes it."""
 
@@ -43,6 +47,8 @@ class PassSource(BatchSource):
       steps: batches in an epoch, for epochs that are cut from the endless repetition of passes: an epoch goes
         on where the one before ended. None: an epoch is a pass.
     """
+
+    num_batches: int
 
     def __init__(self, size: int, steps: int | None = None) -> None:
         self.size = size

@@ -21,16 +21,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.checkpoint import find_latest
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.batch_log import Pass
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds, Round
+from elasticcb.master.hooks import MasterHooks
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.optimizer_state import ModelState
 from elasticcb.ps_client import PSClient
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import Summary
@@ -49,7 +53,8 @@ class Job:
         master: started; its processes will do the job.
         display: `update(JobStatus)`, `message(text)`.
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
-        program: what the job runs instead of a model file (elasticcb/program.py).
+        make_program: makes what the job runs instead of a model file (elasticcb/program.py), once the model of
+            the host is built.
     """
 
     def __init__(
@@ -58,16 +63,17 @@ class Job:
         master: Master,
         display: Any,
         make_host: Callable[[JobSettings], Any] | None = None,
-        program: bytes = b"",
+        make_program: Callable[[], bytes] | None = None,
     ) -> None:
         self._settings = settings
         self._display = display
         self._master = master
         self._make_host = make_host or _host_of_model_file
-        self._program = program
+        self._make_program = make_program
         self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
-        self._base_learning_rate: float | None = None
+        self._last_epoch_logs: dict[str, Any] = {}
+        self._ps: PSClient = None  # type: ignore[assignment]  # until `_connect`
         self._over = False
 
     def run(self) -> Summary:
@@ -89,19 +95,35 @@ class Job:
         self._master.wait_until(lambda: not self._master.roster.busy(Role.WORKER), _LEAVE_SECONDS)
         if self._master.error is not None:
             raise self._master.error
+        self._master.say_warnings()
         return self._report.summary(self._queue)
+
+    def model_state(self) -> ModelState:
+        """What the servers hold now."""
+        return self._ps.export()
+
+    def close(self) -> None:
+        """Ends the connections to the servers."""
+        if self._ps is not None:
+            self._ps.close()
 
     # ------------------------------------------------------------ beginning and end
 
     def _start(self) -> None:
         self._master.start_processes()
-        self._master.begin_job(self._settings, self._program)
+        if self._make_program is None:
+            self._master.begin_job(self._settings)
         self._report.show()
         self._host = self._make_host(self._settings)
         logger.info("The model is built")
+        if self._make_program is not None:
+            self._master.begin_job(self._settings, self._make_program())
         self._wait_for(lambda: self._master.roster.complete(Role.PS, self._master.job), "parameter servers")
         self._connect()
         training = self._settings.training
+        if self._settings.command is Command.TRAIN:
+            self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
+        self._initial_epoch = self._host.model._initial_epoch or training.initial_epoch
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
         self._queue = TaskQueue(
             training=self._host.sources.get("training", ()),
@@ -114,7 +136,7 @@ class Job:
             max_retries=training.max_task_retries,
             lease_seconds=training.lease_seconds,
             hold_epochs=self._holds_epochs,
-            initial_epoch=training.initial_epoch,
+            initial_epoch=self._initial_epoch,
             open_ended=self._host.open_ended,
         )
         master = self._master
@@ -131,13 +153,21 @@ class Job:
         self._begin()
         # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
         with master.changed:
-            master.cluster = Cluster(self._addresses(), self._host.variables, self._ps.split)
+            master.cluster = Cluster(
+                self._addresses(),
+                self._host.variables,
+                self._ps.split,
+                batch_events=self._follows_batches,
+                predictions=self._host.collects_predictions,
+            )
             master.changed.notify_all()
 
     def _begin(self) -> None:
         if self._settings.command is Command.TRAIN:
-            self._call("on_train_begin", {})
-            self._call("on_epoch_begin", 0, {})
+            if self._host.callbacks.stop_requested:
+                self._master.stop_training(self._host.callbacks.stop_reason)
+            elif self._initial_epoch < self._settings.training.num_epochs:
+                self._hooks.call("on_epoch_begin", self._initial_epoch, {})
             self._report.phase = "training"
             if self._host.exports:
                 self._report.saved_model_inputs = self._host.saved_model_inputs()
@@ -147,20 +177,30 @@ class Job:
         else:
             self._report.phase = "predicting"
             self._report.records_predicted = sum(count for _, count in self._host.sources["prediction"])
-            self._call("on_predict_begin", {})
+            self._hooks.call("on_predict_begin", {})
 
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
         # Little patience: this side knows when a server is gone.
-        self._ps = PSClient(self._addresses(), self._host.variables, self._host.may_split, patience_seconds=5.0, token=self._master.token)
+        self._ps = PSClient(
+            self._addresses(),
+            self._host.variables,
+            self._host.may_split,
+            patience_seconds=5.0,
+            token=self._master.token,
+        )
         folder = self._settings.checkpoint.directory_for_init
         checkpoint = str(find_latest(folder)) if folder else ""
         weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
-        self._ps.initialize(weights, checkpoint)
+        state = self._host.optimizer_state()
+        self._ps.initialize(weights, checkpoint, state, self._host.version)
         if checkpoint:
             self._display.message(f"The model starts from {checkpoint}, version {self._ps.version}.")
             self._host.set_weights(self._ps.pull(), self._ps)
-        self._adopt_learning_rate(self._ps.learning_rate)
+        self._hooks = MasterHooks(self._host, self._ps, self._master.stop_training, self._master.reached_version)
+        self._hooks.adopt_learning_rate(self._ps.learning_rate)
+        self._host.callbacks.warn = self._master.warn
+        self._follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
 
     def _addresses(self) -> list[str]:
         return [member.address for member in self._master.roster.up(Role.PS)]
@@ -225,6 +265,8 @@ class Job:
             idle = not milestones and not self._checkpoints.is_due(self._master.version) and not self._round_due()
             if idle:
                 master.wait()
+        self._master.say_warnings()
+        self._deliver_batches()
         if idle:
             self._report.show()
             return
@@ -233,6 +275,19 @@ class Job:
             self._begin_round(master.rounds.version_reached(master.version).round)
         if self._checkpoints.is_due(self._master.version):
             self._save_checkpoint()
+
+    def _deliver_batches(self) -> None:
+        if self._follows_batches:
+            with self._master.changed:
+                training = {lease.worker for lease in self._queue.leases() if lease.task.type is TaskType.TRAINING}
+                batches = self._master.batch_log.take(training)
+            self._hooks.batches(batches)
+
+    def _end_batches(self, kind: Pass, number: int) -> None:
+        """All workers have reported all batches of the epoch or round."""
+        with self._master.changed:
+            batches = self._master.batch_log.end(kind, number)
+        self._hooks.batches(batches)
 
     def _round_due(self) -> bool:
         """Whether the model has passed the version of the next round."""
@@ -258,12 +313,11 @@ class Job:
             elif milestone.kind is MilestoneKind.ROUND_DONE:
                 self._round_done()
             elif milestone.kind is MilestoneKind.PREDICTION_DONE:
-                self._call("on_predict_end", {})
+                self._end_batches(Pass.PREDICTION, 0)
+                self._hooks.call("on_predict_end", {})
                 self._finish()
             elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
-                if self._host.callbacks.wants("on_train_end"):
-                    self._host.set_weights(self._ps.pull(), self._ps)
-                self._call("on_train_end", {})
+                self._hooks.call("on_train_end", self._last_epoch_logs, after_export=True)
                 self._finish()
 
     def _finish(self) -> None:
@@ -276,10 +330,11 @@ class Job:
     # ------------------------------------------------------------ epochs
 
     def _epoch_done(self, epoch: int) -> None:
+        self._end_batches(Pass.TRAINING, epoch)
         logs = self._host.training_logs(self._master.epoch_states.pop(epoch, {}))
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
         decision = None
-        if self._evaluates:
+        if self._evaluates and self._evaluates_after(epoch):
             decision = self._master.rounds.epoch_ended(epoch, self._master.version)
         if decision is not None and not self._settings.training.evaluation_steps:
             self._epoch_logs[epoch] = logs  # `on_epoch_end` waits for the round
@@ -287,19 +342,24 @@ class Job:
         else:
             self._end_epoch(epoch, logs)
 
+    def _evaluates_after(self, epoch: int) -> bool:
+        frequency = self._settings.training.validation_freq
+        if isinstance(frequency, int):
+            return (epoch + 1) % frequency == 0
+        return epoch + 1 in frequency
+
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        if self._host.callbacks.wants("on_epoch_end"):
-            self._host.set_weights(self._ps.pull(), self._ps)
-        self._call("on_epoch_end", epoch, logs)
+        self._last_epoch_logs = logs
+        self._hooks.call("on_epoch_end", epoch, logs)
         if not self._queue.training_done and epoch + 1 < self._settings.training.num_epochs:
-            self._call("on_epoch_begin", epoch + 1, {})
+            self._hooks.call("on_epoch_begin", epoch + 1, {})
         with self._master.changed:
             self._queue.release_epoch(epoch)
             self._master.changed.notify_all()
 
     def _training_done(self) -> None:
         self._report.phase = "finishing"
-        if self._evaluates:
+        if self._evaluates and self._settings.training.validation_freq == 1:
             rounds = self._master.rounds
             self._begin_round(rounds.training_ended(self._master.version).round)
             if not rounds.all_done:
@@ -307,6 +367,8 @@ class Job:
         self._end_training()
 
     def _end_training(self) -> None:
+        # Before the checkpoint and the export, which so have the weights that a callback restored.
+        self._hooks.call("on_train_end", self._last_epoch_logs, after_export=False)
         if self._checkpoints.wanted:
             self._save_checkpoint()
         with self._master.changed:
@@ -319,11 +381,10 @@ class Job:
         if evaluation_round is None:
             return
         # The servers may be some versions ahead of what made the round due.
-        version = self._ps.snapshot(evaluation_round.id)
+        version = self._hooks.begin_round(evaluation_round.id)
         self._master.rounds.snapshot_taken(version)
         reason = evaluation_round.reason.value
         logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
-        self._call("on_test_begin", {})
         sources = self._host.sources["evaluation"]
         self._report.records_evaluated = sum(count for _, count in sources)
         with self._master.changed:
@@ -339,10 +400,8 @@ class Job:
         self._report.metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._report.metrics.items())
         self._display.message(f"Evaluation at version {finished.version}: {shown}")
-        if self._host.callbacks.wants("on_test_end"):
-            self._host.set_weights(self._ps.pull_snapshot(finished.id), self._ps)
-        self._call("on_test_end", logs)
-        self._ps.release_snapshot(finished.id)
+        self._end_batches(Pass.EVALUATION, finished.id)
+        self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
                 values = {f"val_{name}": value for name, value in self._report.metrics.items()}
@@ -354,31 +413,6 @@ class Job:
             self._finish()
         elif rounds.all_done and self._queue.training_done:
             self._end_training()
-
-    # ------------------------------------------------------------ callbacks
-
-    def _call(self, hook: str, *args: Any) -> None:
-        """Runs a hook on the master, and carries out what it set on the model."""
-        callbacks = self._host.callbacks
-        if not callbacks.wants(hook):
-            return
-        callbacks.call(hook, *args)
-        if callbacks.stop_requested:
-            self._master.stop_training(callbacks.stop_reason)
-        rate = self._learning_rate()
-        if rate is not None and rate != self._base_learning_rate:
-            self._ps.set_learning_rate(rate)
-            self._base_learning_rate = rate
-
-    def _learning_rate(self) -> float | None:
-        """The optimizer's learning rate on the master; None when a schedule rules it."""
-        rate: Any = getattr(self._host.optimizer, "_learning_rate", None)
-        return float(rate.value) if hasattr(rate, "assign") else None
-
-    def _adopt_learning_rate(self, rate: float) -> None:
-        if self._learning_rate() is not None and self._host.optimizer is not None:
-            self._host.optimizer.learning_rate = rate
-        self._base_learning_rate = self._learning_rate()
 
     def _save_checkpoint(self) -> None:
         with self._master.changed:

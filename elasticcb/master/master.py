@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
+from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
@@ -43,6 +45,8 @@ class Cluster:
     ps_addresses: Sequence[str]
     variables: Sequence[VariableSpec]
     split: bool
+    batch_events: bool = False  # whether it is to report each batch
+    predictions: bool = False  # whether it is to report what it predicts
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Totals:
 
     gradients_rejected: int = 0
     batches_skipped: int = 0
+    callback_errors: int = 0
 
 
 class Master:
@@ -68,6 +73,7 @@ class Master:
     def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, token: str = "") -> None:
         self.changed = threading.Condition(threading.RLock())
         self.token = token
+        self._say = say
         self._cluster_settings = cluster
         self._backend = backend
         self._jobs = 0
@@ -85,11 +91,15 @@ class Master:
         self.settings: JobSettings | None = None
         self.queue: TaskQueue | None = None  # None until the model is built
         self.rounds = EvaluationRounds()
+        self.batch_log = BatchLog()
+        self._warned: set[str] = set()  # subjects
+        self._unsaid: list[str] = []
         self.cluster: Cluster | None = None  # None until the servers hold the model
         self.version = 0
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
         self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
+        self.predictions: dict[int, dict[str, Any]] = {}  # by first unit of a task: arrays by path
         self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
         self.error: Exception | None = None  # found while answering a call; ends the job
         self.over = False  # there are no more tasks in this job
@@ -178,6 +188,21 @@ class Master:
         if failure is not None:
             raise failure.to_error(self.processes.where(failure.worker))
 
+    def warn(self, warning: CallbackWarning) -> None:
+        """Counts it; the first of each subject is shown by `say_warnings`."""
+        with self.changed:
+            self.totals.callback_errors += warning.errors
+            if warning.subject not in self._warned:
+                self._warned.add(warning.subject)
+                self._unsaid.append(warning.text)
+
+    def say_warnings(self) -> None:
+        """Shows what is new to the user."""
+        with self.changed:
+            texts, self._unsaid = self._unsaid, []
+        for text in texts:
+            self._say(text)
+
     def reached_version(self, version: int) -> None:
         """The model is at `version`, or was."""
         with self.changed:
@@ -240,11 +265,22 @@ class Master:
                 self.changed.wait(give_up - now)
 
     def report_progress(
-        self, worker: int, lease: int, records_done: int, progressed: bool, version: int, loss: float | None
+        self,
+        worker: int,
+        lease: int,
+        records_done: int,
+        progressed: bool,
+        version: int,
+        loss: float | None,
+        events: Sequence[BatchEvent] = (),
+        warnings: Sequence[CallbackWarning] = (),
     ) -> Answer:
         with self.changed:
             self._seen(worker)
             self.reached_version(version)
+            self.batch_log.add(worker, version, events)
+            for warning in warnings:
+                self.warn(warning)
             if loss is not None:
                 self.loss = loss
             if not lease or self.queue is None:
@@ -261,6 +297,7 @@ class Master:
         gradients_rejected: int,
         batches_skipped: int,
         ended_after: int | None = None,
+        predictions: dict[str, Any] | None = None,
     ) -> Outcome:
         with self.changed:
             assert self.queue is not None
@@ -275,6 +312,8 @@ class Master:
                     self._add_epoch_states(task.epoch, states)
                 elif task.type is TaskType.EVALUATION:
                     self._collect(task.evaluation_round, task.id, states, outputs)
+                elif task.type is TaskType.PREDICTION and predictions:
+                    self.predictions[task.shard.start] = predictions
             self.changed.notify_all()
             return outcome
 

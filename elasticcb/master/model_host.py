@@ -19,7 +19,8 @@ from elasticcb.metric_messages import unflatten_outputs
 from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
-from elasticcb.optimizer_traits import may_split
+from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizer_traits import may_split, model_optimizers
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
@@ -41,6 +42,8 @@ class ModelHost:
 
     def __init__(self, settings: JobSettings, spec: Any = None) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
+        self.trains = settings.command is Command.TRAIN
+        self.collects_predictions = settings.command is Command.PREDICT and spec is not None
         self.model: keras.Model = self.spec.build_model()
         if settings.command is Command.TRAIN:
             self.spec.require_trainable(self.model)
@@ -51,14 +54,25 @@ class ModelHost:
         self.sources: dict[str, Sources] = {mode: pipeline.sources()}
         if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
             self.sources["evaluation"] = open_pipeline(settings, self.spec, "evaluation").sources()
-        prime(self.spec, self.model, pipeline.first_batch(), mode)
+        updated = prime(self.spec, self.model, pipeline.first_batch(), mode)
         self.metrics.reset()
         element = pipeline.element_spec
-        self._features_spec = element if mode == "prediction" else element[0]
-        self.variables = variable_specs(self.model)
+        self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
+        self.variables = variable_specs(self.model, updated)
         self.callbacks = Dispatcher(
-            job_callbacks(self.spec, settings), Place.MASTER, callback_params(settings), self.model
+            job_callbacks(self.spec, settings),
+            Place.MASTER,
+            callback_params(settings, steps=self._batches(settings)),
+            self.model,
+            on_error=settings.training.callback_errors,
         )
+
+    def _batches(self, settings: JobSettings) -> int | None:
+        """Of an epoch, or of all records that are evaluated or predicted; None when nobody knows."""
+        if self.open_ended:
+            return None
+        size = settings.training.minibatch_size
+        return sum(-(-count // size) for _, count in self.sources[_MODES[settings.command]])
 
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
         """What the exported model will take; nothing when it can't be exported."""
@@ -74,9 +88,39 @@ class ModelHost:
         return any(isinstance(callback, SavedModelExporter) for callback in self.callbacks.callbacks)
 
     @property
+    def version(self) -> int:
+        """Of the model that the job starts with: how many updates its optimizer has made."""
+        return int(self.optimizer.iterations) if self._continues else 0
+
+    def optimizer_state(self) -> OptimizerState | None:
+        """What the optimizers have learned before; None of fresh ones."""
+        if not self._continues:
+            return None
+        owners = [spec.optimizer for spec in self.variables]
+        return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
+
+    @property
+    def _continues(self) -> bool:
+        optimizer = self.optimizer
+        return self.trains and optimizer is not None and optimizer.built and int(optimizer.iterations) > 0
+
+    def set_state(self, state: ModelState) -> None:
+        """Makes the model and its optimizers hold what the servers hold."""
+        for variable, value in zip(self.model.weights, state.weights, strict=True):
+            variable.assign(value)
+        if self.trains:
+            owners = [spec.optimizer for spec in self.variables]
+            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+
+    @property
     def may_split(self) -> bool:
         """Whether weights may be cut between servers."""
-        return self.optimizer is not None and may_split(self.optimizer)
+        return self.optimizer is not None and all(map(may_split, model_optimizers(self.model)))
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """All that the model holds; `VariableSpec.optimizer` is an index into them."""
+        return model_optimizers(self.model)
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -106,5 +150,5 @@ class ModelHost:
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Training loss and metrics over the summed states of an epoch's tasks."""
         self.metrics.load(states)
-        return self.metrics.results(states)
+        return self.metrics.results(states, "train")
 

@@ -141,6 +141,7 @@ class Report:
             tasks_retried=accounting.tasks_retried,
             gradients_rejected=master.totals.gradients_rejected,
             batches_skipped=master.totals.batches_skipped,
+            callback_errors=master.totals.callback_errors,
             workers_lost=roster.lost_count(Role.WORKER),
             workers_replaced=roster.replaced_count(Role.WORKER),
             servers_lost=roster.lost_count(Role.PS),

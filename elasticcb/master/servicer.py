@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.answers import DecisionKind
+from elasticcb.master.batch_log import BatchEvent, Pass
 from elasticcb.master.roster import Role
 from elasticcb.master.task import Lease, TaskType
-from elasticcb.metric_messages import from_metric_states
+from elasticcb.metric_messages import from_metric_states, from_outputs
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
 
@@ -29,6 +31,7 @@ _KINDS = {
     DecisionKind.WAIT: pb.GetTaskResponse.WAIT,
     DecisionKind.FINISHED: pb.GetTaskResponse.FINISHED,
 }
+_PASSES = {pb.TRAINING: Pass.TRAINING, pb.EVALUATION: Pass.EVALUATION, pb.PREDICTION: Pass.PREDICTION}
 _ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
 # Well below the callers' own deadline, so that an answer is always on its way.
 LONG_POLL_SECONDS = 10.0
@@ -88,6 +91,8 @@ class MasterServicer(Generated):
             ps_addresses=cluster.ps_addresses,
             variables=[spec.to_message() for spec in cluster.variables],
             split=cluster.split,
+            batch_events=cluster.batch_events,
+            predictions=cluster.predictions,
         )
 
     @_answered
@@ -105,6 +110,8 @@ class MasterServicer(Generated):
             request.progressed,
             request.version,
             request.loss if request.batches else None,
+            [_to_event(event) for event in request.batch_events],
+            [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
         )
         return pb.ReportProgressResponse(accepted=answer.accepted, reason=answer.reason, over=self._master.closing)
 
@@ -125,6 +132,7 @@ class MasterServicer(Generated):
                 request.gradients_rejected,
                 request.batches_skipped,
                 request.records_done if request.exhausted else None,
+                from_outputs(request.predictions),
             )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
 
@@ -137,6 +145,10 @@ class MasterServicer(Generated):
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         self._master.leave(request.id, request.error, request.traceback, request.fatal)
         return pb.LeaveResponse()
+
+
+def _to_event(event: Any) -> BatchEvent:
+    return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, dict(event.logs))
 
 
 def _to_message(lease: Lease) -> pb.Task:

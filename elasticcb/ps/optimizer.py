@@ -1,122 +1,88 @@
-"""The user's own Keras optimizer, as a parameter server runs it.
-
-It knows which of the optimizer's variables belongs to which variable of the model, so that slots can
-be gathered by rows and saved in a form that any number of servers can read.
-"""
+"""One of the user's own Keras optimizers, as a parameter server runs it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import keras
 import numpy as np
 
-from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.optimizer_traits import unwrapped
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.optimizer_traits import clips_on_server
+from elasticcb.optimizer_variables import Leaf, optimizer_variables
 
-MakeOptimizer = Callable[[], "keras.optimizers.Optimizer"]
-
-
-class Slot(NamedTuple):
-    """A variable of the optimizer that belongs to one variable of the model."""
-
-    variable: int  # index in the model
-    name: str  # unique among the slots of that variable: "momentum"
-    value: keras.Variable
+_ANCHOR = -1  # an index that no variable of the model has
 
 
 class ServerOptimizer:
-    """A built optimizer.
+    """An optimizer built on what a server holds of its variables.
 
     Args:
-        make_optimizer: makes a fresh one at each call.
-        variables: what to build it on, with the weights' values, by index in the model.
+        leaf: the optimizer, not built yet, and all variables of the model that it updates.
+        make: makes the same leaf again, with a fresh optimizer.
+        variables: what to build on, with the weights' values, by index in the model.
+        undecayed: indices of variables that weight decay leaves out.
 
     Attributes:
-        optimizer: the Keras optimizer, with global clipping and loss scaling off: the worker, who has
-            all gradients, does both.
-        slots: variables of the shape of the model's variable.
-        extras: variables of another shape that belong to one variable of the model (Adafactor's).
-        shared: all others, by name: iterations, learning rate.
+        name, optimizer: of the leaf. Global clipping and loss scaling are off: the worker, who has all gradients,
+            does both.
+        updates: indices of all variables of the model that it updates, here or on another server.
+        slots, extras, shared: its variables, as in `OptimizerVariables`.
 
-    Raises `ModelFileError` when the factory or `build` fail.
+    Raises `ModelFileError` when it can't be built.
     """
 
-    def __init__(self, make_optimizer: MakeOptimizer, variables: dict[int, keras.Variable]) -> None:
-        self._make = make_optimizer
-        self.optimizer = _make(make_optimizer)
-        self.name = type(self.optimizer).__name__
-        self.slots: list[Slot] = []
-        self.extras: list[Slot] = []
-        indices = {id(variable): index for index, variable in variables.items()}
-        with _recorded_slots(self.optimizer) as recorded:
-            _build(self.optimizer, list(variables.values()))
-        known = set()
-        for reference, name, value in recorded:
-            index = indices.get(id(reference))
-            if index is not None:
-                self.slots.append(Slot(index, self._unique(index, name), value))
-                known.add(id(value))
-        others = [value for value in self.optimizer.variables if id(value) not in known]
-        self.shared = self._attribute(others, variables)
+    def __init__(
+        self,
+        leaf: Leaf,
+        make: Callable[[], Leaf],
+        variables: dict[int, keras.Variable],
+        undecayed: frozenset[int] = frozenset(),
+    ) -> None:
+        self._make, self._undecayed = make, undecayed
+        self.name, self.prefix, self.class_name = leaf.name, leaf.prefix, leaf.class_name
+        self.optimizer = leaf.optimizer
+        self.updates = frozenset(leaf.variables)
+        self.variables = variables
+        self._anchor = self._make_anchor(leaf)
+        _prepare(self.optimizer)
+        known = {_ANCHOR: self._anchor, **variables} if self._anchor is not None else variables
+        _build(self.optimizer, list(known.values()))
+        for index in undecayed & variables.keys():
+            self.optimizer._use_weight_decay(variables[index])  # makes the cache
+            self.optimizer._exclude_from_weight_decay_cache[self.optimizer._var_key(variables[index])] = False
+        found = optimizer_variables(self.optimizer, known)
+        self.slots = [slot for slot in found.slots if slot.variable != _ANCHOR]
+        self.extras = [slot for slot in found.extras if slot.variable != _ANCHOR]
+        self.shared = found.shared
 
-    def _unique(self, index: int, name: str) -> str:
-        taken = sum(slot.variable == index and slot.name.split("#")[0] == name for slot in self.slots)
-        return f"{name}#{taken}" if taken else name
+    def _make_anchor(self, leaf: Leaf) -> keras.Variable | None:
+        """A variable of no meaning, where not all of the optimizer's variables are here.
 
-    def _attribute(
-        self, others: list[keras.Variable], variables: dict[int, keras.Variable]
-    ) -> dict[str, keras.Variable]:
-        """Finds the model variables that `others` belong to, by building on one variable at a time."""
-        named = {id(self.optimizer._iterations): "iterations"}
-        if isinstance(self.optimizer._learning_rate, keras.Variable):
-            named[id(self.optimizer._learning_rate)] = "learning_rate"
-        shared = {named[id(value)]: value for value in others if id(value) in named}
-        unnamed = [value for value in others if id(value) not in named]
-        if not unnamed:
-            return shared
-        alone = {index: self._others_of([variable]) for index, variable in variables.items()}
-        common = len(self._others_of([]))
-        per_variable = {index: shapes[common:] for index, shapes in alone.items()}
-        if len(unnamed) == common + sum(map(len, per_variable.values())):
-            # Either all of one variable after another, or kind by kind.
-            by_variable = [(index, shape) for index, shapes in per_variable.items() for shape in shapes]
-            longest = max(map(len, per_variable.values()), default=0)
-            by_kind = [
-                (index, shapes[place])
-                for place in range(longest)
-                for index, shapes in per_variable.items()
-                if place < len(shapes)
-            ]
-            for start in (common, 0):
-                mine = unnamed[start : start + len(by_variable)]
-                for order in (by_variable, by_kind):
-                    if [shape for _, shape in order] == [tuple(value.shape) for value in mine]:
-                        counts: dict[int, int] = {}
-                        for (index, _), value in zip(order, mine, strict=True):
-                            counts[index] = counts.get(index, -1) + 1
-                            self.extras.append(Slot(index, f"extra{counts[index]}", value))
-                        unnamed = unnamed[:start] + unnamed[start + len(by_variable) :]
-                        return shared | {f"shared{place}": value for place, value in enumerate(unnamed)}
-        return shared | {f"shared{place}": value for place, value in enumerate(unnamed)}
+        A step that updates only variables of other servers advances the optimizer by it. It also stands first,
+        as the model's own first variable would, whose dtype shared variables may have (Nadam's product).
+        """
+        first = next(iter(leaf.variables.values()), None)
+        if self.variables and (not leaf.variables or leaf.variables.keys() <= self.variables.keys()):
+            return None
+        dtype = keras.config.floatx() if first is None else keras.backend.standardize_dtype(first.dtype)
+        return keras.Variable(np.zeros((), np.float32), dtype=dtype, trainable=True, name="anchor")
 
-    def _others_of(self, variables: list[keras.Variable]) -> list[tuple[int, ...]]:
-        """The shapes of what a fresh optimizer on `variables` has besides slots, iterations and rate."""
-        optimizer = _make(self._make)
-        with _recorded_slots(optimizer) as recorded:
-            try:
-                _build(optimizer, variables)
-            except ModelFileError:
-                return []
-        known = {id(value) for _, _, value in recorded}
-        known |= {id(optimizer._iterations), id(optimizer._learning_rate)}
-        return [tuple(value.shape) for value in optimizer.variables if id(value) not in known]
+    def advance(self) -> None:
+        """Makes a step that changes no variable of the model but what all steps change. For compiled functions."""
+        if self._anchor is not None:
+            self.optimizer.apply([keras.ops.zeros_like(self._anchor)], [self._anchor])
+        else:
+            self.optimizer._iterations.assign_add(1)
 
     def clone(self, index: int, variable: keras.Variable) -> ServerOptimizer:
         """A fresh one on `variable` alone, which stands for variable `index` of the model."""
-        return ServerOptimizer(self._make, {index: variable})
+        return ServerOptimizer(self._make(), self._make, {index: variable}, self._undecayed)
+
+    @property
+    def kind(self) -> str:
+        """The class's name."""
+        return type(self.optimizer).__name__
 
     @property
     def has_schedule(self) -> bool:
@@ -130,29 +96,32 @@ class ServerOptimizer:
     def set_learning_rate(self, learning_rate: float) -> None:
         """Raises `ElasticCBError` when the optimizer has a schedule."""
         if self.has_schedule:
-            kind = type(self.optimizer._learning_rate).__name__
+            schedule = type(self.optimizer._learning_rate).__name__
             raise ElasticCBError(
-                f"The learning rate can't be set to {learning_rate}: the optimizer {self.name} was made "
-                f"with a {kind}, which decides on it. Make the optimizer with a number instead "
-                f"({self.name}(learning_rate={learning_rate:g})), or leave the learning rate alone."
+                f"The learning rate can't be set to {learning_rate}: the optimizer {self.kind} was made "
+                f"with a {schedule}, which decides on it. Make the optimizer with a number instead "
+                f"({self.kind}(learning_rate={learning_rate:g})), or leave the learning rate alone."
             )
         self.optimizer.learning_rate = learning_rate
 
+    def finalize(self) -> bool:
+        """Sets the final weights (their moving average, in Keras's classes); whether there was anything to set."""
+        own = type(self.optimizer).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
+        if not self.variables or not (self.optimizer.use_ema or own):
+            return False
+        self.optimizer.finalize_variable_values(list(self.optimizer._trainable_variables))
+        return True
 
-def _make(make_optimizer: MakeOptimizer) -> keras.optimizers.Optimizer:
-    optimizer = unwrapped(make_optimizer())
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ModelFileError(
-            f"The model file's optimizer gave {optimizer!r}; a keras.optimizers.Optimizer was expected."
-        )
+
+def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
     if optimizer.built:
         raise ModelFileError(
             f"The model file's optimizer function gave an optimizer ({optimizer.name}) that is in use "
             "already; it must make a new one at each call."
         )
-    optimizer.global_clipnorm = None
+    if not clips_on_server(optimizer):
+        optimizer.global_clipnorm = None
     optimizer.loss_scale_factor = None
-    return optimizer
 
 
 def _build(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
@@ -161,28 +130,6 @@ def _build(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable
     except Exception as error:
         raise ModelFileError(
             f"The optimizer {type(optimizer).__name__} can't be built on a parameter server's variables: "
-            f"{type(error).__name__}: {error}"
+            f"{describe(error)}",
+            user_traceback(error),
         ) from error
-
-
-@contextlib.contextmanager
-def _recorded_slots(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[list[tuple[keras.Variable, str, keras.Variable]]]:
-    """Records (variable, slot's name, slot) of each slot that is added while the context lasts."""
-    recorded: list[tuple[keras.Variable, str, keras.Variable]] = []
-    add = optimizer.add_variable_from_reference
-
-    def recording(
-        reference_variable: keras.Variable, name: str | None = None, initializer: Any = "zeros"
-    ) -> keras.Variable:
-        slot = add(reference_variable, name=name, initializer=initializer)
-        recorded.append((reference_variable, name or "var", slot))
-        return slot
-
-    # Around Keras's own __setattr__, which tracks what it is given.
-    object.__setattr__(optimizer, "add_variable_from_reference", recording)
-    try:
-        yield recorded
-    finally:
-        object.__delattr__(optimizer, "add_variable_from_reference")

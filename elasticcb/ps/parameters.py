@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.checkpoint import Part
-from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.optimizer_state import OptimizerState
 from elasticcb.optimizer_traits import may_update_rows
-from elasticcb.ps.optimizer import MakeOptimizer, ServerOptimizer
+from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate
@@ -45,7 +45,7 @@ class Parameters:
     Args:
         specs: all variables of the model.
         slices: this server's part.
-        make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+        make_optimizers: makes fresh optimizers; None where nothing is trained.
         values: the part's arrays, each of its slice's shape, by variable.
         version: of the model.
 
@@ -58,16 +58,16 @@ class Parameters:
         self,
         specs: Sequence[VariableSpec],
         slices: Sequence[Slice],
-        make_optimizer: MakeOptimizer | None,
+        make_optimizers: MakeOptimizers | None,
         values: Mapping[int, Array],
         version: int = 0,
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
         self._blocks: dict[str, Array] | None = None
-        self._state = _flat(values, specs, slices, trainable=False)
+        self._state = flat(values, specs, slices, trainable=False)
         self._rate: tuple[int, float] | None = None
-        self._functions: dict[tuple[tuple[int, ...], tuple[int, ...]], Callable[..., Any]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}  # by kind of push
         self._row_updates: dict[int, RowUpdate] = {}
         with tf.device("/CPU:0"):
             self._variables = {
@@ -75,7 +75,7 @@ class Parameters:
                 for part in slices
                 if specs[part.variable].trainable
             }
-            self.optimizer = ServerOptimizer(make_optimizer, self._variables) if make_optimizer is not None else None
+            self.optimizers = OptimizerSet(make_optimizers, specs, self._variables) if make_optimizers else None
         self._read = tf.function(
             lambda: [tf.identity(variable.value) for variable in self._variables.values()], autograph=False
         )
@@ -85,7 +85,7 @@ class Parameters:
     def weights(self) -> Mapping[str, Array]:
         """The trainable part, flat, by dtype; made once per version."""
         if self._blocks is None:
-            self._blocks = _flat(self._arrays(), self.specs, self.slices, trainable=True)
+            self._blocks = flat(self._arrays(), self.specs, self.slices, trainable=True)
         return self._blocks
 
     def state(self) -> Mapping[str, Array]:
@@ -104,37 +104,37 @@ class Parameters:
     @property
     def learning_rate(self) -> float:
         """The base rate, or what the schedule says for the next update; 0 without an optimizer."""
-        if self.optimizer is None:
+        if self.optimizers is None:
             return 0.0
         if self._rate is None or self._rate[0] != self.version:
-            self._rate = (self.version, self.optimizer.learning_rate)
+            self._rate = (self.version, self.optimizers.learning_rate)
         return self._rate[1]
 
     # -------------------------------------------------------------- writing
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the base rate. Raises `ElasticCBError` when the optimizer has a schedule."""
-        self._need_optimizer().set_learning_rate(learning_rate)
+        """Sets the base rate. Raises `ElasticCBError` when a schedule decides on it."""
+        self._need_optimizers().set_learning_rate(learning_rate)
         self._rate = None
 
     def check_learning_rate(self, push: Push) -> None:
         """Raises `ElasticCBError` when `push` asks for a rate that can't be set."""
-        if push.learning_rate is not None and self._need_optimizer().has_schedule:
-            self._need_optimizer().set_learning_rate(push.learning_rate)
+        if push.learning_rate is not None and not self._need_optimizers().can_set_learning_rate:
+            self._need_optimizers().set_learning_rate(push.learning_rate)
 
     def apply(self, push: Push) -> None:
         """Applies a checked push as one update; the version rises by one."""
-        optimizer = self._need_optimizer()
+        optimizers = self._need_optimizers()
         base = None
         if push.learning_rate is not None and push.learning_rate != self.learning_rate:
             base = self.learning_rate
-            optimizer.set_learning_rate(push.learning_rate)
+            optimizers.set_learning_rate(push.learning_rate)
         try:
             with tf.device("/CPU:0"):
                 self._apply_gradients(push)
         finally:
             if base is not None:
-                optimizer.set_learning_rate(base)
+                optimizers.set_learning_rate(base)
         if any(delta.any() for delta in push.state.values()):
             self._state = {
                 **self._state,
@@ -145,21 +145,40 @@ class Parameters:
         self._blocks = None
 
     def finalize(self) -> None:
-        """Lets the optimizer set the final weights (their moving average); a version of its own."""
-        if self.optimizer is not None and self.optimizer.optimizer.use_ema and self._variables:
-            self.optimizer.optimizer.finalize_variable_values(list(self._variables.values()))
+        """Lets the optimizers set the final weights (their moving average); a version of its own."""
+        if self.optimizers is not None and self.optimizers.finalize():
             self.version += 1
             self._blocks = None
 
-    def _need_optimizer(self) -> ServerOptimizer:
-        if self.optimizer is None:
+    def check_state(self, state: OptimizerState) -> None:
+        """Raises `ElasticCBError` unless the optimizers can hold `state`; without optimizers it is passed over."""
+        if self.optimizers is not None:
+            self.optimizers.check(state)
+
+    def load(self, values: Mapping[int, Array], state: OptimizerState, version: int) -> None:
+        """Sets weights (all of them, or none) and what a checked `state` holds."""
+        with tf.device("/CPU:0"):
+            for index, variable in self._variables.items():
+                if index in values:
+                    variable.assign(values[index])
+            if self.optimizers is not None:
+                self.optimizers.load(state)
+        if values:
+            self._state = flat(values, self.specs, self.slices, trainable=False)
+            self.state_version += 1
+        self.version = version
+        self._blocks = self._rate = None
+
+    def _need_optimizers(self) -> OptimizerSet:
+        if self.optimizers is None:
             raise ElasticCBError(
                 "This parameter server was started without an optimizer, to evaluate or predict; it takes no gradients."
             )
-        return self.optimizer
+        return self.optimizers
 
     def _apply_gradients(self, push: Push) -> None:
-        key = (push.dense, tuple(push.rows))
+        updating = self._need_optimizers().updating(push.updated)
+        key = (push.dense, tuple(push.rows), tuple(part.name for part in updating))
         blocks = [tf.convert_to_tensor(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         try:
@@ -169,9 +188,8 @@ class Parameters:
                 self._functions[key] = self._first_call(push, blocks, rows)
         except Exception as error:
             raise ModelFileError(
-                f"The optimizer {self._need_optimizer().name} failed on a parameter server: "
-                f"{type(error).__name__}: {error}",
-                traceback.format_exc(),
+                f"The optimizer {self._need_optimizers().kinds} failed on a parameter server: {describe(error)}",
+                user_traceback(error),
             ) from error
 
     def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any]) -> Callable[..., Any]:
@@ -182,21 +200,25 @@ class Parameters:
         try:
             function(blocks, rows)
         except tf.errors.OpError as error:
-            logger.warning("The optimizer %s runs without XLA, slower: %s", self._need_optimizer().name, error.message)
+            kinds = self._need_optimizers().kinds
+            logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
             function = self._make_function(push, jit_compile=False)
             function(blocks, rows)
         return function
 
     def _make_function(self, push: Push, jit_compile: bool) -> Callable[..., Any]:
         """The update as one compiled function of (flat gradients by dtype, [(ids, values)])."""
-        server = self._need_optimizer()
         places = list(layout(self.specs, self.slices, True, push.dense))
         order = {dtype: place for place, dtype in enumerate(push.blocks)}
         by_rows = [index for index in push.rows if self._updates_rows(index)]
         made_dense = [index for index in push.rows if index not in by_rows]
         updates = {index: self._row_update(index) for index in by_rows}
-        targets = [self._variables[place.slice.variable] for place in places]
-        targets += [self._variables[index] for index in made_dense]
+        targets = [place.slice.variable for place in places] + made_dense
+        updating = self._need_optimizers().updating(push.updated)
+        # Those that no dense gradient advances: by a clone that updates rows, or by a step of no effect.
+        others = [part for part in updating if part.updates.isdisjoint(targets)]
+        by_clone = [next(iter(sorted(part.updates & updates.keys())), None) for part in others]
+        idle = [part for part, index in zip(others, by_clone, strict=True) if index is None]
 
         def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> tf.Tensor:
             gradients = [
@@ -206,7 +228,15 @@ class Parameters:
                 )
                 for part, dtype, offset in places
             ]
-            server.optimizer.apply([*gradients, *whole], targets)
+            gradients += whole
+            for part in updating:
+                own = [place for place, index in enumerate(targets) if index in part.updates]
+                if own:
+                    part.optimizer.apply(
+                        [gradients[place] for place in own], [self._variables[targets[place]] for place in own]
+                    )
+            for part in idle:
+                part.advance()
             return tf.constant(True)
 
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
@@ -217,7 +247,7 @@ class Parameters:
             for row_update in updates.values():
                 row_update.copy_shared()
             done = []
-            if targets:
+            if targets or idle:
                 whole = [
                     tf.scatter_nd(given[index][0][:, None], given[index][1], self._variables[index].shape)
                     for index in made_dense
@@ -227,10 +257,9 @@ class Parameters:
             with tf.control_dependencies(done):
                 for index, row_update in updates.items():
                     row_update.run(*given[index])
-            if not targets and updates:
-                next(iter(updates.values())).copy_shared_back()
-            elif not targets:
-                server.optimizer._iterations.assign_add(1)
+                for index in by_clone:
+                    if index is not None:
+                        updates[index].copy_shared_back()
 
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
         rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
@@ -241,11 +270,12 @@ class Parameters:
 
     def _updates_rows(self, index: int) -> bool:
         # A constraint is a function of the whole variable.
-        return may_update_rows(self._need_optimizer().optimizer) and not self.specs[index].constraint
+        return may_update_rows(self._need_optimizers().of(index).optimizer) and not self.specs[index].constraint
 
     def _row_update(self, index: int) -> RowUpdate:
         if index not in self._row_updates:
-            self._row_updates[index] = RowUpdate(self._need_optimizer(), index, self._variables[index])
+            optimizer = self._need_optimizers().of(index)
+            self._row_updates[index] = RowUpdate(optimizer, index, self._variables[index])
         return self._row_updates[index]
 
     # -------------------------------------------------------------- checkpoints
@@ -257,59 +287,20 @@ class Parameters:
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
         part = Part(version=self.version, weights=weights)
-        if self.optimizer is not None:
-            part.optimizer = self.optimizer.name
-            for slot in self.optimizer.slots:
-                part.slots[slot.variable, slot.name] = slot.value.numpy()
-            for slot in self.optimizer.extras:
-                part.extras[slot.variable, slot.name] = slot.value.numpy()
-            part.shared = {name: value.numpy() for name, value in self.optimizer.shared.items()}
+        if self.optimizers is not None:
+            state = self.optimizers.state()
+            part.optimizer = ", ".join(state.optimizers)
+            part.slots, part.extras, part.shared = state.slots, state.extras, state.shared
         return part
 
-    def restore_optimizer(self, part: Part) -> None:
-        """Sets slots and scalars to those of a checkpoint; the weights are set when this is made.
+    def restore_optimizers(self, part: Part) -> None:
+        """Sets what a checkpoint holds of them; the weights are set when this is made.
 
-        Raises `CheckpointError` when they are another optimizer's.
+        Raises `CheckpointError` when they are other optimizers.
         """
-        if self.optimizer is None:
-            return
-        if not part.optimizer:
-            logger.warning("The checkpoint holds no optimizer; %s starts afresh.", self.optimizer.name)
-            return
-        if part.optimizer != self.optimizer.name:
-            raise CheckpointError(
-                f"The checkpoint was written with the optimizer {part.optimizer}, the model file's is "
-                f"{self.optimizer.name}. Use the same optimizer, or start from weights alone: load them in "
-                "custom_model()."
-            )
-        missing = []
-        pairs = [((s.variable, s.name), s.value, part.slots) for s in self.optimizer.slots]
-        pairs += [((s.variable, s.name), s.value, part.extras) for s in self.optimizer.extras]
-        for key, target, source in pairs:
-            value = source.get(key)
-            if value is None:
-                missing.append(f"{key[1]} of {self.specs[key[0]].path}")
-            elif value.shape != tuple(target.shape):
-                raise CheckpointError(
-                    f"The optimizer's {key[1]} of {self.specs[key[0]].path!r} has the shape "
-                    f"{list(value.shape)} in the checkpoint and {list(target.shape)} in this job. The model "
-                    "or the optimizer's settings have changed since; use those of the checkpoint."
-                )
-            else:
-                target.assign(value)
-        for name, variable in self.optimizer.shared.items():
-            value = part.shared.get(name)
-            if value is None or value.shape != tuple(variable.shape):
-                missing.append(name)
-            else:
-                variable.assign(value)
-        if missing:
-            logger.warning(
-                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s.",
-                self.optimizer.name,
-                ", ".join(missing),
-            )
-        self._rate = None
+        if self.optimizers is not None:
+            self.optimizers.restore(part)
+            self._rate = None
 
 
 def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
@@ -337,9 +328,10 @@ def _rows_signature(rows: Rows) -> tuple[tf.TensorSpec, tf.TensorSpec]:
     )
 
 
-def _flat(
+def flat(
     arrays: Mapping[int, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool
 ) -> dict[str, Array]:
+    """Slices' arrays as flat blocks, by dtype, which are never written again."""
     sizes = block_sizes(specs, slices, trainable)
     blocks = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
     for part, dtype, offset in layout(specs, slices, trainable):

@@ -31,6 +31,7 @@ class VariableSpec:
     trainable: bool
     constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
     optimizer: int = 0  # which of the model's optimizers updates it: index in `model_optimizers(model)`
+    no_weight_decay: bool = False  # its optimizer was told to leave it out
 
     @property
     def row_elements(self) -> int:
@@ -57,6 +58,7 @@ class VariableSpec:
             trainable=self.trainable,
             constraint=self.constraint,
             optimizer=self.optimizer,
+            no_weight_decay=self.no_weight_decay,
         )
 
     @classmethod
@@ -72,6 +74,7 @@ class VariableSpec:
             trainable=message.trainable,
             constraint=message.constraint,
             optimizer=message.optimizer,
+            no_weight_decay=message.no_weight_decay,
         )
 
 

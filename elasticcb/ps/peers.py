@@ -13,8 +13,15 @@ from elasticcb.tensors import Frame
 
 SERVICE = "elasticcb.ParameterServer"
 
-_RESPONSES = {"Apply": pb.ApplyResponse, "Snapshot": pb.SnapshotResponse, "Save": pb.SaveResponse}
-_DEADLINE_SECONDS = 60.0
+_RESPONSES = {
+    "Apply": pb.ApplyResponse,
+    "Snapshot": pb.SnapshotResponse,
+    "Save": pb.SaveResponse,
+    "Export": pb.ExportResponse,
+    "LoadState": pb.LoadStateResponse,
+}
+# An update may have to be compiled first; that a machine is gone is found out by gRPC's keepalive.
+_DEADLINE_SECONDS = 600.0
 
 
 class Peers:
@@ -27,8 +34,7 @@ class Peers:
 
     def __init__(self, addresses: Sequence[str], token: str = "") -> None:
         self._connections = [
-            Connection(address, f"parameter server {index}", token=token)
-            for index, address in enumerate(addresses, 1)
+            Connection(address, f"parameter server {index}", token=token) for index, address in enumerate(addresses, 1)
         ]
 
     def __bool__(self) -> bool:
@@ -50,7 +56,7 @@ class Peers:
                 future.result()
             except grpc.RpcError:
                 # Once more, with patience and errors in words; a server that has done it says so.
-                connection.call(call, frame)
+                connection.call(call, frame, _DEADLINE_SECONDS)
 
     def close(self) -> None:
         for connection in self._connections:

@@ -36,6 +36,7 @@ class Push:
     rows: Mapping[int, Rows]  # by variable
     state: Mapping[str, Array] = field(default_factory=dict)  # added to the non-trainable ones, flat
     learning_rate: float | None = None  # for this update only
+    updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
 
 
 class PushReader:
@@ -51,13 +52,20 @@ class PushReader:
         self._slices = slices
         self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
 
-    def read(self, tensors: Mapping[str, Array], dense: Sequence[int], learning_rate: float | None = None) -> Push:
+    def read(
+        self,
+        tensors: Mapping[str, Array],
+        dense: Sequence[int],
+        learning_rate: float | None = None,
+        row_variables: Sequence[int] = (),
+    ) -> Push:
         """The push in a frame.
 
         Args:
             tensors: "gradients/DTYPE", "rows/I/ids", "rows/I/values", "state/DTYPE".
             dense: the variables whose gradients "gradients/…" holds; those that other servers hold
                 are passed over.
+            row_variables: the variables whose rows have gradients, on whichever server.
 
         Raises `WireError`, which names the variable and says what was expected, for anything that
         does not fit this server's part of the model.
@@ -95,7 +103,8 @@ class PushReader:
                 )
         if learning_rate is not None and not math.isfinite(learning_rate):
             raise WireError(f"The push asks for the learning rate {learning_rate}; it must be finite.")
-        return Push(tuple(held), blocks, rows, state, learning_rate)
+        updated = frozenset({*map(self._trainable, [*dense, *row_variables]), *rows})
+        return Push(tuple(held), blocks, rows, state, learning_rate, updated)
 
     def non_finite(self, push: Push) -> str:
         """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
@@ -145,7 +154,8 @@ class PushReader:
             for dtype in sorted({dtype for push in pushes for dtype in push.state})
         }
         rates = [push.learning_rate for push in pushes if push.learning_rate is not None]
-        return Push(dense, blocks, rows, state, rates[-1] if rates else None)
+        updated = frozenset().union(*(push.updated for push in pushes))
+        return Push(dense, blocks, rows, state, rates[-1] if rates else None, updated)
 
     def _widened(self, push: Push, dense: tuple[int, ...], dtype: str, size: int) -> Array:
         if push.dense == dense:

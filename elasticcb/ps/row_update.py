@@ -46,12 +46,12 @@ class RowUpdate:
     def copy_shared(self) -> None:
         """Gives the clone the iterations and the learning rate. Called while a function is traced."""
         for main, clone in self._shared:
-            clone.value.assign(main.value)
+            clone.assign(main.value)
 
     def copy_shared_back(self) -> None:
         """Takes the iterations over from the clone, when nothing else has advanced them."""
         for main, clone in self._shared:
-            main.value.assign(clone.value)
+            main.assign(clone.value)
 
     def run(self, ids: tf.Tensor, values: tf.Tensor) -> None:
         """Updates the rows `ids` (int64 [n], unique) with the gradients `values` [n, …]."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticcb import rpc
-from elasticcb.ps.optimizer import MakeOptimizer
+from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.settings import JobSettings
@@ -18,7 +18,7 @@ class PSServer:
 
     Args:
         settings: of the first job.
-        make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
         host: interface to listen on.
         port: 0 takes any free one.
         token: of the job; calls without it are refused.
@@ -29,14 +29,14 @@ class PSServer:
     def __init__(
         self,
         settings: JobSettings,
-        make_optimizer: MakeOptimizer | None,
+        make_optimizers: MakeOptimizers | None,
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",
     ) -> None:
         self._token = token
         self._server = rpc.Server(host, port, token=token)
-        self._servicer = Servicer(settings.training, make_optimizer, token)
+        self._servicer = Servicer(settings.training, make_optimizers, token)
         methods = {
             name: (header_type, self._to_present_servicer(name))
             for name, (header_type, _) in self._servicer.methods().items()
@@ -46,10 +46,10 @@ class PSServer:
     def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
         return lambda frame: self._servicer.methods()[name][1](frame)
 
-    def begin_job(self, settings: JobSettings, make_optimizer: MakeOptimizer | None) -> None:
+    def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""
         self._servicer.close()
-        self._servicer = Servicer(settings.training, make_optimizer, self._token)
+        self._servicer = Servicer(settings.training, make_optimizers, self._token)
 
     @property
     def address(self) -> str:

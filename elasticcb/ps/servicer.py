@@ -6,10 +6,11 @@ and shared by all answers, so that the lock is held for little more than an upda
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,15 +19,17 @@ import numpy.typing as npt
 
 from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.optimizer import MakeOptimizer
-from elasticcb.ps.parameters import Parameters, Snapshot
+from elasticcb.ps.optimizer_set import MakeOptimizers
+from elasticcb.ps.parameters import Parameters, Snapshot, flat
 from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout, partition
 from elasticcb.ps.partition import block_sizes as sizes_of
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
 from elasticcb.settings import TrainingSettings
+from elasticcb.state_messages import from_tensors, to_tensors
 from elasticcb.tensors import Frame
 
 Array = npt.NDArray[Any]
@@ -45,6 +48,14 @@ class _Staged(NamedTuple):
     version: int  # of the weights that it was computed on
 
 
+class _Change(NamedTuple):
+    """What a `LoadState` brings, checked."""
+
+    id: int
+    values: Mapping[int, Array]  # of all variables, or of none
+    optimizers: OptimizerState
+
+
 @dataclass
 class _Model:
     """What `Initialize` brings."""
@@ -61,6 +72,9 @@ class _Model:
     answered: Answered[Verdict]
     snapshots: dict[int, Snapshot]  # by evaluation round
     held: dict[str, checkpoint.Part]  # by a checkpoint's folder, what is to be written there
+    held_export: checkpoint.Part | None = None
+    change: _Change | None = None  # synchronous mode: what waits for the first server's word
+    loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
     rate_version: int = 0  # rises when the master sets the base rate
     failure: str = ""  # of an update that only some of the servers have made
 
@@ -70,14 +84,14 @@ class Servicer:
 
     Args:
         training: asynchronous or synchronous, and how many gradients make an update.
-        make_optimizer: makes a fresh optimizer at each call; None where nothing is trained.
+        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
         token: of the job, to call other servers with.
     """
 
-    def __init__(self, training: TrainingSettings, make_optimizer: MakeOptimizer | None, token: str = "") -> None:
+    def __init__(self, training: TrainingSettings, make_optimizers: MakeOptimizers | None, token: str = "") -> None:
         self._token = token
         self._training = training
-        self._make_optimizer = make_optimizer
+        self._make_optimizers = make_optimizers
         self._lock = threading.Lock()
         self._model: _Model | None = None
 
@@ -89,6 +103,8 @@ class Servicer:
             "Snapshot": (pb.SnapshotRequest, self._snapshot),
             "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
             "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
+            "Export": (pb.ExportRequest, self._export),
+            "LoadState": (pb.LoadStateRequest, self._load_state),
         }
         methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
             name: (header, self._locked(function)) for name, (header, function) in table.items()
@@ -132,10 +148,14 @@ class Servicer:
             part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
             values, version = part.weights, part.version
         else:
-            values, version = _values(frame.tensors, specs, slices), 0
-        parameters = Parameters(specs, slices, self._make_optimizer, values, version)
+            values, version = _values(frame.tensors, specs, slices, "Initialize"), request.version
+        parameters = Parameters(specs, slices, self._make_optimizers, values, version)
         if part is not None:
-            parameters.restore_optimizer(part)
+            parameters.restore_optimizers(part)
+        else:
+            state = from_tensors(frame.tensors, request.optimizers)
+            parameters.check_state(state)
+            parameters.load({}, state, version)
         training = self._training
         use_peers = request.index == 0 and not training.use_async
         if use_peers and len(request.ps_addresses) != request.num_ps:
@@ -183,6 +203,60 @@ class Servicer:
         response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
         return Frame(response, {})
 
+    def _export(self, frame: Frame[pb.ExportRequest], model: _Model) -> Frame[Any]:
+        if frame.header.hold:
+            model.peers.call("Export", frame.header)
+            model.held_export = model.parameters.export()
+            return Frame(pb.ExportResponse(version=model.parameters.version), {})
+        part, model.held_export = model.held_export or model.parameters.export(), None
+        tensors: dict[str, Array] = {}
+        for kind, trainable in (("weights", True), ("state", False)):
+            blocks = flat(part.weights, model.specs, model.slices, trainable)
+            tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
+        optimizers = [name for name in part.optimizer.split(", ") if name]
+        tensors |= to_tensors(OptimizerState(part.slots, part.extras, part.shared))
+        return Frame(pb.ExportResponse(version=part.version, optimizers=optimizers), tensors)
+
+    def _load_state(self, frame: Frame[pb.LoadStateRequest], model: _Model) -> Frame[Any]:
+        request = frame.header
+        if request.id == model.loaded[0]:  # a retry of what was done
+            return Frame(pb.LoadStateResponse(version=model.loaded[1]), {})
+        parameters = model.parameters
+        if request.version:
+            change = model.change
+            if change is None or change.id != request.id or request.version != parameters.version + 1:
+                raise ElasticCBError(
+                    f"Server {model.index} can't follow the first server to version {request.version}: it is at "
+                    f"version {parameters.version}, and has {'another' if change else 'no'} state to set. It may "
+                    "have been restarted; start the job again from its last checkpoint."
+                )
+            self._set(change, model)
+            return Frame(pb.LoadStateResponse(version=parameters.version), {})
+        change = self._read_change(frame, model)
+        if not model.policy.use_async and model.index > 0:
+            model.change = change
+            return Frame(pb.LoadStateResponse(version=parameters.version), {})
+        with self._all_or_none(model, parameters.version + 1):
+            model.peers.call("LoadState", pb.LoadStateRequest(id=request.id, version=parameters.version + 1))
+            self._set(change, model)
+        return Frame(pb.LoadStateResponse(version=parameters.version), {})
+
+    @staticmethod
+    def _read_change(frame: Frame[pb.LoadStateRequest], model: _Model) -> _Change:
+        values: dict[int, Array] = {}
+        if any(name.startswith(("weights/", "state/")) for name in frame.tensors):
+            values = _values(frame.tensors, model.specs, model.slices, "LoadState")
+        state = from_tensors(frame.tensors, frame.header.optimizers)
+        model.parameters.check_state(state)
+        return _Change(frame.header.id, values, state)
+
+    @staticmethod
+    def _set(change: _Change, model: _Model) -> None:
+        version = model.parameters.version + 1
+        model.parameters.load(change.values, change.optimizers, version)
+        model.change, model.loaded = None, (change.id, version)
+        _drop_stale(model)
+
     # -------------------------------------------------------------- training
 
     def _exchange(self, frame: Frame[pb.ExchangeRequest], model: _Model) -> Frame[Any]:
@@ -224,7 +298,7 @@ class Servicer:
         if model.answered.forgotten(name):
             return Verdict(pb.ACCEPTED, "this push was answered long ago")
         rate = request.learning_rate if request.has_learning_rate else None
-        push = model.reader.read(tensors, request.dense_variables, rate)
+        push = model.reader.read(tensors, request.dense_variables, rate, request.row_variables)
         model.parameters.check_learning_rate(push)
         verdict = self._judge(name, request, push, model)
         model.answered.remember(name, verdict)
@@ -258,10 +332,17 @@ class Servicer:
         """Applies the mean of staged pushes, on all servers when this is the first of several."""
         push = model.reader.mean([model.staged.pop(name).push for name in names])
         version = model.parameters.version + 1
-        try:
+        with self._all_or_none(model, version):
             pushes = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
             model.peers.call("Apply", pb.ApplyRequest(pushes=pushes, version=version))
             model.parameters.apply(push)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _all_or_none(model: _Model, version: int) -> Iterator[None]:
+        """Lets nothing come after a change that not all servers have made."""
+        try:
+            yield
         except Exception as error:
             if model.peers:
                 model.failure = (
@@ -283,10 +364,7 @@ class Servicer:
                     "have been restarted; start the job again from its last checkpoint."
                 )
             parameters.apply(model.reader.mean([model.staged.pop(name).push for name in names]))
-            # What is too old now is refused by the first server, so nobody will name it.
-            for name, staged in list(model.staged.items()):
-                if model.policy.too_old(staged.version, parameters.version):
-                    del model.staged[name]
+            _drop_stale(model)
         return Frame(pb.ApplyResponse(version=parameters.version), {})
 
     def _finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: _Model) -> Frame[Any]:
@@ -314,23 +392,46 @@ class Servicer:
         if frame.header.release:
             model.snapshots.pop(evaluation_round, None)
             return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
-        if evaluation_round not in model.snapshots:
+        if frame.tensors:
+            model.snapshots[evaluation_round] = self._given_snapshot(frame.tensors, model)
+        elif evaluation_round not in model.snapshots:
             model.peers.call("Snapshot", frame.header)
             model.snapshots[evaluation_round] = model.parameters.snapshot()
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 
+    @staticmethod
+    def _given_snapshot(tensors: Mapping[str, Array], model: _Model) -> Snapshot:
+        """Weights that the master brings, as if they were the present ones."""
+        values = _values(tensors, model.specs, model.slices, "Snapshot")
+        weights, state = (flat(values, model.specs, model.slices, trainable) for trainable in (True, False))
+        return Snapshot(model.parameters.version, model.parameters.state_version, weights, state)
 
-def _values(tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[int, Array]:
-    """The slices' arrays in the frame of an Initialize."""
+
+def _drop_stale(model: _Model) -> None:
+    """Forgets staged pushes that are too old now: nobody will name them, and those that wait for an update of
+    several are left out of it."""
+    for name, staged in list(model.staged.items()):
+        reason = model.policy.too_old(staged.version, model.parameters.version)
+        if reason:
+            if name in model.policy.waiting:
+                logger.warning("A gradient that waited for an update is dropped: %s", reason)
+            del model.staged[name]
+    model.policy.keep(model.staged)
+
+
+def _values(
+    tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], call: str
+) -> dict[int, Array]:
+    """The slices' arrays in the frame of a call."""
     values: dict[int, Array] = {}
     for kind, trainable in (("weights", True), ("state", False)):
         prefix = f"{kind}/"
         blocks = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
-        check_blocks(blocks, sizes_of(specs, slices, trainable), f"Initialize, {kind}")
+        check_blocks(blocks, sizes_of(specs, slices, trainable), f"{call}, {kind}")
         for part, dtype, offset in layout(specs, slices, trainable):
             value = blocks[dtype][offset : offset + part.elements]
             if value.dtype.kind == "f" and not np.isfinite(value).all():
-                logger.warning("The initial %s holds NaN or infinity", specs[part.variable].path)
+                logger.warning("%s: the new value of %s holds NaN or infinity", call, specs[part.variable].path)
             values[part.variable] = value.reshape(part.shape(specs[part.variable]))
     return values
 

@@ -6,6 +6,7 @@ Pure: pushes in, decisions out, each with its reason.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -77,6 +78,10 @@ class UpdatePolicy:
         if count < self.grads_to_wait:
             return Decision(Action.WAIT, f"{count} of {self.grads_to_wait} gradients of the next update")
         return self.flush()
+
+    def keep(self, pushes: Collection[PushName]) -> None:
+        """Forgets what waits, but for these."""
+        self._waiting = [name for name in self._waiting if name in pushes]
 
     def flush(self) -> Decision:
         """Makes an update of what waits, however little it is."""

@@ -95,11 +95,14 @@ class CheckpointFollower:
 
         Returns:
             None when none came in time, or `stop` was called.
+
+        Raises:
+            CheckpointError: the folder can't be read.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while not self._stop.is_set():
             now = time.monotonic()
-            sighting = self._ledger.take(self._look(), now)
+            sighting = self._ledger.take(self._sightings(), now)
             if sighting is not None:
                 checkpoint = self._open(sighting)
                 if checkpoint is not None:
@@ -122,8 +125,16 @@ class CheckpointFollower:
             self._copies.cleanup()
             self._copies = None
 
+    def _sightings(self) -> list[Sighting]:
+        """What is there now."""
+        try:
+            return list(self._look())
+        except FileNotFoundError:
+            return []  # the folder was deleted under our hands
+        except OSError as error:
+            raise CheckpointError(f"The folder {self._path} can't be read: {error}. Change its rights.") from error
+
     def _look(self) -> Iterator[Sighting]:
-        """What is there; what vanishes meanwhile is left out."""
         if self._single is not None:
             yield from _sighted_file(self._path, self._single)
             return

@@ -1,12 +1,14 @@
 """One compiled function per kind of batch, around the model's own `train_step` and friends.
 
-The optimizer's `apply` is replaced by one that keeps what it is given, so that the gradients of the
+The optimizers keep what they are given (elasticcb/optimizer_capture.py), so that the gradients of the
 traced step come out of the function as outputs instead of being applied. Pulled weights are assigned,
 and gradients packed into one flat array per server and dtype, inside the same function.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +20,17 @@ import tensorflow as tf
 from elasticcb.errors import ModelFileError
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics, Transport, to_number
-from elasticcb.model_weights import variable_specs
-from elasticcb.ps.partition import Slice, layout
+from elasticcb.model_weights import local_variables
+from elasticcb.optimizer_capture import OptimizerCapture
+from elasticcb.optimizer_traits import clips_on_server
+from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
+from elasticcb.worker.gradients import sort_gradients
+from elasticcb.worker.loss_scale import LossScale
+
+logger = logging.getLogger(__name__)
+
+_NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|uncompilable", re.IGNORECASE)
 
 
 @dataclass
@@ -30,6 +40,7 @@ class TrainResult:
     push: Push
     logs: dict[str, Any]
     states: States
+    overflow: str = ""  # why there is nothing to push: the scaled loss has gradients that are not finite
 
 
 class Trainer:
@@ -38,83 +49,133 @@ class Trainer:
     Args:
         model: a built model, compiled if it is to be trained.
         metrics: the model's metrics.
+        specs: of `model.weights`, as the master gives them.
         partition: by server, the slices of `model.weights` that it holds.
     """
 
-    def __init__(self, model: keras.Model, metrics: ModelMetrics, partition: Sequence[Sequence[Slice]]) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+    ) -> None:
         self.model = model
         self._metrics = metrics
+        self._specs = specs
         self._partition = partition
-        self._specs = variable_specs(model)
-        self._captured: list[tuple[Any, Any]] = []
-        self._dense_variables: tuple[int, ...] = ()
-        if getattr(model, "optimizer", None) is not None:
-            model.optimizer.apply = self._capture
-        self._train = tf.function(self._train_step, autograph=False, reduce_retracing=True)
-        self._test = tf.function(self._test_step, autograph=False, reduce_retracing=True)
-        self._predict = tf.function(self._predict_step, autograph=False, reduce_retracing=True)
+        self._local = local_variables(model)
+        self._capture = OptimizerCapture(model)
+        for optimizer in self._capture.optimizers if len(partition) > 1 else ():
+            _check_clipping(optimizer)
+        self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
         self._assign = tf.function(self._assign_blocks, autograph=False)
-        if getattr(model, "run_eagerly", False):
-            self._train, self._test, self._predict = self._train_step, self._test_step, self._predict_step
+        self._compile(jit=bool(getattr(model, "jit_compile", False)))
+
+    def _compile(self, jit: bool) -> None:
+        self._jit = jit
+        steps = (self._train_step, self._test_step, self._predict_step)
+        if getattr(self.model, "run_eagerly", False):
+            self._inner_step = self._model_step
+            self._train, self._test, self._predict = steps
+            return
+
+        def compiled(function: Any, **options: Any) -> Any:
+            return tf.function(function, autograph=False, reduce_retracing=True, **options)
+
+        # XLA gets the model's own step alone: it can't compile the search for the rows of an embedding.
+        self._inner_step = compiled(self._model_step, jit_compile=True) if jit else self._model_step
+        self._train = compiled(self._train_step)
+        self._test, self._predict = (compiled(step, jit_compile=jit or None) for step in steps[1:])
+
+    def _run(self, name: str, *args: Any) -> Any:
+        """Runs a compiled step, without XLA from the first time on that it can't compile one."""
+        try:
+            return getattr(self, name)(*args)
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+            if not self._jit or not _NOT_COMPILABLE.search(error.message):
+                raise
+            logger.warning("The model runs without jit_compile, which it can't do: %s", error.message.split("\n")[0])
+            self._compile(jit=False)
+            return getattr(self, name)(*args)
 
     def train(self, batch: Any, blocks: Blocks) -> TrainResult:
         """Gradients of `batch`, `(features, labels[, sample_weight])`, at the weights `blocks`."""
-        logs, states, gradients, rows, deltas, finite = self._train(batch, blocks)
+        logs, states, dense, gradients, rows, deltas, finite, usable = self._run("_train", batch, blocks)
+        logs = {name: to_number(value) for name, value in logs.items()}
         push = Push(
             gradients=_to_numpy(gradients),
-            dense_variables=self._dense_variables,
+            dense_variables=tuple(dense),
             rows={index: (ids.numpy(), values.numpy()) for index, (ids, values) in rows.items()},
             state_deltas=[
                 {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_numpy(deltas)
             ],
-            loss=float(logs["loss"]) if "loss" in logs else 0.0,
+            loss=float(np.mean(logs["loss"])) if "loss" in logs else 0.0,
         )
+        overflow = ""
         if not finite:
             push.non_finite = self._find_non_finite(push)
-        return TrainResult(push, {name: to_number(value) for name, value in logs.items()}, _to_numpy(states))
+            if np.isfinite(push.loss):  # else no scale can help
+                overflow = self._explain_overflow(usable.numpy())
+        return TrainResult(push, logs, _to_numpy(states), overflow)
+
+    def _explain_overflow(self, usable: Any) -> str:
+        return ", ".join(
+            f"gradients of the scaled loss are not finite; {optimizer.name!r} lowers its scale to {scale.value:g}"
+            for optimizer, scale, fits in zip(self._capture.optimizers, self._scales, usable, strict=True)
+            if not fits
+        )
 
     def evaluate(self, batch: Any) -> tuple[dict[str, Any], Any]:
         """Adds `batch` to the metrics; returns present logs, and `(labels, predictions, weight)` if a metric
         needs them to travel."""
-        logs, outputs = self._test(batch)
+        logs, outputs = self._run("_test", batch)
         outputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
         return {name: to_number(value) for name, value in logs.items()}, outputs
 
     def predict(self, features: Any) -> Any:
         """The model's outputs for a batch of features, as NumPy arrays."""
-        return tf.nest.map_structure(_as_array, self._predict(features))
+        return tf.nest.map_structure(_as_array, self._run("_predict", features))
 
     def assign(self, blocks: Blocks) -> None:
         """Sets the model's weights."""
         self._assign(blocks)
 
-    def _capture(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if trainable_variables is None:
-            trainable_variables = self.model.trainable_weights
-        self._captured += list(zip(grads, trainable_variables, strict=True))
+    def _model_step(self, batch: Any) -> tuple[Any, dict[int, Any], Any]:
+        """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
+        logs, updates = self._capture.train_step(batch)
+        gradients: dict[int, Any] = {}
+        usable = []
+        for number, scale in enumerate(self._scales):
+            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
+            unscaled, fits = scale.unscale(own) if own else ({}, tf.constant(True))
+            gradients |= unscaled
+            usable.append(fits)
+        return logs, gradients, tf.stack(usable)
 
     def _train_step(self, batch: Any, blocks: Any) -> Any:
         self._assign_blocks(blocks)
         self._metrics.reset()
-        self._captured.clear()
-        logs = self.model.train_step(batch)
+        logs, found, usable = self._inner_step(batch)
         states = self._metrics.state_tensors()
-        dense, rows = self._sort_gradients()
-        self._dense_variables = tuple(dense)
-        gradients = [self._pack(server, dense, trainable=True) for server in self._partition]
-        state = {i: v.value for i, v in enumerate(self.model.weights) if not self._specs[i].trainable}
-        deltas = [
-            {
-                dtype: _difference(flat, blocks[server][f"state/{dtype}"])
-                for dtype, flat in self._pack(slices, state, trainable=False).items()
-            }
-            for server, slices in enumerate(self._partition)
-        ]
+        self._check_updated(found)
+        dense, rows = sort_gradients(found, self._specs, self._capture.optimizers)
+        gradients = [self._pack(server, dense) for server in self._partition]
+        deltas = [self._state_deltas(slices, blocks[server]) for server, slices in enumerate(self._partition)]
         checked = [flat for server in gradients + deltas for flat in server.values() if flat.dtype.is_floating]
         checked += [values for _, values in rows.values()]
         checked += [logs["loss"]] if "loss" in logs else []
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in checked])
-        return logs, states, gradients, rows, deltas, finite
+        # Keys, because a function compiled for another kind of batch may have other variables.
+        return logs, states, dict.fromkeys(dense, ()), gradients, rows, deltas, finite, usable
+
+    def _check_updated(self, found: Mapping[int, Any]) -> None:
+        unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
+        if unexpected:
+            raise ModelFileError(
+                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
+                "it did not when the job started. Which variables a step updates must be the same for every batch."
+            )
 
     def _test_step(self, batch: Any) -> Any:
         outputs: Any = ()
@@ -144,47 +205,27 @@ class Trainer:
                     piece = blocks[server][f"{prefix}/{dtype}"][offset : offset + part.elements]
                     parts.setdefault(part.variable, []).append((part.start, piece))
         for index, found in parts.items():
+            if index in self._local:
+                continue
             pieces = [piece for _, piece in sorted(found, key=lambda item: item[0])]
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self.model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
 
-    def _sort_gradients(self) -> tuple[dict[int, Any], dict[int, tuple[Any, Any]]]:
-        """Dense gradients and unique rows by variable, clipped by their global norm if the optimizer says so."""
-        indices = {id(variable): index for index, variable in enumerate(self.model.weights)}
-        variables, gradients = [], []
-        for gradient, variable in self._captured:
-            if gradient is None:
-                continue
-            if isinstance(gradient, tf.IndexedSlices):
-                ids, positions = tf.unique(tf.cast(tf.reshape(gradient.indices, [-1]), tf.int64))
-                values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(ids))
-                gradient = tf.IndexedSlices(values, ids, gradient.dense_shape)
-            variables.append(indices[id(variable)])
-            gradients.append(gradient)
-        if not gradients:
-            raise ModelFileError(
-                "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the "
-                "loss does not depend on the weights."
-            )
-        clip_norm = getattr(self.model.optimizer, "global_clipnorm", None)
-        if clip_norm:
-            # Here, because a server sees only its own part of the gradients.
-            gradients, _ = tf.clip_by_global_norm(gradients, clip_norm)
-        dense: dict[int, Any] = {}
-        rows: dict[int, tuple[Any, Any]] = {}
-        for index, gradient in sorted(zip(variables, gradients, strict=True), key=lambda item: item[0]):
-            if isinstance(gradient, tf.IndexedSlices):
-                rows[index] = (gradient.indices, gradient.values)
-            else:
-                dense[index] = gradient
-        return dense, rows
-
-    def _pack(self, slices: Sequence[Slice], tensors: Mapping[int, Any], trainable: bool) -> dict[str, Any]:
+    def _pack(self, slices: Sequence[Slice], gradients: Mapping[int, Any]) -> dict[str, Any]:
         pieces: dict[str, list[Any]] = {}
-        for part, dtype, _ in layout(self._specs, slices, trainable, tensors.keys()):
-            flat = tf.reshape(tensors[part.variable], [-1])
+        for part, dtype, _ in layout(self._specs, slices, True, gradients.keys()):
+            flat = tf.reshape(gradients[part.variable], [-1])
             pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
+
+    def _state_deltas(self, slices: Sequence[Slice], block: Mapping[str, Any]) -> dict[str, Any]:
+        """What the step has added to the non-trainable variables, packed."""
+        pieces: dict[str, list[Any]] = {}
+        for part, dtype, offset in layout(self._specs, slices, False):
+            old = block[f"state/{dtype}"][offset : offset + part.elements]
+            new = tf.reshape(self.model.weights[part.variable].value, [-1])[part.start : part.stop]
+            pieces.setdefault(dtype, []).append(_difference(old if part.variable in self._local else new, old))
+        return {dtype: tf.concat(flat, 0) for dtype, flat in pieces.items()}
 
     def _find_non_finite(self, push: Push) -> str:
         if not np.isfinite(push.loss):
@@ -201,6 +242,15 @@ class Trainer:
                 if delta is not None and not np.isfinite(delta[offset : offset + part.elements].astype(float)).all():
                     return f"the new value of {self._specs[part.variable].path!r}"
         return ""
+
+
+def _check_clipping(optimizer: keras.optimizers.Optimizer) -> None:
+    if clips_on_server(optimizer):
+        raise ModelFileError(
+            f"The optimizer {optimizer.name!r} has global_clipnorm and gradient_accumulation_steps both. The norm is "
+            "that of all accumulated gradients, and each parameter server holds only a part of them. Use one "
+            "parameter server (--num_ps=1), or clipnorm or clipvalue instead of global_clipnorm."
+        )
 
 
 def _difference(new: Any, old: Any) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import operator
+import time
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,10 @@ from elasticcb.errors import (
 from elasticcb.feed import Pipeline, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master_client import MasterClient, ProgressReporter
-from elasticcb.metric_messages import States, to_metric_states
+from elasticcb.metric_messages import States, to_metric_states, to_outputs
 from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_weights import prime, variable_specs
+from elasticcb.optimizer_traits import unwrapped
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient
@@ -70,6 +74,7 @@ class Worker:
         self._pass = (0, 0, 0)  # task type, epoch and evaluation round of the present task
         self._batches: Counter[tuple[int, int, int]] = Counter()  # that ran here, by pass
         self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
+        self._event: pb.BatchEvent | None = None  # of the present batch
         self._stop_told = False
         self._gave_up = False  # the job fails by an error here
         self._assigned: Blocks | None = None  # what the model's variables hold
@@ -102,14 +107,23 @@ class Worker:
             synchronous=not self._settings.training.use_async,
             token=self._client.token,
         )
-        self._trainer = Trainer(self._model, self._metrics, self._ps.partition)
+        self._trainer = Trainer(self._model, self._metrics, self._ps.specs, self._ps.partition)
         self._ps.pull()
         self._adopt_base_learning_rate()
         params = callback_params(self._settings, worker_id=self._client.id)
         spec = pipeline.element_spec
         labelled = first_mode != "prediction" and isinstance(spec, tuple)
         params["features_spec"] = spec[0] if labelled else spec
-        self._callbacks = Dispatcher(job_callbacks(self._spec, self._settings), Place.WORKER, params, self._model)
+        self._callbacks = Dispatcher(
+            job_callbacks(self._spec, self._settings),
+            Place.WORKER,
+            params,
+            self._model,
+            on_error=self._settings.training.callback_errors,
+            warn=lambda warning: self._progress.warn(warning.subject, warning.text, warning.errors),
+        )
+        self._reports_batches = cluster.batch_events
+        self._reports_predictions = cluster.predictions
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline)
         try:
@@ -213,6 +227,7 @@ class Worker:
         index = self._batches[self._pass]
         self._batches[self._pass] += 1
         loss: float | None = None
+        self._event = None
         if self._task.type == pb.TRAINING:
             loss = self._train(batch, index)
         elif self._task.type == pb.EVALUATION:
@@ -220,8 +235,17 @@ class Worker:
         else:
             self._predict(batch, index)
         self._units_done += batch.units
-        done = self._units_done if self._counts_progress else 0
-        self._progress.update(self._task.lease, done, self._ps.version, loss, urgent=self._passed_a_milestone())
+        # Predictions of half a task die with its worker.
+        resumable = self._counts_progress and not (self._task.type == pb.PREDICTION and self._reports_predictions)
+        done = self._units_done if resumable else 0
+        self._progress.update(
+            self._task.lease,
+            done,
+            self._ps.version,
+            loss,
+            urgent=self._passed_a_milestone(),
+            event=self._event,
+        )
 
     def _passed_a_milestone(self) -> bool:
         """Whether the master has something to do at the present version."""
@@ -238,7 +262,11 @@ class Worker:
                 name: [tensor.numpy() for tensor in values] for name, values in self._metrics.state_tensors().items()
             }
         self._report.version = self._ps.version
-        self._report.metrics.extend(to_metric_states(self._states, self._outputs))
+        if self._task.type == pb.PREDICTION:
+            self._report.predictions.extend(to_outputs(self._outputs))
+        else:
+            self._report.metrics.extend(to_metric_states(self._states, self._outputs))
+        self._progress.flush()  # the end of an epoch comes after its batches
         answer = self._client.report_done(self._report)
         if answer.accepted:
             self._passes.after(self._task, self._states)
@@ -256,6 +284,7 @@ class Worker:
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
         self._progress.send()  # what is done need not be done again
         self._progress.clear()
+        self._progress.flush()
         answer = self._client.report_failed(self._task.lease, message, trace, fatal)
         if not answer.accepted:
             logger.warning("The report of task %d was refused: %s", self._task.id, answer.reason)
@@ -270,12 +299,16 @@ class Worker:
     # ------------------------------------------------------------ batches
 
     def _train(self, batch: Batch, index: int) -> float:
-        if self._callbacks.wants("on_train_batch_begin"):
-            self._show(self._ps.blocks)
-            self._call("on_train_batch_begin", self._ps.version, {"batch": index, "size": batch.records})
+        self._call_of_batch("on_train_batch_begin", self._ps.version, {"batch": index, "size": batch.records})
+        started = time.perf_counter()
         while True:
             result = self._trainer.train(batch.data, self._ps.blocks)
             self._assigned = None  # the step may have changed non-trainable variables
+            if result.overflow:
+                logger.info("Batch skipped: %s", result.overflow)
+                self._report.batches_skipped += 1
+                self._add_states(result.states)
+                return result.push.loss
             self._local_steps += 1
             pull = self._local_steps % self._settings.training.get_model_steps == 0
             answer = self._ps.push(result.push, self._changed_learning_rate(), pull)
@@ -284,30 +317,56 @@ class Worker:
             self._report.gradients_rejected += 1
             self._ps.pull()
         if answer.status == pb.NON_FINITE:
-            if self._settings.training.non_finite is NonFinite.STOP:
-                raise NonFiniteError(answer.reason)
-            logger.warning("Batch skipped: %s", answer.reason)
-            self._report.batches_skipped += 1
+            self._pass_over(answer.reason, batch, result.logs)
             return float("nan")
         if self._local_steps == 1:
             logger.info("The first step is done, after compiling it")
         self._adopt_base_learning_rate()
         self._add_states(result.states)
-        if self._callbacks.wants("on_train_batch_end"):
-            self._show(self._ps.blocks)
-            self._call("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
+        self._note_event(batch, answer.version, result.logs)
+        self._callbacks.note_batch(time.perf_counter() - started)
+        self._call_of_batch("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
         return result.push.loss
+
+    def _pass_over(self, reason: str, batch: Batch, logs: dict[str, Any]) -> None:
+        """A batch has NaN or infinity, and its push was refused: the job fails, unless it need not."""
+        if self._settings.training.non_finite is NonFinite.STOP:
+            # A callback that ends training now, as TerminateOnNaN does, lets the job end in order.
+            given = {"size": batch.records, **logs, "loss": float("nan")}
+            self._call_of_batch("on_train_batch_end", self._ps.version, given)
+            if not self._callbacks.stop_requested:
+                raise NonFiniteError(reason)
+        logger.warning("Batch skipped: %s", reason)
+        self._report.batches_skipped += 1
+
+    def _note_event(self, batch: Batch, version: int, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """What the master's callbacks will hear of the batch."""
+        if self._reports_batches:
+            numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+            number = self._task.epoch if self._task.type == pb.TRAINING else self._task.evaluation_round
+            self._event = pb.BatchEvent(
+                type=self._task.type, number=number, version=version, size=batch.records, logs=numbers
+            )
+
+    def _call_of_batch(self, hook: str, version: int, logs: dict[str, Any]) -> None:
+        if self._callbacks.is_due(hook):
+            self._show(self._ps.blocks)
+        self._call(hook, version, logs)
 
     def _evaluate(self, batch: Batch, index: int) -> None:
         self._call("on_test_batch_begin", index, {"size": batch.records})
         logs, outputs = self._trainer.evaluate(batch.data)
         if Transport.OUTPUTS in self._transports.values():
             self._outputs.append(outputs)
+        self._note_event(batch, self._ps.snapshot_version)
         self._call("on_test_batch_end", index, {"size": batch.records, **logs})
 
     def _predict(self, batch: Batch, index: int) -> None:
         self._call("on_predict_batch_begin", index, {"size": batch.records})
         predictions = self._trainer.predict(batch.data)
+        if self._reports_predictions:
+            self._outputs.append(predictions)
+        self._note_event(batch, self._ps.version)
         self._call("on_predict_batch_end", index, {"predictions": predictions})
 
     def _add_states(self, states: States) -> None:
@@ -345,5 +404,6 @@ class Worker:
 
 def _settable_learning_rate(model: Any) -> float | None:
     """The optimizer's learning rate; None when a schedule rules it."""
-    rate: Any = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
+    optimizer = getattr(model, "optimizer", None)
+    rate: Any = getattr(unwrapped(optimizer), "_learning_rate", None)
     return float(rate.value) if hasattr(rate, "assign") else None

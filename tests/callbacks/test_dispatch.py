@@ -5,6 +5,7 @@ import pytest
 
 from elasticcb.callbacks import Dispatcher, Place
 from elasticcb.errors import CallbackError, ConnectionLostError, ModelFileError
+from elasticcb.settings import CallbackErrors
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +197,77 @@ def test_what_is_no_callback_is_refused_with_a_hint(model, item, hint) -> None:
         Dispatcher([keras.callbacks.Callback(), item], Place.MASTER, {}, model)
 
 
+def test_callback_whose_hooks_all_run_elsewhere_is_not_given_the_model(model, tmp_path) -> None:
+    board = keras.callbacks.TensorBoard(str(tmp_path / "board"))
+    Dispatcher([board], Place.WORKER, {}, model)
+    assert not (tmp_path / "board").exists()  # it writes the model's graph in set_model
+    Dispatcher([board], Place.MASTER, {}, model)
+    assert (tmp_path / "board").exists()
+
+
+def test_callbacks_of_keras_get_the_logs_that_keras_gives(model) -> None:
+    seen = {}
+
+    class Own(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            seen["own"] = logs
+
+    class Derived(keras.callbacks.History):
+        def on_test_end(self, logs=None):
+            seen["derived"] = logs
+
+    dispatcher = Dispatcher([Own(), Derived()], Place.MASTER, {}, model)
+    dispatcher.call("on_test_end", {"mae": 1.0, "version": 3}, keras_logs={"mae": 1.0})
+    assert seen == {"own": {"mae": 1.0, "version": 3}, "derived": {"mae": 1.0}}
+
+
+class Fails(keras.callbacks.Callback):
+    def on_test_end(self, logs=None):
+        raise ValueError("of the user")
+
+
+def test_error_of_a_hook_can_be_a_warning_after_which_the_others_are_called(model, caplog) -> None:
+    warnings, recorder = [], Recorder()
+    dispatcher = Dispatcher(
+        [Fails(), recorder], Place.MASTER, {}, model, on_error=CallbackErrors.WARN, warn=warnings.append
+    )
+    dispatcher.call("on_test_end", {"version": 40})
+    dispatcher.call("on_test_end", {"version": 50})
+    assert [name for name, *_ in recorder.calls] == ["on_test_end"] * 2
+    assert [warning.subject for warning in warnings] == ["Fails.on_test_end failed"] * 2
+    assert [warning.errors for warning in warnings] == [1, 1]
+    assert "on the master (model version 40): ValueError: of the user" in warnings[0].text
+    assert 'raise ValueError("of the user")' in warnings[0].text
+    assert caplog.text.count('raise ValueError("of the user")') == 2
+
+
+def test_error_in_what_the_job_is_for_is_never_a_warning(model) -> None:
+    class Export(Fails):
+        essential = True
+
+    class NoModel(keras.callbacks.Callback):
+        def set_model(self, model):
+            raise ValueError("of the user")
+
+    with pytest.raises(CallbackError, match="of the user"):
+        Dispatcher([Export()], Place.MASTER, {}, model, on_error=CallbackErrors.WARN).call("on_test_end", {})
+    with pytest.raises(CallbackError, match="of the user"):
+        Dispatcher([NoModel()], Place.MASTER, {}, model, on_error=CallbackErrors.WARN)
+
+
+def test_slow_hook_of_a_batch_is_warned_about_by_name(model) -> None:
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sum(range(1000))
+
+    warnings = []
+    dispatcher = Dispatcher([Slow()], Place.WORKER, {}, model, warn=warnings.append)
+    for batch in range(30):
+        dispatcher.note_batch(1e-9)
+        dispatcher.call("on_train_batch_end", batch, {})
+    assert [warning.subject for warning in warnings] == ["Slow.on_train_batch_end is slow"]
+
+
 def test_what_needs_the_export_goes_after_it_in_whichever_order(model) -> None:
     order = []
 
@@ -209,5 +281,9 @@ def test_what_needs_the_export_goes_after_it_in_whichever_order(model) -> None:
         def on_train_end(self, logs=None):
             order.append("early")
 
-    Dispatcher([Late(), Early()], Place.WORKER, {}, model).call("on_train_end", {})
+    dispatcher = Dispatcher([Late(), Early()], Place.WORKER, {}, model)
+    dispatcher.call("on_train_end", {})
     assert order == ["early", "late"]
+    dispatcher.call("on_train_end", {}, after_export=True)
+    dispatcher.call("on_train_end", {}, after_export=False)
+    assert order[2:] == ["late", "early"]

@@ -9,7 +9,15 @@ import keras
 import pytest
 
 from elasticcb.callbacks import runs_on
-from elasticcb.callbacks.placement import ALIASES, TABLE, Place, hooks_at, overridden_hooks
+from elasticcb.callbacks.placement import (
+    ALIASES,
+    STOCK,
+    TABLE,
+    Place,
+    hooks_at,
+    needs_optimizer_state,
+    overridden_hooks,
+)
 from elasticcb.errors import ModelFileError
 
 DOCS = Path(__file__).parents[2] / "docs" / "callbacks.md"
@@ -97,13 +105,96 @@ def test_on_train_end_runs_on_the_master_too_where_the_callback_keeps_epochs() -
     assert hooks(Epochs(), Place.MASTER) == {"on_train_end", "on_epoch_begin"}
 
 
-def test_stock_keras_callbacks_of_epochs_alone_stay_on_the_master(tmp_path: Path) -> None:
-    log = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
-    assert hooks(log, Place.MASTER) == {"on_train_begin", "on_epoch_end", "on_train_end"}
-    assert hooks(log, Place.WORKER) == set()
-    board = keras.callbacks.TensorBoard(str(tmp_path / "board"))
-    assert {"on_train_begin", "on_train_batch_end", "on_train_end"} <= hooks(board, Place.WORKER)
-    assert {"on_train_begin", "on_epoch_end", "on_train_end"} <= hooks(board, Place.MASTER)
+def stock_callbacks(folder: Path) -> dict[str, keras.callbacks.Callback]:
+    k = keras.callbacks
+    return {
+        "BackupAndRestore": k.BackupAndRestore(str(folder / "backup")),
+        "CSVLogger": k.CSVLogger(str(folder / "log.csv")),
+        "EarlyStopping": k.EarlyStopping(),
+        "History": k.History(),
+        "LearningRateScheduler": k.LearningRateScheduler(lambda epoch: 0.1),
+        "ModelCheckpoint": k.ModelCheckpoint(str(folder / "model.keras")),
+        "ProgbarLogger": k.ProgbarLogger(),
+        "ReduceLROnPlateau": k.ReduceLROnPlateau(),
+        "RemoteMonitor": k.RemoteMonitor(),
+        "SwapEMAWeights": k.SwapEMAWeights(),
+        "TensorBoard": k.TensorBoard(str(folder / "board")),
+        "TerminateOnNaN": k.TerminateOnNaN(),
+    }
+
+
+def test_every_callback_of_keras_has_a_row_unless_it_runs_by_hook() -> None:
+    of_keras = {name for name in dir(keras.callbacks) if isinstance(getattr(keras.callbacks, name), type)}
+    assert of_keras - {"Callback", "CallbackList", "LambdaCallback"} <= STOCK.keys()
+
+
+def test_hooks_of_stock_callbacks_run_in_one_place(tmp_path: Path) -> None:
+    for name, callback in stock_callbacks(tmp_path).items():
+        own, other = Place.MASTER, Place.WORKER
+        if name == "TerminateOnNaN":
+            own, other = other, own
+        assert hooks(callback, own) == set(overridden_hooks(callback)) != set(), name
+        assert hooks(callback, other) == set(), name
+
+
+def test_lambda_callback_runs_by_hook() -> None:
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=print, on_train_batch_end=print)
+    assert hooks(callback, Place.MASTER) == {"on_epoch_end"}
+    assert hooks(callback, Place.WORKER) == {"on_train_batch_end"}
+
+
+def test_class_derived_from_a_stock_callback_stays_with_it(tmp_path: Path) -> None:
+    class Log(keras.callbacks.CSVLogger):
+        def on_train_batch_end(self, batch, logs=None): ...
+
+    @runs_on("worker")
+    class Moved(Log): ...
+
+    path = str(tmp_path / "log.csv")
+    names = {"on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"}
+    assert hooks(Log(path), Place.MASTER) == hooks(Moved(path), Place.WORKER) == names
+    assert hooks(Log(path), Place.WORKER) == hooks(Moved(path), Place.MASTER) == set()
+
+
+def test_stock_callback_wants_batches_only_when_its_settings_do(tmp_path: Path) -> None:
+    k = keras.callbacks
+
+    def of_batches(callback: keras.callbacks.Callback) -> set[str]:
+        return {name for name in overridden_hooks(callback) if TABLE[name].of_batch}
+
+    both = {"on_train_batch_begin", "on_train_batch_end"}
+    path = str(tmp_path / "model.keras")
+    assert of_batches(k.ModelCheckpoint(path)) == set()
+    assert of_batches(k.ModelCheckpoint(path, save_freq=5)) == {"on_train_batch_end"}
+    assert of_batches(k.BackupAndRestore(str(tmp_path))) == set()
+    assert of_batches(k.BackupAndRestore(str(tmp_path), save_freq=5)) == {"on_train_batch_end"}
+    assert of_batches(k.TensorBoard(str(tmp_path))) == set()
+    assert of_batches(k.TensorBoard(str(tmp_path), update_freq=10)) == both
+    assert of_batches(k.TensorBoard(str(tmp_path), update_freq="batch")) == both
+    bar = k.ProgbarLogger()
+    assert {"on_train_batch_end", "on_test_batch_end", "on_predict_batch_end"} == of_batches(bar)
+    bar.set_params({"verbose": 0, "epochs": 1, "steps": 3})
+    assert of_batches(bar) == set()
+
+    class Own(k.ModelCheckpoint):
+        def on_train_batch_end(self, batch, logs=None): ...
+
+    assert of_batches(Own(path)) == {"on_train_batch_end"}
+
+
+def test_savers_and_swappers_and_whoever_says_so_need_the_optimizers_state(tmp_path: Path) -> None:
+    class Own(keras.callbacks.Callback):
+        needs_optimizer_state = True
+
+    every_epoch = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
+    by_steps = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"), save_freq=5)
+    assert needs_optimizer_state(every_epoch, "on_epoch_end")
+    assert not needs_optimizer_state(by_steps, "on_epoch_end")
+    assert needs_optimizer_state(by_steps, "on_train_batch_end")
+    assert needs_optimizer_state(keras.callbacks.SwapEMAWeights(), "on_test_begin")
+    assert needs_optimizer_state(keras.callbacks.BackupAndRestore(str(tmp_path)), "on_train_begin")
+    assert not needs_optimizer_state(keras.callbacks.EarlyStopping(), "on_train_end")
+    assert needs_optimizer_state(Own(), "on_test_end")
 
 
 def test_prediction_begins_and_ends_on_master_and_workers() -> None:
@@ -149,12 +240,14 @@ def test_runs_on_moves_all_hooks_of_a_class_in_both_directions() -> None:
     assert hooks(Worker(), Place.MASTER) == set()
 
 
-def test_runs_on_master_leaves_out_inherited_hooks_of_batches(tmp_path: Path) -> None:
+def test_runs_on_master_has_hooks_of_batches_too() -> None:
     @runs_on("master")
-    class EpochsOnly(keras.callbacks.TensorBoard): ...
+    class Follows(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None): ...
+        def on_predict_batch_begin(self, batch, logs=None): ...
 
-    assert hooks(EpochsOnly(str(tmp_path)), Place.WORKER) == set()
-    assert not any("_batch_" in name for name in hooks(EpochsOnly(str(tmp_path)), Place.MASTER))
+    assert hooks(Follows(), Place.MASTER) == {"on_train_batch_end", "on_predict_batch_begin"}
+    assert hooks(Follows(), Place.WORKER) == set()
 
 
 @pytest.mark.parametrize("place", ["ps", "", None, 3, "Master"])
@@ -166,10 +259,3 @@ def test_runs_on_refuses_other_places(place: object) -> None:
 def test_runs_on_refuses_what_is_no_class() -> None:
     with pytest.raises(ModelFileError, match="decorates the class of a callback"):
         runs_on("master")(keras.callbacks.Callback())  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize("name", ["on_train_batch_end", "on_batch_end"])
-def test_runs_on_master_refuses_a_class_with_hooks_of_batches(name: str) -> None:
-    broken = type("Broken", (keras.callbacks.Callback,), {name: lambda self, batch, logs=None: None})
-    with pytest.raises(ModelFileError, match=f"Broken.*{name}.*never be called"):
-        runs_on("master")(broken)

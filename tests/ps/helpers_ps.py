@@ -59,6 +59,11 @@ def gradients(step: int, specs: Sequence[VariableSpec] = SPECS) -> dict[int, np.
     }
 
 
+def alone(make_optimizer: Callable[[], Any] | None) -> Callable[[int], list[Any]] | None:
+    """As servers take it: what makes all optimizers of a model."""
+    return None if make_optimizer is None else lambda count: [make_optimizer()]
+
+
 class Part:
     """One server's parameters without a server around them."""
 
@@ -79,7 +84,7 @@ class Part:
             .reshape(part.shape(specs[part.variable]))
             for part in self.slices
         }
-        self.parameters = Parameters(specs, self.slices, make_optimizer, own)
+        self.parameters = Parameters(specs, self.slices, alone(make_optimizer), own)
         self.reader = PushReader(specs, self.slices)
 
     def push(self, dense: Mapping[int, np.ndarray], rows: Mapping[int, tuple[Any, Any]] | None = None) -> None:
@@ -164,7 +169,7 @@ class Cluster:
             model=ModelSettings(zoo="", definition=""),
             training=TrainingSettings(**training),
         )
-        self.servers = [PSServer(settings, make_optimizer) for _ in range(num_ps)]
+        self.servers = [PSServer(settings, alone(make_optimizer)) for _ in range(num_ps)]
         for server in self.servers:
             server.start()
         self.connections = [

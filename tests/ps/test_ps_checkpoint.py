@@ -10,7 +10,7 @@ from elasticcb import checkpoint
 from elasticcb.errors import CheckpointError
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, partition
-from helpers_ps import SPECS, Part, gradients, initial_values
+from helpers_ps import SPECS, Part, alone, gradients, initial_values
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -50,8 +50,8 @@ def restored(folder, num_ps, make=adam, specs=BIG, split=True):
     for index, slices in enumerate(partition(specs, num_ps, split)):
         loaded = checkpoint.load_slices(folder, specs, slices, index, num_ps)
         part = Part(None, initial_values(specs, seed=9), specs, num_ps, index, split)
-        part.parameters = Parameters(specs, slices, make, loaded.weights, loaded.version)
-        part.parameters.restore_optimizer(loaded)
+        part.parameters = Parameters(specs, slices, alone(make), loaded.weights, loaded.version)
+        part.parameters.restore_optimizers(loaded)
         parts.append(part)
     return parts
 
@@ -72,7 +72,7 @@ def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num
             part.push(gradients(step, BIG))
     for mine, other in zip(whole(after), whole(before), strict=True):
         np.testing.assert_array_equal(mine, other)
-    assert int(after[-1].parameters.optimizer.optimizer.iterations) == 6
+    assert int(after[-1].parameters.optimizers.parts[0].optimizer.iterations) == 6
 
 
 def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path):

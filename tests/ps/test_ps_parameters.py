@@ -133,7 +133,7 @@ def test_rows_alone_advance_the_optimizer_by_one_step():
     part.push({}, {0: (IDS, rows_and_dense(0)[0])})
     part.push({}, {0: (np.zeros(0, np.int64), np.zeros((0, 4), np.float32))})
     part.push({})
-    assert int(part.parameters.optimizer.optimizer.iterations) == 3
+    assert int(part.parameters.optimizers.parts[0].optimizer.iterations) == 3
     assert part.parameters.version == 3
 
 
@@ -220,10 +220,10 @@ def test_bfloat16_weights_are_updated():
 @pytest.mark.parametrize("name", ["Adafactor", "Nadam", "Adam", "a user's own", "Muon"])
 def test_every_variable_of_an_optimizer_is_known_by_what_it_belongs_to(name):
     part = Part(OPTIMIZERS[name], initial_values())
-    optimizer: ServerOptimizer = part.parameters.optimizer
+    optimizer: ServerOptimizer = part.parameters.optimizers.parts[0]
     known = [slot.value for slot in [*optimizer.slots, *optimizer.extras]] + list(optimizer.shared.values())
     assert {id(v) for v in known} == {id(v) for v in optimizer.optimizer.variables}
-    expected = {"iterations", "learning_rate"} | ({"shared0"} if name == "Nadam" else set())
+    expected = {"iterations", "learning_rate"} | ({"u_product"} if name == "Nadam" else set())
     assert set(optimizer.shared) == expected
     if name == "Adafactor":
         assert {slot.variable for slot in optimizer.extras} == set(TRAINABLE)

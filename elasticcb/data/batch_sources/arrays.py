@@ -26,6 +26,7 @@ class ArraySource(PassSource):
       batch_size: rows in a batch.
       shuffle: True: all rows, anew for each pass; "batch": rows inside each batch; False: none.
       steps: see `PassSource`.
+      limit: of batches in a pass.
       folder: where the file is written.
     """
 
@@ -35,12 +36,14 @@ class ArraySource(PassSource):
         num_rows: int,
         batch_size: int,
         *,
-        shuffle: bool | str,
-        steps: int | None,
+        shuffle: bool | str = False,
+        steps: int | None = None,
+        limit: int | None = None,
         folder: Path,
-        seed: int,
+        seed: int = 0,
     ) -> None:
-        super().__init__(-(-num_rows // batch_size), steps)
+        size = -(-num_rows // batch_size)
+        super().__init__(min(size, limit or size), steps)
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._shuffle = shuffle
@@ -62,12 +65,14 @@ class ArraySource(PassSource):
 
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
         for index in range(start, end):
-            rows = self._rows(number, index)
-            yield keras_data.map_arrays(lambda column, rows=rows: column.take(rows, self._reader), self._columns)
+            yield self._take(self._rows(number, index))
 
     def close(self) -> None:
         self._reader.close()
         self._order = (-1, None)
+
+    def _take(self, rows: Rows) -> Any:
+        return keras_data.map_arrays(lambda column: column.take(rows, self._reader), self._columns)
 
     def _rows(self, number: int, index: int) -> Rows:
         first, end = index * self._batch_size, min((index + 1) * self._batch_size, self._num_rows)

@@ -92,8 +92,8 @@ def store(array: Any, writer: BlockWriter) -> Column:
         # Cast batch by batch: the file may be larger than memory.
         native = block.dtype.newbyteorder("=")
         return DenseColumn(block, keras_data.float_cast(native) or (None if block.dtype.isnative else native))
-    if isinstance(array, np.ndarray) and array.dtype.kind == "f":
-        return DenseColumn(writer.write(array, keras_data.float_cast(array.dtype)))
+    if isinstance(array, np.ndarray) and array.dtype.kind in "fOUS":  # cast while it is written
+        return _store_dense(array, writer)
     array = keras_data.to_tensorflow(array)
     if keras_data.is_sparse(array):
         sparse, indices, values = array
@@ -112,7 +112,7 @@ def store(array: Any, writer: BlockWriter) -> Column:
 def _store_dense(array: Any, writer: BlockWriter) -> DenseColumn | StringColumn:
     array = np.asarray(array)
     if array.dtype.kind not in "OUS":
-        return DenseColumn(writer.write(array))
+        return DenseColumn(writer.write(array, keras_data.float_cast(array.dtype)))
     strings = [_encoded(value) for value in array.reshape(-1)]
     offsets = np.zeros(len(strings) + 1, np.int64)
     np.cumsum([len(string) for string in strings], out=offsets[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -27,15 +27,22 @@ TFDatasetAdapter = tf_dataset_adapter.TFDatasetAdapter
 
 get_data_adapter = data_adapters.get_data_adapter
 raise_unsupported_argument = data_adapters.raise_unsupported_arg
-can_convert_arrays = array_data_adapter.can_convert_arrays
 train_validation_split = array_slicing.train_validation_split
-class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
-unpack_x_y_sample_weight = keras.utils.unpack_x_y_sample_weight
 
 
-def arrays_of(adapter: ArrayDataAdapter) -> Any:
+def arrays_of(adapter: Any) -> Any:
     """The arrays that an adapter cuts batches from, packed as `x`, `(x, y)` or `(x, y, sample_weight)`."""
     return tree.lists_to_tuples(adapter._inputs)
+
+
+def num_rows(arrays: Any) -> int:
+    """Of each array of a checked structure."""
+    return next(int(array.shape[0]) for array in tree.flatten(arrays) if array is not None)
+
+
+def standardized(adapter: Any, batch: Any) -> Any:
+    """What a `PyDataset` returned, as a tuple or dict, with the sample weights that `class_weight` gives."""
+    return adapter._standardize_batch(batch)
 
 
 def to_tensorflow(array: Any) -> Any:
@@ -77,6 +84,13 @@ def to_batch(batch: Any) -> Any:
         return leaf
 
     return map_arrays(convert, tree.lists_to_tuples(batch))
+
+
+def weighted(dataset: tf.data.Dataset, class_weight: Mapping[int, float] | None) -> tf.data.Dataset:
+    """A dataset of batches with the sample weights that `class_weight` gives."""
+    if class_weight is None:
+        return dataset
+    return dataset.map(tf_dataset_adapter.make_class_weight_map_fn(class_weight))
 
 
 def capped_steps(steps: int | None) -> int | None:

@@ -34,6 +34,7 @@ class PyDatasetSource(PassSource):
       shuffle: read the batches of a pass in an order of their own for each pass.
       steps: see `PassSource`.
       limit: of batches in a pass.
+      resets: each epoch is a call of `evaluate` of its own, which calls `on_epoch_end` before it, too.
       folder: where the pickled dataset is written.
 
     Raises `TypeError` when the dataset can't be pickled.
@@ -43,10 +44,11 @@ class PyDatasetSource(PassSource):
         self,
         dataset: keras.utils.PyDataset,
         *,
-        class_weight: Mapping[int, float] | None,
-        shuffle: bool,
-        steps: int | None,
+        class_weight: Mapping[int, float] | None = None,
+        shuffle: bool = False,
+        steps: int | None = None,
         limit: int | None = None,
+        resets: bool = False,
         folder: Path,
         seed: int,
     ) -> None:
@@ -59,9 +61,12 @@ class PyDatasetSource(PassSource):
         super().__init__(min(size, limit or size), steps)
         self._class_weight = class_weight
         self._shuffle = shuffle and not self._endless
+        self._resets = resets
         self._seed = seed
         # Going back to an epoch, when a task of it is handed out again, takes a fresh copy.
-        self._stateful = any(getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS)
+        self._stateful = any(
+            getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
+        )
         self._path = _write_pickled(dataset, folder)
         self._adapter: Any = None
         self._epoch = -1  # which the copy is in
@@ -73,13 +78,14 @@ class PyDatasetSource(PassSource):
         self._enter(epoch)
         indices: Sequence[int] = range(start, end)
         if self._endless:
-            indices = range(number * self.size + start, number * self.size + end)
+            first = number * self.size if self.steps else 0
+            indices = range(first + start, first + end)
         elif self._shuffle:
             generator = np.random.Generator(np.random.PCG64(source_seed(self._seed, number)))
             indices = generator.permutation(self.size)[start:end].tolist()
         dataset = self._adapter.py_dataset
         for batch in _read_ahead(dataset.__getitem__, indices, dataset.workers, dataset.max_queue_size):
-            yield keras_data.to_batch(self._adapter._standardize_batch(batch))
+            yield keras_data.to_batch(keras_data.standardized(self._adapter, batch))
 
     def close(self) -> None:
         self._adapter, self._epoch = None, -1
@@ -92,8 +98,10 @@ class PyDatasetSource(PassSource):
             self._epoch = -1
         while self._stateful and self._epoch < epoch:
             dataset = self._adapter.py_dataset
-            _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch + 1, 0))
+            if self._resets and self._epoch >= 0:
+                _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch, 2))
             self._epoch += 1
+            _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch, 0))
             _call_seeded(dataset.on_epoch_begin, source_seed(self._seed, self._epoch, 1))
 
 

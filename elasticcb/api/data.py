@@ -1,0 +1,84 @@
+"""The data of one call, on its way to the workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from elasticcb.data.batch_sources.adapt import adapt, split_validation
+from elasticcb.data.batches import BatchSource
+
+
+class Call:
+    """One `fit`, `evaluate` or `predict`.
+
+    Args:
+        name: of the method.
+        folder: where its data is written that workers read.
+        service: makes, or gives, the cluster's tf.data service.
+    """
+
+    def __init__(self, name: str, folder: Path, service: Callable[[], Any]) -> None:
+        self.name = name
+        self.folder = folder
+        self._service = service
+        # Python's generator, which keras.utils.set_random_seed seeds.
+        self._seed = random.getrandbits(62)
+        self._sources: list[BatchSource] = []
+
+    def adapt(self, x: Any, y: Any = None, sample_weight: Any = None, *, purpose: Any, **options: Any) -> BatchSource:
+        """The batches of `x`, `y` and `sample_weight`, as Keras would make them."""
+        folder = self.folder / purpose
+        folder.mkdir()
+        source = adapt(
+            x, y, sample_weight, purpose=purpose, folder=folder, seed=self._seed, service=self._service, **options
+        )
+        self._sources.append(source)
+        return source
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def training_sources(
+    call: Call,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    shuffle: bool | str,
+    class_weight: Any,
+    steps_per_epoch: int | None,
+    validation_split: float,
+    validation_data: Any,
+    validation_batch_size: int | None,
+    validation_steps: int | None,
+) -> dict[str, BatchSource]:
+    """By mode, the data that `fit` is given; its arguments say the same as those of `keras.Model.fit`."""
+    if validation_split and validation_data is None:
+        (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+    sources = {
+        "training": call.adapt(
+            x,
+            y,
+            sample_weight,
+            purpose="fit",
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps=steps_per_epoch,
+        )
+    }
+    if validation_data is not None:
+        sources["evaluation"] = call.adapt(
+            *keras.utils.unpack_x_y_sample_weight(validation_data),
+            purpose="validation",
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+        )
+    return sources

@@ -1,0 +1,54 @@
+"""`fit`, `evaluate` and `predict` on a local cluster of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from elasticcb.api.cluster import Cluster
+
+
+def fit(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> keras.callbacks.History:
+    """Starts a `Cluster`, trains `model` on it as `Cluster.fit` does, and ends it.
+
+    Args:
+        args, kwargs: of `Cluster.fit`.
+        num_workers, num_ps: of the `Cluster`.
+        cluster: its other arguments.
+    """
+    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+        return own.fit(model, *args, **kwargs)
+
+
+def evaluate(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """As `fit`, with `Cluster.evaluate`."""
+    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+        return own.evaluate(model, *args, **kwargs)
+
+
+def predict(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """As `fit`, with `Cluster.predict`."""
+    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+        return own.predict(model, *args, **kwargs)

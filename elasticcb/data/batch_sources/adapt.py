@@ -1,0 +1,173 @@
+"""From the data arguments of `fit`, `evaluate` and `predict` to a source of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from elasticcb import Mode
+from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batch_sources.arrays import ArraySource
+from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
+from elasticcb.data.batch_sources.py_dataset import PyDatasetSource
+from elasticcb.data.batch_sources.records import Records, RecordSource
+from elasticcb.data.batch_sources.served import ServedSource
+from elasticcb.data.batch_sources.service import DataService
+from elasticcb.data.batch_sources.stored import StoredSource
+from elasticcb.data.batches import BatchSource, PassSource
+from elasticcb.data.reader import Reader
+
+Purpose = Literal["fit", "validation", "evaluate", "predict"]
+# What Keras calls the number of batches of an epoch, by purpose.
+_STEPS: dict[str, str] = {
+    "fit": "steps_per_epoch", "validation": "validation_steps", "evaluate": "steps", "predict": "steps",
+}  # fmt: skip
+_MODES = {
+    "fit": Mode.TRAINING, "validation": Mode.EVALUATION, "evaluate": Mode.EVALUATION, "predict": Mode.PREDICTION,
+}  # fmt: skip
+_DEFAULT_BATCH_SIZE = 32
+
+
+def adapt(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    steps: int | None = None,
+    purpose: Purpose,
+    folder: Path,
+    seed: int,
+    service: DataService | None = None,
+) -> BatchSource:
+    """The batches that Keras would work on, given the same arguments.
+
+    Args:
+      steps: batches in an epoch: `steps_per_epoch`, `validation_steps` or `steps`. In "fit", epochs are cut from
+        the endless repetition of the data; for other purposes no record counts twice, so it is a limit.
+      shuffle: for "fit" alone.
+      folder: where data is written that workers read; on a disk that they see.
+      service: hands out the batches of a `tf.data.Dataset` or generator in "fit".
+
+    Raises `ValueError` and `TypeError` as Keras does, for arguments that contradict each other or data of an unknown
+    kind.
+    """
+    steps = keras_data.capped_steps(steps)
+    fit = purpose == "fit"
+    shuffle = shuffle if fit else False
+    amount: dict[str, Any] = {"steps": steps} if fit else {"limit": steps}
+    source: BatchSource
+    if isinstance(x, BatchSource):
+        return x
+    if isinstance(x, Reader | Records):
+        _refuse("elasticcb.data Reader", y, sample_weight)
+        records = x if isinstance(x, Records) else Records(x)
+        size = batch_size or _DEFAULT_BATCH_SIZE
+        source = RecordSource(
+            records,
+            size,
+            mode=_MODES[purpose],
+            class_weight=class_weight,
+            shuffle=bool(shuffle),
+            seed=seed,
+            **amount,
+        )
+    elif isinstance(x, DatasetFactory) or (callable(x) and not isinstance(x, keras.utils.PyDataset)):
+        _refuse("`dataset_fn`", y, sample_weight)
+        factory = x if isinstance(x, DatasetFactory) else DatasetFactory(x)
+        if fit:
+            if not steps:
+                raise ValueError(
+                    "When using a `DatasetFactory`, or another function that makes a dataset, `steps_per_epoch` must "
+                    "be provided in `fit`: each worker calls the function, and a step is one batch on one worker."
+                )
+            return DatasetFnSource(factory, steps, class_weight)
+        dataset = keras_data.weighted(factory(tf.distribute.InputContext()), class_weight)
+        source = StoredSource(_finite(dataset, steps, purpose), folder=folder, limit=steps)
+    else:
+        adapter = keras_data.get_data_adapter(
+            x,
+            y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        if isinstance(adapter, keras_data.ArrayDataAdapter):
+            arrays = keras_data.arrays_of(adapter)
+            rows = keras_data.num_rows(arrays)
+            source = ArraySource(arrays, rows, adapter.batch_size, shuffle=shuffle, folder=folder, seed=seed, **amount)
+        elif isinstance(adapter, keras_data.PyDatasetAdapter):
+            if x.num_batches is None and not steps:
+                raise _needs_steps("an infinitely repeating PyDataset", purpose)
+            source = PyDatasetSource(
+                x,
+                class_weight=class_weight,
+                shuffle=bool(shuffle),
+                resets=not fit,
+                folder=folder,
+                seed=seed,
+                **amount,
+            )
+        else:
+            source = _iterated(adapter, steps, purpose, folder, service)
+    if not fit and steps and isinstance(source, PassSource) and source.size < steps:
+        keras_data.warn_of_missing_data()
+    return source
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, ...], ...]:
+    """`(x, y, sample_weight)` to train on, and those of the last part to validate on, as Keras splits.
+
+    Raises `ValueError` when the data is no arrays, or too little.
+    """
+    return keras_data.train_validation_split((x, y, sample_weight), validation_split)
+
+
+def _iterated(
+    adapter: Any, steps: int | None, purpose: Purpose, folder: Path, service: DataService | None
+) -> BatchSource:
+    """The source of what can only be iterated over."""
+    batches: Iterable[Any]
+    if isinstance(adapter, keras_data.TFDatasetAdapter):
+        batches = _finite(adapter.get_tf_dataset(), steps, purpose)
+    elif isinstance(adapter, keras_data.GeneratorDataAdapter):
+        batches = adapter.generator()
+    else:
+        batches = adapter.get_numpy_iterator()
+    is_dataset = isinstance(batches, tf.data.Dataset)
+    # An iterator gives its batches once, and without `steps` each epoch needs them all.
+    if purpose == "fit" and (steps or is_dataset):
+        if service is None:
+            raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
+        return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service)
+    return StoredSource(batches, folder=folder, limit=steps)
+
+
+def _finite(dataset: tf.data.Dataset, steps: int | None, purpose: Purpose) -> tf.data.Dataset:
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and not steps:
+        raise _needs_steps("an infinitely repeating dataset", purpose)
+    return dataset
+
+
+def _refuse(kind: str, y: Any, sample_weight: Any) -> None:
+    if y is not None:
+        keras_data.raise_unsupported_argument("y", "the targets", kind)
+    if sample_weight is not None:
+        keras_data.raise_unsupported_argument("sample_weights", "the sample weights", kind)
+
+
+def _needs_steps(what: str, purpose: Purpose) -> ValueError:
+    name = _STEPS[purpose]
+    return ValueError(
+        f"When passing {what}, please specify a `{name}` value so that epoch level callbacks continue to work. The "
+        f"value can be arbitrary, or a number that you think correctly defines the size of an epoch. Received: "
+        f"{name}=None"
+    )

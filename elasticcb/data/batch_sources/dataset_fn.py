@@ -1,0 +1,97 @@
+"""Batches of a dataset that each worker makes for itself."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batches import BatchSource
+
+
+class DatasetFactory:
+    """A function that makes a `tf.data.Dataset` of batches, as data for `fit`; each worker calls it once.
+
+    Args:
+      dataset_fn: takes no argument, or a `tf.distribute.InputContext`.
+
+    Raises `TypeError` when it can't be called.
+    """
+
+    def __init__(self, dataset_fn: Callable[..., tf.data.Dataset]) -> None:
+        if not callable(dataset_fn):
+            raise TypeError(f"`dataset_fn` for `DatasetFactory` must be a `callable`. Received: {dataset_fn}")
+        self.dataset_fn = dataset_fn
+
+    def __call__(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """The dataset. Raises `TypeError` when the function returns something else."""
+        try:
+            parameters = inspect.signature(self.dataset_fn).parameters.values()
+        except (TypeError, ValueError):  # some functions written in C don't tell
+            parameters = {}.values()
+        needed = [
+            p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        dataset = self.dataset_fn(context) if needed else self.dataset_fn()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"The `callable` provided to `DatasetFactory` must return a tf.data.Dataset. It returns "
+                f"{dataset} of type {type(dataset).__name__}"
+            )
+        return dataset
+
+
+class DatasetFnSource(BatchSource):
+    """Steps, each the next batch of the dataset of the worker that takes it; numbers only count them.
+
+    A worker's iterator goes on from range to range and from epoch to epoch, and starts again when the dataset ends.
+
+    Attributes:
+      num_input_pipelines, input_pipeline_id: of the `InputContext` that the function may take. The number of workers
+        may change at any time, so unless a worker sets them before it reads, each sees the whole data.
+
+    Args:
+      steps: batches in an epoch.
+      class_weight: as in `fit`.
+    """
+
+    num_input_pipelines = 1
+    input_pipeline_id = 0
+
+    def __init__(self, factory: DatasetFactory, steps: int, class_weight: Mapping[int, float] | None = None) -> None:
+        self.num_batches = steps
+        self._factory = factory
+        self._class_weight = class_weight
+        self._dataset: tf.data.Dataset | None = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dataset": None, "_iterator": iter(())}
+
+    def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
+        for _ in range(start, min(end, self.num_batches or end)):
+            yield self._next()
+
+    def first_batch(self) -> Any:
+        batch = self._next()
+        self._iterator = itertools.chain([batch], self._iterator)
+        return batch
+
+    def close(self) -> None:
+        self._dataset, self._iterator = None, iter(())
+
+    def _next(self) -> Any:
+        if self._dataset is None:
+            context = tf.distribute.InputContext(self.num_input_pipelines, self.input_pipeline_id)
+            self._dataset = keras_data.weighted(self._factory(context), self._class_weight)
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._iterator = iter(self._dataset)
+            batch = next(self._iterator, None)
+            if batch is None:
+                raise ValueError("The dataset that `dataset_fn` returned has no batch. Expected at least one.")
+        return keras_data.to_batch(batch)

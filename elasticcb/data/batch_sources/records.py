@@ -1,0 +1,190 @@
+"""Batches of the records of a reader."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import tensorflow as tf
+
+from elasticcb import Mode
+from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batches import PassSource, source_seed
+from elasticcb.data.feed_steps import check_feed, explain, keeps_order
+from elasticcb.data.files import FileReader
+from elasticcb.data.reader import Reader, checked_sources
+from elasticcb.data.stream import RecordStream
+from elasticcb.errors import DataError, ElasticCBError, ModelFileError, user_traceback
+
+if TYPE_CHECKING:
+    from elasticcb.data.reader import Feed
+
+_ALL = 1 << 31  # examples in a batch: as many as there are
+
+
+class Records:
+    """A reader together with the `feed` that turns its records into examples, as data for `fit`.
+
+    Args:
+      reader: of any kind.
+      feed: `feed(dataset, mode, metadata)`, as in a model file: from raw records to `(features, labels[,
+        sample_weight])`, or features alone when `mode` is `Mode.PREDICTION`; not batched. Default: the reader's own.
+    """
+
+    def __init__(self, reader: Reader, feed: Feed | None = None) -> None:
+        if not isinstance(reader, Reader):
+            raise TypeError(
+                f"`reader` must be an elasticcb.data.Reader. Received: {reader} of type {type(reader).__name__}"
+            )
+        if feed is not None and not callable(feed):
+            raise TypeError(f"`feed` must be a callable feed(dataset, mode, metadata). Received: {feed}")
+        self.reader = reader
+        self.feed = feed
+
+    def __repr__(self) -> str:
+        return f"Records({type(self.reader).__name__}, feed={getattr(self.feed, '__name__', self.feed)})"
+
+
+class RecordSource(PassSource):
+    """Batches of consecutive records of one source each; the last of a source may be short.
+
+    A feed that keeps one example per record makes batches of `batch_size`. One that filters or multiplies them makes
+    one batch of all examples of each `batch_size` records: batches are uneven then, and a number whose records were
+    all dropped has no batch.
+
+    Args:
+      mode: the feed's second argument.
+      shuffle: read the batches of a pass in an order of their own for each pass.
+      steps: see `PassSource`.
+      limit: of batches in a pass.
+
+    Raises `DataError` when there are no records, `ModelFileError` when there is no feed.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        batch_size: int,
+        *,
+        mode: str = Mode.TRAINING,
+        class_weight: Mapping[int, float] | None = None,
+        shuffle: bool = False,
+        steps: int | None = None,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._records: Records | bytes = records
+        self._sources = [source for source in checked_sources(records.reader) if source.count]
+        batches = [-(-source.count // batch_size) for source in self._sources]
+        self._ends = np.cumsum(batches)  # of sources, in batches
+        size = int(self._ends[-1])
+        super().__init__(min(size, limit or size), steps)
+        self._batch_size = batch_size
+        self._mode = mode
+        self._class_weight = class_weight
+        self._shuffle = shuffle
+        self._seed = seed
+        self._range = ("", 0, 0)
+        self._pipeline: _Pipeline | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        records = self._records if isinstance(self._records, bytes) else _pickled(self._records)
+        return {**self.__dict__, "_records": records, "_pipeline": None}
+
+    def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
+        if self._pipeline is None:
+            given = self._records
+            records = cloudpickle.loads(given) if isinstance(given, bytes) else given
+            self._pipeline = _Pipeline(records, self._mode, self._batch_size, self._class_weight)
+        if not self._shuffle:
+            indices = np.arange(start, end)
+        else:
+            generator = np.random.Generator(np.random.PCG64(source_seed(self._seed, number)))
+            indices = generator.permutation(self.size)[start:end]
+        for first, last in self._runs(indices):
+            place = int(np.searchsorted(self._ends, first, side="right"))
+            source = self._sources[place]
+            offset = int(self._ends[place - 1]) if place else 0
+            begin, stop = (first - offset) * self._batch_size, (last + 1 - offset) * self._batch_size
+            yield from self._pipeline.batches(source.name, begin, min(stop, source.count))
+
+    def close(self) -> None:
+        self._pipeline = None
+
+    def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
+        """First and last of what can be read in one go."""
+        assert self._pipeline is not None
+        cuts = np.diff(indices) != 1
+        cuts |= np.isin(indices[1:], self._ends)  # the first batch of another source
+        if not self._pipeline.keeps_order:
+            cuts[:] = True
+        for run in np.split(indices, np.flatnonzero(cuts) + 1):
+            yield int(run[0]), int(run[-1])
+
+
+class _Pipeline:
+    """A reader's records through a feed, batched; traced once."""
+
+    def __init__(self, records: Records, mode: str, batch_size: int, class_weight: Mapping[int, float] | None) -> None:
+        self._range = ("", 0, 0)
+        self._stream = RecordStream(records.reader, lambda: self._range)
+        feed = records.feed or records.reader.default_feed()
+        if feed is None:
+            raise ModelFileError(
+                f"{type(records.reader).__name__} can't tell features from labels. Pass elasticcb.data.Records(reader, "
+                "feed), where feed(dataset, mode, metadata) turns records into (features, labels)."
+            )
+        raw = self._stream.dataset
+        try:
+            fed = feed(raw, mode, records.reader.metadata)
+        except ElasticCBError:
+            raise
+        except Exception as error:
+            raise ModelFileError(
+                f"The feed of {records} raised {type(error).__name__}: {error}", user_traceback(error)
+            ) from error
+        if not isinstance(fed, tf.data.Dataset):
+            raise ModelFileError(f"The feed of {records} returned {type(fed).__name__}; expected a tf.data.Dataset.")
+        check_feed(raw, fed, f"The feed of {records}")
+        self.keeps_order = keeps_order(raw, fed)
+        batched = fed.batch(batch_size if self.keeps_order else _ALL)
+        self._dataset = keras_data.weighted(batched, class_weight).prefetch(2)
+
+    def batches(self, name: str, start: int, end: int) -> Iterator[Any]:
+        self._range = (name, start, end)
+        try:
+            yield from self._dataset
+        except tf.errors.OpError as error:
+            self._stream.raise_error()
+            raise DataError(
+                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {explain(error)}",
+                user_traceback(error),
+            ) from error
+
+
+class _RecordsPickler(cloudpickle.CloudPickler):
+    """Leaves behind what a reader holds for its own process: locks, and what it knows of opened files."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type(threading.Lock())):
+            return threading.Lock, ()
+        if isinstance(value, FileReader):
+            return type(value).__new__, (type(value),), {**vars(value), "_cache": OrderedDict()}
+        return super().reducer_override(value)
+
+
+def _pickled(records: Records) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _RecordsPickler(buffer).dump(records)
+    except Exception as error:
+        raise TypeError(
+            f"{records} can't be sent to workers, because it can't be pickled: {type(error).__name__}: {error}. Open "
+            "files and connections when they are first read, not in the reader's constructor."
+        ) from error
+    return buffer.getvalue()

@@ -1,0 +1,72 @@
+"""What a `feed` made of a dataset of records, as far as the accounting of records goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from elasticcb.errors import ModelFileError
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+# What a `feed` must not do, by TensorFlow's name of the dataset: its iterator is made anew for each task.
+_REFUSED = {
+    "IgnoreErrors": "ignores errors, so a file that can't be read would be asked for again without end. Leave "
+    "`ignore_errors` out, and `filter` the records that are not wanted",
+    "CacheDataset": "caches: every task after the first would get the first one's records. Leave `cache` out",
+    "RepeatDataset": "repeats: a task ends with its last record, and the number of epochs repeats. Leave `repeat` out",
+    "BatchDataset": "makes batches: the framework does, with the batch size it is given. Leave `batch` out, or end "
+    "with `unbatch`",
+}
+_ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
+
+
+def check_feed(raw: tf.data.Dataset, fed: tf.data.Dataset, what: str) -> None:
+    """Raises `ModelFileError` when `what`, a feed, does what breaks the accounting of records."""
+    if all(step is not raw for step in _steps(raw, fed)):
+        raise ModelFileError(
+            f"{what} returns a dataset that is not made from the one it is given, so every task would hold the same "
+            "records. Return dataset.map(...), or the like."
+        )
+    unbatches = False
+    for step in _steps(raw, fed):
+        kind = type(step).__name__
+        unbatches = unbatches or "Unbatch" in kind or "FlatMap" in kind
+        for name, why in _REFUSED.items():
+            if name in kind and not (name == "BatchDataset" and unbatches):
+                raise ModelFileError(f"{what} {why}.")
+
+
+def keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
+    """Whether `fed` holds one example per record of `raw`, in its order, every time.
+
+    Known for chains of maps and the like; anything else counts as no.
+    """
+    steps = [step for step in _steps(raw, fed) if step is not raw]
+    if fed.options().deterministic is False or any(getattr(s, "_deterministic", "") == "false" for s in steps):
+        return False  # `map(..., num_parallel_calls=…, deterministic=False)`
+    kinds = [type(step).__name__ for step in steps]
+    return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
+
+
+def explain(error: tf.errors.OpError) -> str:
+    """TensorFlow's message without the names of nodes and operations, and what to do where that is known."""
+    message = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
+    if "different shapes" in error.message or "add tensor to the batch" in error.message:
+        message += (
+            " `feed` must give every example the same shape, which the batch then stacks: pad them, or end it with "
+            "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
+        )
+    return message
+
+
+def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """What `feed` did to `raw`, from the last step to `raw` itself."""
+    pending = [fed]
+    while pending:
+        step = pending.pop()
+        yield step
+        if step is not raw:
+            pending.extend(step._inputs())

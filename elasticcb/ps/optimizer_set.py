@@ -1,0 +1,220 @@
+"""All optimizers of a model, each on its own variables, on one parameter server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+
+from elasticcb.checkpoint import Part
+from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
+from elasticcb.optimizer_state import Key, OptimizerState
+from elasticcb.optimizer_variables import Leaf, leaves
+from elasticcb.ps.optimizer import ServerOptimizer
+from elasticcb.ps.partition import VariableSpec
+
+logger = logging.getLogger(__name__)
+
+# Makes fresh ones at each call, the model's first ones: as many as asked for, or more.
+MakeOptimizers = Callable[[int], Sequence["keras.optimizers.Optimizer"]]
+
+
+class _Outline(NamedTuple):
+    """What can be known of a variable that may be on another server; looks like one to a MultiOptimizer."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+
+class OptimizerSet:
+    """The optimizers, of which some may have nothing to update here.
+
+    Args:
+        make_optimizers: makes fresh optimizers.
+        specs: all variables of the model.
+        variables: those that this server holds at least a part of, by index.
+
+    Attributes:
+        parts: the optimizers; those inside a MultiOptimizer one by one.
+    """
+
+    def __init__(
+        self,
+        make_optimizers: MakeOptimizers,
+        specs: Sequence[VariableSpec],
+        variables: Mapping[int, keras.Variable],
+    ) -> None:
+        self._specs = specs
+        undecayed = frozenset(index for index, spec in enumerate(specs) if spec.no_weight_decay)
+        self.parts = [
+            ServerOptimizer(
+                leaf,
+                partial(_make_leaf, make_optimizers, specs, leaf.name),
+                {index: variables[index] for index in leaf.variables if index in variables},
+                undecayed,
+            )
+            for leaf in _make_leaves(make_optimizers, specs)
+        ]
+        self._of = {index: part for part in self.parts for index in part.updates}
+        self._first = next((part for part in self.parts if part.name == "0"), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Class names; of a second optimizer with its prefix: "1/SGD"."""
+        return tuple(part.class_name for part in self.parts)
+
+    @property
+    def kinds(self) -> str:
+        """Class names, for messages."""
+        return ", ".join(part.kind for part in self.parts)
+
+    def of(self, variable: int) -> ServerOptimizer:
+        """The one that updates a variable of the model."""
+        return self._of[variable]
+
+    def updating(self, variables: Collection[int]) -> list[ServerOptimizer]:
+        """Those that a step takes part in which updates `variables`, here or on other servers."""
+        if len(self.parts) == 1:
+            return self.parts
+        return [part for part in self.parts if not part.updates.isdisjoint(variables)]
+
+    # -------------------------------------------------------------- the learning rate
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the model's first optimizer; 0 when that is a MultiOptimizer, which has none."""
+        return 0.0 if self._first is None else self._first.learning_rate
+
+    @property
+    def can_set_learning_rate(self) -> bool:
+        return self._first is not None and not self._first.has_schedule
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Raises `ElasticCBError` when a schedule decides on it."""
+        if self._first is None:
+            raise ElasticCBError(
+                f"The learning rate can't be set to {learning_rate}: the model's optimizer is a MultiOptimizer, which "
+                "has none of its own. Leave it alone, or use schedules in the optimizers inside it."
+            )
+        self._first.set_learning_rate(learning_rate)
+
+    # -------------------------------------------------------------- state
+
+    def state(self) -> OptimizerState:
+        """Everything that the optimizers hold, of the shapes of this server's parts."""
+        state = OptimizerState(optimizers=self.names)
+        for part in self.parts:
+            state.slots |= {(slot.variable, slot.name): slot.value.numpy() for slot in part.slots}
+            state.extras |= {(slot.variable, slot.name): slot.value.numpy() for slot in part.extras}
+            state.shared |= {part.prefix + name: value.numpy() for name, value in part.shared.items()}
+        return state
+
+    def check(self, state: OptimizerState) -> None:
+        """Raises `ElasticCBError` unless all of `state` has a place here."""
+        own: dict[Any, keras.Variable] = {key: value for _, key, value in self._targets()}
+        foreign = {*state.optimizers} - {*self.names}
+        given = {**state.slots, **state.extras, **state.shared}
+        wrong = [
+            f"{self._shown(key)} of the shape {list(value.shape)}"
+            for key, value in given.items()
+            if key not in own or tuple(own[key].shape) != tuple(value.shape)
+        ]
+        if foreign or wrong:
+            raise ElasticCBError(
+                f"The state of the optimizer {', '.join(state.optimizers) or '(unknown)'} does not fit the optimizer "
+                f"{', '.join(self.names)} of this job{': it has ' + '; '.join(wrong[:4]) if wrong else ''}. Use the "
+                "optimizer, with the settings, that the state is of."
+            )
+
+    def load(self, state: OptimizerState) -> None:
+        """Sets what a checked `state` holds; what it lacks stays as it is."""
+        for kind, key, target in self._targets():
+            value = getattr(state, kind).get(key)
+            if value is not None:
+                target.assign(value)
+
+    def restore(self, part: Part) -> None:
+        """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
+
+        Raises `CheckpointError` when it is of other optimizers.
+        """
+        if not part.optimizer:
+            logger.warning("The checkpoint holds no optimizer; %s starts afresh.", self.kinds)
+            return
+        if part.optimizer != ", ".join(self.names):
+            raise CheckpointError(
+                f"The checkpoint was written with the optimizer {part.optimizer}, the model file's is "
+                f"{', '.join(self.names)}. Use the same optimizer, or start from weights alone: load them in "
+                "custom_model()."
+            )
+        missing = []
+        for kind, key, target in self._targets():
+            value = getattr(part, kind).get(key)
+            if value is None:
+                missing.append(self._shown(key))
+            elif tuple(value.shape) != tuple(target.shape):
+                raise CheckpointError(
+                    f"The optimizer's {self._shown(key)} has the shape {list(value.shape)} in the checkpoint and "
+                    f"{list(target.shape)} in this job. The model or the optimizer's settings have changed since; "
+                    "use those of the checkpoint."
+                )
+            else:
+                target.assign(value)
+        if missing:
+            logger.warning(
+                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s.",
+                self.kinds,
+                ", ".join(missing),
+            )
+
+    def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable]]:
+        """(attribute of `OptimizerState`, key in it, variable) of everything that is held."""
+        for part in self.parts:
+            for slot in part.slots:
+                yield "slots", (slot.variable, slot.name), slot.value
+            for slot in part.extras:
+                yield "extras", (slot.variable, slot.name), slot.value
+            for name, value in part.shared.items():
+                yield "shared", part.prefix + name, value
+
+    def _shown(self, key: Key | str) -> str:
+        return key if isinstance(key, str) else f"{key[1]} of {self._specs[key[0]].path!r}"
+
+    def finalize(self) -> bool:
+        """Lets each set its final weights; whether any did."""
+        finalized = [part.finalize() for part in self.parts]
+        return any(finalized)
+
+
+def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec]) -> list[Leaf]:
+    """Fresh optimizers, with the variables of the whole model that they update."""
+    needed = 1 + max((spec.optimizer for spec in specs if spec.trainable), default=0)
+    made = list(make_optimizers(needed))[:needed]
+    found: list[Leaf] = []
+    for place, optimizer in enumerate(made):
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ModelFileError(
+                f"The model file's optimizer gave {optimizer!r}; a keras.optimizers.Optimizer was expected."
+            )
+        outlines = {
+            index: _Outline(spec.path, spec.path.rpartition("/")[2], spec.shape, spec.dtype)
+            for index, spec in enumerate(specs)
+            if spec.trainable and spec.optimizer == place
+        }
+        found += leaves(optimizer, place, outlines)
+    if len(made) < needed:
+        raise ModelFileError(
+            f"The model was trained with {needed} optimizers where it was built first, but on a parameter server it "
+            f"has {len(made)}. Every process must build the same model."
+        )
+    return found
+
+
+def _make_leaf(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec], name: str) -> Leaf:
+    return next(leaf for leaf in _make_leaves(make_optimizers, specs) if leaf.name == name)

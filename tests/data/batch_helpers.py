@@ -1,0 +1,63 @@
+"""What the tests of batch sources share: Keras's own batches, and comparing with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
+
+from elasticcb.data.batch_sources.encoding import Layout
+from elasticcb.data.batch_sources.keras_data import to_batch
+from elasticcb.data.batches import BatchSource
+
+_READ_ELSEWHERE = """
+import cloudpickle, sys
+from elasticcb.data.batch_sources.encoding import Layout
+source, ranges = cloudpickle.load(open(sys.argv[1], "rb"))
+batches = [[(Layout(b), Layout(b).arrays(b)) for b in source.batches(*each)] for each in ranges]
+source.close()
+cloudpickle.dump(batches, open(sys.argv[2], "wb"))
+"""
+
+
+def keras_batches(*arguments: Any, **keywords: Any) -> list[Any]:
+    """The batches of one epoch that Keras's `fit` makes of its arguments."""
+    return list(get_data_adapter(*arguments, **keywords).get_tf_dataset())
+
+
+def all_batches(source: BatchSource, epoch: int = 0) -> list[Any]:
+    return list(source.batches(epoch, 0, 1 << 40 if source.num_batches is None else source.num_batches))
+
+
+def read_in_another_process(source: BatchSource, ranges: list[tuple[int, int, int]], folder: Path) -> list[list[Any]]:
+    """The batches of each range `(epoch, start, end)`, as a process reads them that got the source pickled."""
+    given, result = folder / "given.pkl", folder / "result.pkl"
+    given.write_bytes(cloudpickle.dumps((source, ranges)))
+    subprocess.run([sys.executable, "-c", _READ_ELSEWHERE, given, result], check=True, timeout=120)
+    return [[layout.batch(arrays) for layout, arrays in batches] for batches in cloudpickle.loads(result.read_bytes())]
+
+
+def copy_of(source: BatchSource) -> BatchSource:
+    """What a worker gets."""
+    return cloudpickle.loads(cloudpickle.dumps(source))
+
+
+def assert_same_batches(given: list[Any], expected: list[Any]) -> None:
+    assert len(given) == len(expected)
+    for one, other in zip(given, expected, strict=True):
+        layout = Layout(to_batch(other))
+        assert Layout(to_batch(one)) == layout
+        for part, expected_part in zip(layout.arrays(to_batch(one)), layout.arrays(to_batch(other)), strict=True):
+            np.testing.assert_array_equal(part, expected_part)
+
+
+def rows_in(batches: list[Any]) -> list[int]:
+    """The first number of each record, over batches."""
+    first = [np.asarray(tf.nest.flatten(batch)[0]) for batch in batches]
+    return [int(value) for part in first for value in part.reshape(len(part), -1)[:, 0]]

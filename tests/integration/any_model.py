@@ -1,0 +1,107 @@
+"""Trains one model by a job and by Keras's own `fit`, on the same batches."""
+
+import importlib.util
+import json
+import textwrap
+
+import numpy as np
+import tensorflow as tf
+
+from jobs import job_settings, run_job, write_model_file
+from test_equality_with_fit import saved_weights
+
+BATCH = 8
+
+PRELUDE = """
+    import json
+    import pathlib
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from keras import layers, ops
+
+    generator = np.random.default_rng(5)
+
+    def normal(*shape):
+        return generator.normal(size=shape).astype("float32")
+
+    class KeepLogs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(logs))
+
+    def callbacks():
+        return [KeepLogs()]
+
+    def feed(dataset, mode, metadata):
+        return prepare(dataset)
+
+    def prepare(dataset):
+        return dataset.map(example)
+
+    def example(record):
+        return record["x"], record["y"]
+"""
+
+
+class Comparison:
+    """Of a job with one synchronous worker and `fit`.
+
+    Args:
+        text: defines `arrays()`, their records become examples by `example(record)` or `prepare(dataset)`, and
+            `custom_model()`.
+        settings: of the job.
+    """
+
+    def __init__(self, tmp_path, text, batch=BATCH, epochs=1, fits=True, **settings):
+        name = f"any_{abs(hash(str(tmp_path)))}"
+        path = write_model_file(tmp_path, textwrap.dedent(PRELUDE) + textwrap.dedent(text), name)
+        spec = importlib.util.spec_from_file_location(f"{name}_fit", path)
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        arrays = self.module.arrays()
+        np.savez(tmp_path / "data.npz", **arrays)
+        count = len(next(iter(arrays.values())))
+        settings = {"use_async": False, "num_ps": 1} | settings
+        self.summary, self.display = run_job(
+            job_settings(
+                path,
+                tmp_path / "job",
+                training=str(tmp_path / "data.npz"),
+                minibatch_size=batch,
+                num_minibatches_per_task=-(-count // batch),
+                num_epochs=epochs,
+                directory=str(tmp_path / "checkpoints"),
+                **settings,
+            )
+        )
+        self.weights = saved_weights(tmp_path / "checkpoints")
+        self.logs = json.loads(path.with_suffix(".json").read_text())
+        if fits:
+            self._fit(arrays, batch, epochs)
+
+    def _fit(self, arrays, batch, epochs):
+        self.model = self.module.custom_model()
+        dataset = self.module.prepare(tf.data.Dataset.from_tensor_slices(arrays)).batch(batch)
+        self.batch_logs = []
+        keep = keras_callback(self.batch_logs)
+        self.history = self.model.fit(dataset, epochs=epochs, verbose=0, callbacks=[keep]).history
+
+    def assert_weights_equal(self, tolerance=1e-5):
+        for mine, keras_own in zip(self.weights, self.model.get_weights(), strict=True):
+            mine, keras_own = mine.astype("float64"), keras_own.astype("float64")
+            scale = np.abs(keras_own).max()
+            np.testing.assert_allclose(mine, keras_own, rtol=tolerance, atol=tolerance * scale)
+
+    def assert_logs_equal(self, plain=(), tolerance=1e-5):
+        """`plain`: logs that are no results of metrics; those of an epoch are the means of the batches'."""
+        expected = {name: values[-1] for name, values in self.history.items()}
+        expected |= {name: np.mean([logs[name] for logs in self.batch_logs]) for name in plain}
+        assert set(self.logs) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(self.logs[name], value, rtol=tolerance, atol=tolerance / 10, err_msg=name)
+
+
+def keras_callback(batch_logs):
+    import keras
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch_logs.append(dict(logs)))

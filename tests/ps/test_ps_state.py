@@ -1,0 +1,227 @@
+"""The whole state of a model goes into and out of any number of servers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.optimizer_state import OptimizerState
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec, pack
+from elasticcb.ps_client import PSClient, Push, unpack_weights
+from helpers_ps import CUT, Cluster, gradients, initial_values
+
+MIXED = (
+    VariableSpec("embedding/embeddings", (700, 64), "float32", True),
+    VariableSpec("dense/kernel", (64, 300), "bfloat16", True),
+    VariableSpec("dense/bias", (300,), "float32", True),
+    VariableSpec("scale/scale", (), "float64", True),
+    VariableSpec("half/kernel", (8, 8), "float16", True),
+    VariableSpec("norm/count", (), "int64", False),
+    VariableSpec("norm/moving_mean", (300,), "float32", False),
+)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+@pytest.fixture
+def servers():
+    """Starts servers; gives the master's client, and one of a worker."""
+    with contextlib.ExitStack() as stack:
+
+        def start(num_ps, specs=MIXED, make_optimizer=adam, split=True, **training):
+            cluster = Cluster(num_ps, specs, make_optimizer, split, **training)
+            stack.callback(cluster.close)
+            addresses = [server.address for server in cluster.servers]
+            synchronous = not training.get("use_async", True)
+            clients = [PSClient(addresses, specs, split, worker, synchronous, 5.0) for worker in (0, 1)]
+            for client in clients:
+                stack.callback(client.close)
+            return clients
+
+        yield start
+
+
+def push(client, number, learning_rate=None):
+    client.pull()
+    dense = gradients(number, client.specs)
+    blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
+    return client.push(Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], 1.0), learning_rate)
+
+
+def weights(client):
+    return unpack_weights(client.pull(), client.specs, client.partition)
+
+
+def assert_equal_states(one, other):
+    assert one.optimizers == other.optimizers
+    for mine, theirs in ((one.slots, other.slots), (one.extras, other.extras), (one.shared, other.shared)):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert value.dtype == theirs[key].dtype
+            np.testing.assert_array_equal(value, theirs[key], err_msg=str(key))
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps):
+    master, worker = servers(2)
+    master.initialize(initial_values(MIXED), version=40)
+    for step in range(3):
+        push(worker, step)
+    state = master.export()
+    assert state.version == 43
+    assert int(state.optimizer.shared["iterations"]) == 3
+    assert state.optimizer.optimizers == ("Adam",)
+    assert state.optimizer.slots[0, "momentums"].shape == (700, 64)
+    for mine, other in zip(state.weights, weights(worker), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(mine, other)
+
+    other_master, other_worker = servers(num_ps)
+    other_master.initialize(state.weights, optimizer_state=state.optimizer, version=state.version)
+    again = other_master.export()
+    assert again.version == 43
+    assert_equal_states(again.optimizer, state.optimizer)
+    for client in (worker, other_worker):
+        push(client, 3)
+    assert other_worker.version == worker.version == 44
+    for mine, other in zip(weights(other_worker), weights(worker), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_optimizers_that_keep_variables_whole_travel_with_what_is_no_slot(servers):
+    def adafactor():
+        return keras.optimizers.Adafactor(0.01)
+
+    master, worker = servers(2, make_optimizer=adafactor, split=False)
+    master.initialize(initial_values(MIXED))
+    push(worker, 0)
+    state = master.export()
+    assert state.optimizer.extras[0, "r"].shape == (700,)
+    other, _ = servers(3, make_optimizer=adafactor, split=False)
+    other.initialize(state.weights, optimizer_state=state.optimizer)
+    assert_equal_states(other.export().optimizer, state.optimizer)
+
+
+def test_weights_are_set_while_the_optimizer_stays(servers):
+    master, worker = servers(2, CUT, momentum)
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    before = master.export()
+    assert master.load_state(initial_values(CUT, seed=1), None) == 2
+    after = master.export()
+    assert_equal_states(after.optimizer, before.optimizer)
+    for mine, other in zip(weights(worker), initial_values(CUT, seed=1), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(servers):
+    master, worker = servers(2, CUT, momentum)
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    before = master.export()
+    ones = np.ones(CUT[0].shape, np.float32)
+    assert master.load_state(None, OptimizerState(slots={(0, "momentums"): ones})) == 2
+    after = master.export()
+    np.testing.assert_array_equal(after.optimizer.slots[0, "momentums"], ones)
+    np.testing.assert_array_equal(after.optimizer.slots[1, "momentums"], before.optimizer.slots[1, "momentums"])
+    for mine, other in zip(after.weights, before.weights, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (OptimizerState(slots={(0, "velocities"): np.ones((300, 64), np.float32)}), "velocities of 'dense/kernel'"),
+        (OptimizerState(slots={(0, "momentums"): np.ones((300, 8), np.float32)}), r"\[300, 8\]"),
+        (OptimizerState(shared={"u_product": np.ones((), np.float32)}), "u_product"),
+        (OptimizerState(optimizers=("Lion",)), "optimizer Lion does not fit the optimizer SGD"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(servers, state, message, use_async):
+    master, worker = servers(2, CUT, momentum, use_async=use_async)
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    before = master.export()
+    with pytest.raises(ElasticCBError, match=message):
+        master.load_state(initial_values(CUT, seed=1), state)
+    after = master.export()
+    assert after.version == before.version == 1
+    assert_equal_states(after.optimizer, before.optimizer)
+    with pytest.raises(ElasticCBError, match=message):
+        master.initialize(initial_values(CUT), optimizer_state=state)
+
+
+def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
+    master, worker = servers(3, CUT, momentum, use_async=False)
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    assert master.load_state(initial_values(CUT, seed=1), master.export().optimizer) == 2
+    worker.pull()
+    assert {server.version for server in worker._servers} == {2}
+    assert push(worker, 1).status == pb.ACCEPTED
+    assert worker.version == 3
+
+
+def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
+    master, worker = servers(2, CUT, use_async=False)
+    master.initialize(initial_values(CUT))
+    second = master._servers[1]
+    tensors = master._packed(second, initial_values(CUT, seed=1), OptimizerState())
+    from elasticcb.tensors import Frame
+
+    master._call_frame(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
+    np.testing.assert_array_equal(weights(worker)[0], initial_values(CUT)[0])
+
+
+def test_a_repeated_change_of_state_makes_one_version(servers):
+    master, _ = servers(2, CUT, momentum, use_async=False)
+    master.initialize(initial_values(CUT))
+    first = master._servers[0]
+    master.load_state(initial_values(CUT, seed=1), None)
+    from elasticcb.tensors import Frame
+
+    master._call_frame(
+        master._servers[1],
+        Frame(pb.LoadStateRequest(id=5), master._packed(master._servers[1], None, OptimizerState())),
+        "LoadState",
+    )
+    for _ in range(2):
+        answer = master._call_frame(first, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
+        assert answer.header.version == 2
+
+
+@pytest.mark.parametrize(("tolerance", "used"), [(0, False), (1, True)])
+def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_too_old(servers, tolerance, used):
+    master, worker = servers(
+        2, CUT, lambda: keras.optimizers.SGD(0.5), use_async=False, grads_to_wait=2, sync_version_tolerance=tolerance
+    )
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    master.load_state(initial_values(CUT, seed=1), None)
+    master.finish_training()
+    expected = initial_values(CUT, seed=1)[0] - (0.5 * gradients(0, CUT)[0] if used else 0)
+    np.testing.assert_allclose(weights(worker)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_snapshot_may_hold_other_weights_than_the_servers(servers):
+    master, worker = servers(2, CUT, use_async=False)
+    master.initialize(initial_values(CUT))
+    push(worker, 0)
+    assert master.snapshot(1) == 1
+    assert master.snapshot(1, initial_values(CUT, seed=2)) == 1
+    found = unpack_weights(worker.pull_snapshot(1), CUT, worker.partition)
+    for mine, other in zip(found, initial_values(CUT, seed=2), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert not np.array_equal(weights(worker)[0], found[0])
