@@ -78,20 +78,23 @@ class BatchPipeline:
         return [(self._mode, _UNKNOWN if count is None else count)]
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
-        for batch in self._source.batches(epoch, start, end):
-            if self._mode == "prediction":
-                batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
-            yield tf.nest.map_structure(_as_tensor, batch)
+        yield from map(self._tensors, self._source.batches(epoch, start, end))
 
     def units_in(self, batch: Any) -> int:
         return 1
 
     def first_batch(self) -> Any:
         if self._first is None:
-            self._first = next(iter(self.batches(self._mode, 0, 1)), None)
-        if self._first is None:
-            raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
+            batch = self._source.first_batch()  # which takes none from the epochs
+            if batch is None:
+                raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
+            self._first = self._tensors(batch)
         return self._first
+
+    def _tensors(self, batch: Any) -> Any:
+        if self._mode == "prediction":
+            batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        return tf.nest.map_structure(_as_tensor, batch)
 
 
 def _as_tensor(leaf: Any) -> Any:

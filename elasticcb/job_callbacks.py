@@ -10,10 +10,10 @@ from elasticcb.settings import Command, JobSettings
 if TYPE_CHECKING:
     import keras
 
-    from elasticcb.model_spec import ModelSpec
+    from elasticcb.spec import Spec
 
 
-def job_callbacks(spec: ModelSpec, settings: JobSettings) -> list[keras.callbacks.Callback]:
+def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Callback]:
     """New callback objects for one process of the job."""
     import keras
 

@@ -17,6 +17,7 @@ from elasticcb.metrics import is_overridden
 from elasticcb.model_spec import building
 from elasticcb.optimizer_capture import unchanged, updated_variables
 from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.optimizer_variables import leaves
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.spec import Spec
 
@@ -24,11 +25,15 @@ from elasticcb.spec import Spec
 def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None) -> list[VariableSpec]:
     """The weights that the servers hold, in the order of `model.weights`.
 
+    What Keras does not count among them stays on the worker that runs the batches: the state of a stateful RNN, which
+    goes on there from batch to batch as in `fit`, in whatever tasks the batches are, and the seeds of Dropout.
+
     Args:
         updated: what `prime` gave. With it, variables that no optimizer updates count as non-trainable, whatever
             Keras calls them: what the step assigns to them (a target network) is so not lost.
     """
     trainable = {id(variable) for variable in model.trainable_weights}
+    undecayed = _undecayed(model, updated)
     return [
         VariableSpec(
             path=variable.path,
@@ -37,23 +42,27 @@ def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None)
             trainable=id(variable) in trainable if updated is None else index in updated,
             constraint=_constraint(variable),
             optimizer=(updated or {}).get(index, 0),
+            no_weight_decay=index in undecayed,
         )
         for index, variable in enumerate(model.weights)
     ]
 
 
-def local_variables(model: keras.Model) -> set[int]:
-    """Indices in `model.weights` of what belongs to the batches that a worker runs, and not to the model: the states
-    of stateful RNNs.
+def _undecayed(model: keras.Model, updated: Mapping[int, int] | None) -> set[int]:
+    """Variables that the model's optimizers were told to leave out of weight decay, as objects or by name."""
+    trainable = {i: variable for i, variable in enumerate(model.weights) if variable.trainable}
+    return {
+        index
+        for place, optimizer in enumerate(model_optimizers(model))
+        for leaf in leaves(optimizer, place, {i: v for i, v in trainable.items() if (updated or {}).get(i, 0) == place})
+        for index, variable in leaf.variables.items()
+        if leaf.optimizer.weight_decay and not leaf.optimizer._use_weight_decay(variable)
+    }
 
-    They go on from batch to batch of a worker as in `fit`, in whatever tasks the batches are, and are neither pulled
-    nor pushed. Servers hold their initial values.
-    """
-    states: set[int] = set()
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None:
-            states |= {id(variable) for variable in keras.tree.flatten(layer.states)}
-    return {index for index, variable in enumerate(model.weights) if id(variable) in states}
+
+def _rnn_states(model: keras.Model) -> list[keras.Variable]:
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    return [state for layer in layers for state in keras.tree.flatten(layer.states) if state is not None]
 
 
 def _constraint(variable: keras.Variable) -> str:
@@ -124,12 +133,12 @@ def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
 
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
-    """Runs a step that leaves the weights as they are, also those that a layer changes in its `call`."""
+    """Runs a step and leaves the weights as they are, also those that a layer changes in its `call`."""
     if not all(layer.built for layer in model._flatten_layers()):
         # Makes what is built late, without running it. What fails here says so below.
         with contextlib.suppress(Exception):
             tf.function(step, autograph=False).get_concrete_function(batch)
-    with unchanged(model.non_trainable_weights):
+    with unchanged([*model.non_trainable_weights, *_rnn_states(model)]):
         step(batch)
 
 

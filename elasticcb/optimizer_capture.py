@@ -49,7 +49,9 @@ class OptimizerCapture:
                     f"The optimizer {optimizer.name!r} was given {len(grads)} gradients for "
                     f"{len(trainable_variables)} variables; there must be one for each, or None."
                 )
-            self._given += [(index, gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)]
+            self._given += [
+                (index, gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)
+            ]
 
         # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
         object.__setattr__(optimizer, "apply", apply)
@@ -137,7 +139,7 @@ def updated_variables(model: keras.Model, batch: Any) -> dict[int, int]:
 
     try:
         if model.run_eagerly:
-            with unchanged(model.weights):
+            with unchanged(model.variables):
                 step(batch)
         else:
             tf.function(step, autograph=False).get_concrete_function(batch)

@@ -41,9 +41,6 @@ class OptimizerState:
     shared: dict[str, Array] = field(default_factory=dict)
     optimizers: tuple[str, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.slots or self.extras or self.shared)
-
 
 @dataclass
 class ModelState:

@@ -121,7 +121,7 @@ class PSClient:
 
     @staticmethod
     def _connect(connection: Connection, slices: Sequence[Slice]) -> _Server:
-        calls = {name: connection.frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
+        calls = {name: connection.shared_frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
         return _Server(connection, slices, calls)
 
     @property
@@ -292,7 +292,7 @@ class PSClient:
             weights: of the whole model; None leaves them.
             optimizer_state: None, and what it lacks, is left.
 
-        Raises `ElasticCBError`, and changes nothing, when the state is of other optimizers.
+        Raises `ElasticCBError` when the state is of other optimizers.
         """
         state = optimizer_state or OptimizerState()
         change = secrets.randbits(62) + 1

@@ -68,9 +68,7 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
     return summary
 
 
-def run_worker(
-    master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None
-) -> None:
+def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None) -> None:
     """Joins the cluster of the master at `master_address` as a worker, and works until it has no job any more.
 
     Args:
@@ -180,9 +178,11 @@ def make_backend(kind: ClusterKind, directory: str, log_level: str, say: Callabl
     if kind is ClusterKind.EXTERNAL:
         backend: ClusterBackend = ExternalCluster(say)
     elif kind is ClusterKind.INPROCESS:
-        roles = {"worker": run_worker, "ps": run_ps}
         backend = InProcessCluster(
-            {name: lambda address, index, token, run=run: run(address, index, token=token) for name, run in roles.items()}
+            {
+                "worker": lambda address, index, token: run_worker(address, index, token=token),
+                "ps": lambda address, index, token: run_ps(address, index, token=token),
+            }
         )
     else:
         backend = LocalCluster(directory, log_level)

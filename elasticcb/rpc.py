@@ -7,13 +7,16 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any
 
 import grpc
+import numpy as np
 
+from elasticcb import errors
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
+from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
 from elasticcb.tensors import Frame, encode_frame, frame_decoder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,17 @@ _OPTIONS = [
 # recognizes a repeated call.
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
+
+_ATTACH = "Attach"  # method of every service of frames, by which a client shows its shared memory
+_ATTACH_SECONDS = 10.0
+
+# By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
+_ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
+_ERRORS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ElasticCBError) and kind is not WireError
+}
 
 _TOKEN_KEY = "elasticcb-token"  # of the metadata that every call carries
 TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
@@ -88,7 +102,7 @@ class Server:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16, token: str = "") -> None:
         self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
-        interceptors = [_TokenCheck(token)] if token else []
+        interceptors: list[grpc.ServerInterceptor] = [_TokenCheck(token)] if token else []
         self.grpc_server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
         try:
             self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
@@ -108,32 +122,50 @@ class Server:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def frame_handlers(service: str, methods: dict[str, tuple[type, Callable[..., Frame[Any]]]]) -> Any:
+def frame_handlers(
+    service: str, methods: dict[str, tuple[type, Callable[..., Frame[Any]]]], transient: Collection[str] = ()
+) -> Any:
     """Handlers of a service whose messages are frames.
 
     Args:
         service: the service's full name, "elasticcb.ParameterServer".
         methods: by method name, the request's header type and a function from the request frame to
-            the response frame. An `ElasticCBError` that it raises reaches the caller as a gRPC status.
+            the response frame. An `ElasticCBError` that it raises is raised at the caller's.
+        transient: methods that keep no array of a request beyond the call, so that none has to be copied out of
+            shared memory.
     """
+    memory = ServerMemory()
 
-    def handler(header_type: type, function: Callable[..., Frame[Any]]) -> Any:
-        decode = frame_decoder(header_type)
-
-        def answer(data: bytes, context: grpc.ServicerContext) -> Frame[Any]:
+    def handler(name: str, header_type: type, function: Callable[..., Frame[Any]]) -> Any:
+        def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             try:
-                return function(decode(data))
+                frame, segment = memory.decode(data, header_type)
+                if segment is not None and name not in transient:
+                    frame = Frame(frame.header, {key: np.array(array) for key, array in frame.tensors.items()})
+                return memory.encode(function(frame), segment)
+            except UnknownSegmentError as error:
+                context.abort(grpc.StatusCode.NOT_FOUND, str(error))
             except ElasticCBError as error:
                 if error.user_traceback:
                     logger.error("%s\n%s", error, error.user_traceback)
                 refused = isinstance(error, WireError)
                 code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
+                trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
+                context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__), (_TRACEBACK_KEY, trace)))
                 context.abort(code, str(error)[:_LONGEST_ERROR])
             raise AssertionError("abort raises")
 
-        return grpc.unary_unary_rpc_method_handler(answer, None, encode_frame)
+        return grpc.unary_unary_rpc_method_handler(answer)
 
-    handlers = {name: handler(*method) for name, method in methods.items()}
+    def attach(message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            memory.attach(message)
+        except WireError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return b""
+
+    handlers = {name: handler(name, *method) for name, method in methods.items()}
+    handlers[_ATTACH] = grpc.unary_unary_rpc_method_handler(attach)
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
@@ -153,6 +185,34 @@ class Connection:
         self._patience = patience_seconds
         self.metadata = ((_TOKEN_KEY, token),) if token else ()
         self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._memories: dict[str, ClientMemory] = {}  # by service
+
+    def shared_frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Frame[Any]]:
+        """As `frame_call`, with the arrays in shared memory when the server is on this machine. Calls of one
+        connection wait for each other."""
+        send = self.channel.unary_unary(f"/{service}/{method}")
+        memory = self._memory_of(service)
+
+        def call(frame: Frame[Any], timeout: float, metadata: Any = ()) -> Frame[Any]:
+            with memory.lock:
+                try:
+                    answer = send(memory.encode(frame), timeout=timeout, metadata=metadata)
+                except grpc.RpcError as error:
+                    memory.forget()
+                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                        raise
+                    answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
+                return memory.decode(answer, response_type)
+
+        return call
+
+    def _memory_of(self, service: str) -> ClientMemory:
+        if service not in self._memories:
+            attach = self.channel.unary_unary(f"/{service}/{_ATTACH}")
+            self._memories[service] = ClientMemory(
+                lambda message: attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
+            )
+        return self._memories[service]
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
         """The multi-callable of a method whose messages are frames."""
@@ -174,7 +234,7 @@ class Connection:
         Raises:
             ConnectionLostError: the server was out of reach for longer than the patience.
             WireError: the server refused the message.
-            ElasticCBError: the server could not do what was asked; the message is the server's.
+            ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
         """
         patience = self._patience if patience_seconds is None else patience_seconds
         begun = time.monotonic()
@@ -183,23 +243,31 @@ class Connection:
             try:
                 return method(request, timeout=deadline_seconds, metadata=self.metadata)
             except grpc.RpcError as error:
-                code, details = error.code(), error.details() or "no details"
-                if code is grpc.StatusCode.INVALID_ARGUMENT:
-                    raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
-                if code is grpc.StatusCode.FAILED_PRECONDITION:
-                    raise ElasticCBError(details) from None
-                if code not in _TRANSIENT:
-                    raise ConnectionLostError(
-                        f"A call to {self._name} at {self.address} failed: {code.name}: {details}"
-                    ) from None
+                self.raise_unless_transient(error)
                 waited = time.monotonic() - begun
                 if waited + pause > patience:
                     raise ConnectionLostError(
-                        f"{self._name} at {self.address} has not answered for {waited:.0f} s ({code.name}: {details})."
+                        f"{self._name} at {self.address} has not answered for {waited:.0f} s "
+                        f"({error.code().name}: {error.details() or 'no details'})."
                     ) from None
-                logger.debug("%s at %s: %s, trying again", self._name, self.address, code.name)
+                logger.debug("%s at %s: %s, trying again", self._name, self.address, error.code().name)
                 time.sleep(pause * _jitter.uniform(0.5, 1.0))
                 pause = min(2 * pause, 2.0)
 
+    def raise_unless_transient(self, error: Any) -> None:
+        """Raises what a failed call means, as `call` does, unless the same call may succeed later."""
+        code, details = error.code(), error.details() or "no details"
+        if code in _TRANSIENT:
+            return
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            given = dict(error.trailing_metadata() or ())
+            kind = _ERRORS.get(given.get(_ERROR_KEY, ""), ElasticCBError)
+            raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
+        raise ConnectionLostError(f"A call to {self._name} at {self.address} failed: {code.name}: {details}") from None
+
     def close(self) -> None:
         self.channel.close()
+        for memory in self._memories.values():
+            memory.forget()

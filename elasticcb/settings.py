@@ -21,6 +21,7 @@ class Command(str, Enum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     PREDICT = "predict"
+    CALL = "call"  # functions that `Cluster.schedule` is given
 
 
 class ClusterKind(str, Enum):

@@ -24,6 +24,8 @@ Header = TypeVar("Header")
 
 _PREFIX = struct.Struct("<4sI")  # magic, bytes of the header
 _MAGIC = b"ECB1"
+_MAGIC_OF_HEADER = b"ECBH"  # of a frame without its arrays
+SHARED_ALIGNMENT = 64  # of each array in shared memory: what TensorFlow takes without a copy
 _ALIGNMENT = 16  # of each array within a frame, enough for every dtype and for vector loads
 
 # The dtypes that may travel, by NumPy's name. bfloat16 and the float8s are registered by ml_dtypes,
@@ -71,14 +73,7 @@ class Frame(Generic[Header]):
 
 def encode_frame(frame: Frame[Any]) -> bytes:
     """The bytes of `frame`. Sets the `tensors` field of its header."""
-    header = frame.header
-    del header.tensors[:]
-    arrays = []
-    for name, array in frame.tensors.items():
-        array = np.asarray(array, order="C")
-        header.tensors.add(dtype=array.dtype.name, shape=array.shape, name=name)
-        arrays.append(array)
-    encoded = header.SerializeToString()
+    encoded, arrays = _described(frame)
     pieces: list[Any] = [_PREFIX.pack(_MAGIC, len(encoded)), encoded]
     size = _PREFIX.size + len(encoded)
     for array in arrays:
@@ -88,6 +83,60 @@ def encode_frame(frame: Frame[Any]) -> bytes:
     return b"".join(pieces)
 
 
+def encode_header(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
+    """The bytes of `frame` without its arrays, and these, to be handed over in another way."""
+    encoded, arrays = _described(frame)
+    return _PREFIX.pack(_MAGIC_OF_HEADER, len(encoded)) + encoded, arrays
+
+
+def has_arrays(data: bytes) -> bool:
+    """Whether the bytes of a frame hold its arrays: `encode_frame` made them, not `encode_header`."""
+    return data[:4] != _MAGIC_OF_HEADER
+
+
+def decode_header(
+    data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], memoryview]
+) -> Frame[Header]:
+    """The frame whose `encode_header` is `data`; `read(offset, size)` gives the bytes of its arrays, which lie one
+    after another at multiples of `SHARED_ALIGNMENT`. Raises `WireError` as the function of `frame_decoder` does."""
+    header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
+    tensors: dict[str, Array] = {}
+    position = 0
+    for description in header.tensors:
+        size = _bytes_of(description)
+        tensors[description.name] = _view(description, read(position, size), description.name)
+        position += size + -size % SHARED_ALIGNMENT
+    return Frame(header, tensors)
+
+
+def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
+    header = frame.header
+    del header.tensors[:]
+    arrays = []
+    for name, array in frame.tensors.items():
+        array = np.asarray(array, order="C")
+        header.tensors.add(dtype=array.dtype.name, shape=array.shape, name=name)
+        arrays.append(array)
+    return header.SerializeToString(), arrays
+
+
+def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> tuple[Any, int]:
+    """A frame's header, and where it ends."""
+    header = header_type()
+    try:
+        magic, header_size = _PREFIX.unpack_from(data)
+        position = _PREFIX.size + header_size
+        if magic != expected or position > len(data):
+            raise ValueError("no frame prefix")
+        header.ParseFromString(data[_PREFIX.size : position])
+    except Exception as error:
+        raise WireError(
+            f"A message of {len(data)} bytes is no {type(header).__name__} frame ({error}). All "
+            "processes of a job must run the same release of elasticcb."
+        ) from error
+    return header, position
+
+
 def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[Header]]:
     """A function from the bytes of a frame to the frame; arrays are read-only views of the bytes.
 
@@ -95,18 +144,7 @@ def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[
     """
 
     def decode(data: bytes) -> Frame[Header]:
-        header: Any = header_type()
-        try:
-            magic, header_size = _PREFIX.unpack_from(data)
-            position = _PREFIX.size + header_size
-            if magic != _MAGIC or position > len(data):
-                raise ValueError("no frame prefix")
-            header.ParseFromString(data[_PREFIX.size : position])
-        except Exception as error:
-            raise WireError(
-                f"A message of {len(data)} bytes is no {type(header).__name__} frame ({error}). All "
-                "processes of a job must run the same release of elasticcb."
-            ) from error
+        header, position = _header_of(data, header_type, _MAGIC)
         body = memoryview(data)
         tensors: dict[str, Array] = {}
         for description in header.tensors:

@@ -180,10 +180,18 @@ def test_optimizer_may_be_a_name_and_wins_over_that_of_a_compiled_model(write):
     assert isinstance(spec.make_optimizer(), keras.optimizers.Adam)
 
 
-def test_loss_scaling_is_refused_in_words(write):
-    scaled = "def optimizer():\n    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())"
-    with pytest.raises(ModelFileError, match="mixed_bfloat16"):
-        build(write(optimizer=scaled))
+def test_optimizer_of_the_file_scales_the_loss_as_that_of_the_compiled_model_does(write):
+    compiled = """
+def custom_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0)
+    model.compile(scaled, "mse")
+    return model
+"""
+    model = build(write(custom_model=compiled, optimizer="def optimizer():\n    return keras.optimizers.SGD()"))[1]
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.SGD)
+    assert model.optimizer.initial_scale == 8.0
 
 
 class TestMistakes:

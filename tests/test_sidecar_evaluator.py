@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from elasticcb.checkpoint import find_versions
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.settings import Command
-from elasticcb.sidecar.evaluator import SidecarEvaluator
+from elasticcb.sidecar import SidecarEvaluator
 from jobs import job_settings, run_job, write_model_file
 
 RECORDS = 96
@@ -32,7 +33,9 @@ MODEL_FILE = """
 
 
 def make_model(optimizer="sgd", layers=(8,), metrics=("accuracy",)):
-    model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(units, "tanh") for units in layers)])
+    model = keras.Sequential(
+        [keras.Input((4,), name="table"), *(keras.layers.Dense(units, "tanh") for units in layers)]
+    )
     model.add(keras.layers.BatchNormalization())
     model.add(keras.layers.Dense(3))
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
@@ -59,6 +62,15 @@ def keras_files(tmp_path, data):
     ]
     model.fit(*data, batch_size=32, epochs=3, verbose=0, callbacks=[*saving, evaluate])
     return folder, results
+
+
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    """What is logged here; a job keeps the package's messages from getting further."""
+    logger = logging.getLogger("elasticcb.sidecar")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    return caplog
 
 
 class Recorder(keras.callbacks.Callback):
@@ -102,10 +114,11 @@ def test_each_checkpoint_of_a_running_job_is_evaluated_and_gives_what_its_weight
 
     evaluator = SidecarEvaluator(make_model(), data, tmp_path / "checkpoints", callbacks=[UntilVersion36()])
     done = []
-    thread = threading.Thread(target=lambda: done.extend(evaluator.start()))
+    thread = threading.Thread(target=lambda: done.extend(evaluator.start()), daemon=True)
     thread.start()
     run_job(job)
     thread.join(60)
+    evaluator.stop()
     assert [each.checkpoint for each in done] == find_versions(tmp_path / "checkpoints")
     assert [each.version for each in done][-1] == 36
     assert len({each.metrics["loss"] for each in done}) == len(done) > 1
@@ -202,7 +215,7 @@ def test_all_kinds_of_data_are_evaluated_anew_for_each_checkpoint(keras_files, d
         "PyDataset": Batches(),
         "generator": forever(),
         "weighted": (x, y, np.ones(RECORDS)),
-        "inputs by name": ({model_input: x for model_input in ("keras_tensor",)}, y),
+        "inputs by name": ({"table": x}, y),
     }
     steps = 3 if kind == "generator" else None
     done = SidecarEvaluator(make_model(), inputs[kind], folder, steps, 6, verbose=0).start()
@@ -239,23 +252,17 @@ def test_ctrl_c_drops_the_evaluation_under_way_and_gives_the_others(keras_files,
     assert len(done) == 2
 
 
-def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data, job, caplog):
+def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data, job, messages):
     run_job(job)
     damaged, deleted, *others = find_versions(tmp_path / "checkpoints")
     file = next(damaged.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-5])
 
-    class DeleteInTime(keras.callbacks.Callback):
-        """Prunes a checkpoint when the follower has given it, but its weights have not been read."""
-
-        def on_test_end(self, logs=None):
-            shutil.rmtree(deleted, ignore_errors=True)
-
     shutil.move(deleted, tmp_path / "kept")
-    evaluator = SidecarEvaluator(make_model(), data, tmp_path / "checkpoints", timeout=0.2, callbacks=[DeleteInTime()])
+    evaluator = SidecarEvaluator(make_model(), data, tmp_path / "checkpoints", timeout=0.2)
     assert [each.checkpoint for each in evaluator.start()] == others
-    assert caplog.text.count("Passed over") == 1
-    assert "is damaged" in caplog.text
+    assert messages.text.count("Passed over") == 1
+    assert "is damaged" in messages.text
 
     shutil.move(tmp_path / "kept", deleted)
     original = evaluator._follower.next
@@ -268,16 +275,11 @@ def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data
 
     evaluator._follower.next = delete_after
     assert evaluator.start() == []
-    assert caplog.text.count("Passed over") == 1  # old checkpoints are deleted all the time
+    assert messages.text.count("Passed over") == 1  # old checkpoints are deleted all the time
 
 
-def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(keras_files, data, caplog):
-    folder, _ = keras_files
-    done = SidecarEvaluator(make_model(layers=(8, 3)), data, folder, timeout=0.6, verbose=0)
-    with pytest.raises(CheckpointError, match=r"of another model. It holds layers/dense_1/vars/0 \(8, 3\)"):
-        done.start()
-
-    class Headless(keras.Model):
+def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data, messages):
+    class Parts(keras.Model):
         def __init__(self, parts):
             super().__init__()
             self.body, self.parts_of_head = keras.layers.Dense(4), [keras.layers.Dense(4) for _ in range(parts)]
@@ -288,17 +290,15 @@ def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(keras_files, da
                 x = part(x)
             return x
 
-    for path in folder.iterdir():
-        path.unlink()
-    small, large = Headless(1), Headless(2)
+    small, large = Parts(1), Parts(2)
     for model in (small, large):
         model.compile("sgd", "sparse_categorical_crossentropy")
         model(data[0])
-    small.save_weights(folder / "half.weights.h5")
-    large.save_weights(folder / "whole.weights.h5")
-    done = SidecarEvaluator(large, data, folder, timeout=1.0).start()
+    small.save_weights(tmp_path / "half.weights.h5")
+    large.save_weights(tmp_path / "whole.weights.h5")
+    done = SidecarEvaluator(large, data, tmp_path, timeout=1.0).start()
     assert [each.checkpoint.name for each in done] == ["whole.weights.h5"]
-    assert "lacks 2 of the model's 6 variables" in caplog.text
+    assert "lacks 2 of the model's 6 variables" in messages.text
 
 
 @pytest.mark.parametrize("layers", [(), (9,), (8, 8)])
@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_model_is_told_with_its_variables(tmp_path, data
     with pytest.raises(CheckpointError, match=r"01\.keras is of another model. It holds layers/.*where the model has"):
         SidecarEvaluator(make_model(layers=layers), data, tmp_path / "checkpoints").start()
     run_job(job)
-    with pytest.raises(CheckpointError, match=r"version-\d+ is of another model: variable 0.*in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"version-\d+ is of another model: variable \d.*in the checkpoint"):
         SidecarEvaluator(make_model(layers=layers), data, tmp_path / "checkpoints").start()
 
 

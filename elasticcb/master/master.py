@@ -148,8 +148,7 @@ class Master:
         """Ends all processes, by and by."""
         self.close()
         if not self._backend.watches:
-            for role in Role:
-                self.wait_until(lambda role=role: not self.roster.up(role), grace_seconds)
+            self.wait_until(lambda: not any(self.roster.up(role) for role in Role), grace_seconds)
         self._backend.stop(grace_seconds)
         self.stop()
 

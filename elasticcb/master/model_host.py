@@ -90,7 +90,8 @@ class ModelHost:
     @property
     def version(self) -> int:
         """Of the model that the job starts with: how many updates its optimizer has made."""
-        return int(self.optimizer.iterations) if self._continues else 0
+        optimizer = self.optimizer
+        return int(optimizer.iterations) if optimizer is not None and self._continues else 0
 
     def optimizer_state(self) -> OptimizerState | None:
         """What the optimizers have learned before; None of fresh ones."""
@@ -151,4 +152,3 @@ class ModelHost:
         """Training loss and metrics over the summed states of an epoch's tasks."""
         self.metrics.load(states)
         return self.metrics.results(states, "train")
-

@@ -13,12 +13,15 @@ from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
 from elasticcb.master.shards import ShardLayout
-from elasticcb.master.supplies import EvaluationTasks, PredictionTasks, Supply, TrainEndTask
+from elasticcb.master.supplies import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.master.task_record import Failure, TaskRecord
 from elasticcb.master.todo import Todo
 
 _FORMAT = 1
+
+# Of what these bring about, the master's memory holds the rest: states of metrics, what to call.
+_NOT_SAVED = frozenset({TaskType.EVALUATION, TaskType.FUNCTION})
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,13 @@ class QueueSettings:
     open_ended: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("num_epochs", 1), ("max_batches", 0), ("max_retries", 0), ("max_losses", 0), ("initial_epoch", 0)):
+        for name, least in (
+            ("num_epochs", 1),
+            ("max_batches", 0),
+            ("max_retries", 0),
+            ("max_losses", 0),
+            ("initial_epoch", 0),
+        ):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected at least {least}.")
         if self.lease_seconds <= 0:
@@ -74,10 +83,12 @@ class QueueState:
         )
         self.evaluation = EvaluationTasks()
         self.prediction = PredictionTasks(self.prediction_layout)
+        self.functions = FunctionTasks()
         self._supplies: dict[TaskType, Supply] = {
             TaskType.EVALUATION: self.evaluation,
             TaskType.TRAINING: self.epochs,
             TaskType.PREDICTION: self.prediction,
+            TaskType.FUNCTION: self.functions,
             TaskType.TRAIN_END: TrainEndTask(),
         }
         self.todo = Todo(self._supplies)
@@ -109,8 +120,8 @@ class QueueState:
     # ------------------------------------------------------------ saving
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values. Tasks that are DOING are saved as TODO, and evaluation not at all."""
-        records = [record for record in (*self.doing, *self.todo) if record.task.type is not TaskType.EVALUATION]
+        """As JSON values. Tasks that are DOING are saved as TODO; evaluation and functions not at all."""
+        records = [record for record in (*self.doing, *self.todo) if record.task.type not in _NOT_SAVED]
         return {
             "format": _FORMAT,
             "settings": asdict(self.settings),
@@ -126,7 +137,7 @@ class QueueState:
             "closed": {
                 kind.value: {state.value: number for state, number in states.items() if number}
                 for kind, states in self.closed.items()
-                if kind is not TaskType.EVALUATION
+                if kind not in _NOT_SAVED
             },
             "accounting": self.copy_accounting().to_dict(),
             "milestones": [

@@ -102,9 +102,7 @@ class Roster:
 
     # ------------------------------------------------------------ what is heard
 
-    def register(
-        self, role: Role, index: int, address: str, pid: int, host: str, now: float, job: int = 1
-    ) -> Member:
+    def register(self, role: Role, index: int, address: str, pid: int, host: str, now: float, job: int = 1) -> Member:
         """A process says that it is there, and ready for a job.
 
         Args:

@@ -76,9 +76,7 @@ class MasterServicer(Generated):
         role = _ROLES.get(request.role)
         if role is None:
             raise WireError(f"Role {request.role} can't register; expected a worker or a parameter server.")
-        member = self._master.register(
-            role, request.index, request.address, request.pid, request.host, request.job
-        )
+        member = self._master.register(role, request.index, request.address, request.pid, request.host, request.job)
         return pb.RegisterResponse(id=member.id, index=member.index)
 
     @_answered

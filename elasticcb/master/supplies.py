@@ -10,7 +10,7 @@ from typing import Protocol
 
 from elasticcb.errors import UsageError
 from elasticcb.master.answers import Milestone, MilestoneKind
-from elasticcb.master.shards import ShardLayout, ShardOrder
+from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.task import Task, TaskType
 
 
@@ -104,6 +104,37 @@ class PredictionTasks:
 
     def reopen(self, task: Task) -> None:
         self._open += 1
+
+
+class FunctionTasks:
+    """Calls of functions, by number, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._numbers: deque[int] = deque()  # to make
+
+    def add(self, number: int) -> None:
+        self._numbers.append(number)
+
+    def cancel(self) -> list[int]:
+        """Makes no task of those that were added; answers their numbers."""
+        numbers = list(self._numbers)
+        self._numbers.clear()
+        return numbers
+
+    @property
+    def to_make(self) -> int:
+        return len(self._numbers)
+
+    def make(self, task_id: int) -> Task | None:
+        if not self._numbers:
+            return None
+        return Task(task_id, TaskType.FUNCTION, Shard("", 0, 0), function=self._numbers.popleft())
+
+    def close(self, task: Task) -> list[Milestone]:
+        return []
+
+    def reopen(self, task: Task) -> None:
+        raise AssertionError("functions are not saved")
 
 
 class TrainEndTask:

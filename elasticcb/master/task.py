@@ -20,11 +20,18 @@ class TaskType(str, Enum):
     EVALUATION = "EVALUATION"
     PREDICTION = "PREDICTION"
     TRAIN_END = "TRAIN_END"
+    FUNCTION = "FUNCTION"
 
 
 # A running evaluation round holds up a snapshot on the servers, so its tasks come first. TRAIN_END is
-# handed out only when no other task is left or running.
-HANDING_OUT_ORDER = (TaskType.EVALUATION, TaskType.TRAINING, TaskType.PREDICTION, TaskType.TRAIN_END)
+# handed out only when no other task is left or running. A job of functions has no others.
+HANDING_OUT_ORDER = (
+    TaskType.EVALUATION,
+    TaskType.TRAINING,
+    TaskType.PREDICTION,
+    TaskType.FUNCTION,
+    TaskType.TRAIN_END,
+)
 
 # Types whose finished records need not be done again when another worker takes the task over. The
 # metric states of half an evaluation task die with its worker, so such a task starts at its beginning.
@@ -46,6 +53,7 @@ class TaskEvent(str, Enum):
 
     HANDED_OUT = "handed out"
     TRAINING_STOPPED = "training stopped"
+    FUNCTIONS_CANCELLED = "functions cancelled"
     REPORTED_DONE = "reported done"
     ANSWER_LOST = "answer lost"
     WORKER_LOST = "worker lost"
@@ -61,6 +69,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
     {
         (TaskState.TODO, TaskEvent.HANDED_OUT): TaskState.DOING,
         (TaskState.TODO, TaskEvent.TRAINING_STOPPED): TaskState.DROPPED,
+        (TaskState.TODO, TaskEvent.FUNCTIONS_CANCELLED): TaskState.DROPPED,
         (TaskState.DOING, TaskEvent.REPORTED_DONE): TaskState.DONE,
         (TaskState.DOING, TaskEvent.ANSWER_LOST): TaskState.TODO,
         (TaskState.DOING, TaskEvent.WORKER_LOST): TaskState.TODO,
@@ -83,10 +92,13 @@ class Task:
     shard: Shard
     epoch: int = 0  # 0-based; TRAINING only
     evaluation_round: int = 0  # EVALUATION only
+    function: int = 0  # FUNCTION only; names what to call
 
     def __str__(self) -> str:
         if self.type is TaskType.TRAIN_END:
             return f"task {self.id} (TRAIN_END)"
+        if self.type is TaskType.FUNCTION:
+            return f"task {self.id} (FUNCTION {self.function})"
         of = {
             TaskType.TRAINING: f", epoch {self.epoch}",
             TaskType.EVALUATION: f", round {self.evaluation_round}",

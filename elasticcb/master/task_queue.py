@@ -311,6 +311,19 @@ class TaskQueue:
         self._state.closed[TaskType.TRAINING][TaskState.DROPPED] += len(dropped) + unmade
         self._state.milestones += self._epochs.stop(reason, [record.task for record in dropped])
 
+    def add_function(self, number: int) -> None:
+        """Adds a call, which `number` names, behind all that were added before."""
+        self._state.functions.add(number)
+
+    def cancel_functions(self) -> list[int]:
+        """Drops the calls that are TODO; answers their numbers. Those that are DOING are finished."""
+        dropped = self._todo.remove_all(TaskType.FUNCTION)
+        for record in dropped:
+            record.move(TaskEvent.FUNCTIONS_CANCELLED)
+        unmade = self._state.functions.cancel()
+        self._state.closed[TaskType.FUNCTION][TaskState.DROPPED] += len(dropped) + len(unmade)
+        return [*(record.task.function for record in dropped), *unmade]
+
     def add_train_end(self) -> None:
         """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
         self._todo.add_train_end()
@@ -378,7 +391,7 @@ class TaskQueue:
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values, for a checkpoint. DOING tasks are saved as TODO, with what is left.
 
-        Evaluation rounds are left out: the metric states of their finished tasks live in the master's
+        Functions and evaluation rounds are left out: the metric states of their finished tasks live in the master's
         memory, so after a restart they begin anew.
         """
         return self._state.to_dict()

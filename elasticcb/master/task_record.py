@@ -54,8 +54,8 @@ class Failure:
         return self.task.shard
 
     def __str__(self) -> str:
-        if self.task.type is TaskType.TRAIN_END:
-            what = "The TRAIN_END task"
+        if self.task.type in (TaskType.TRAIN_END, TaskType.FUNCTION):
+            what = f"The {self.task.type.value} task"
         else:
             what = (
                 f"{self.task.type.value} task {self.task.id}, records [{self.shard.start}, {self.shard.end}) "

@@ -54,7 +54,8 @@ class Peers:
         for connection, call, future in zip(self._connections, calls, started, strict=True):
             try:
                 future.result()
-            except grpc.RpcError:
+            except grpc.RpcError as error:
+                connection.raise_unless_transient(error)
                 # Once more, with patience and errors in words; a server that has done it says so.
                 connection.call(call, frame, _DEADLINE_SECONDS)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,15 @@ class Push:
     state: Mapping[str, Array] = field(default_factory=dict)  # added to the non-trainable ones, flat
     learning_rate: float | None = None  # for this update only
     updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
+
+    def copied(self) -> Push:
+        """One that outlives its call: the worker's next one takes the same memory."""
+        return replace(
+            self,
+            blocks={dtype: block.copy() for dtype, block in self.blocks.items()},
+            rows={index: Rows(rows.ids.copy(), rows.values.copy()) for index, rows in self.rows.items()},
+            state={dtype: delta.copy() for dtype, delta in self.state.items()},
+        )
 
 
 class PushReader:

@@ -318,12 +318,13 @@ class Servicer:
         present = model.parameters.version
         if follows:
             # Whether it is used, and when, the first server decides.
-            model.staged[name] = _Staged(push, request.version)
+            model.staged[name] = _Staged(push.copied(), request.version)
             return Verdict(pb.ACCEPTED, "staged")
         decision = model.policy.decide(name, request.version, present)
         if decision.action is Action.STALE:
             return Verdict(pb.STALE, decision.reason)
-        model.staged[name] = _Staged(push, request.version)
+        applied_now = decision.action is Action.APPLY
+        model.staged[name] = _Staged(push if applied_now else push.copied(), request.version)
         if decision.action is Action.APPLY:
             self._update(decision.pushes, model)
         return Verdict(pb.ACCEPTED, decision.reason)

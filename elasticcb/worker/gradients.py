@@ -3,30 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from elasticcb.optimizer_traits import clips_on_server, unwrapped
+from elasticcb.errors import ModelFileError
+from elasticcb.optimizer_traits import clips_on_server
+from elasticcb.optimizer_variables import leaves
 from elasticcb.ps.partition import VariableSpec
 
 Dense = dict[int, Any]  # gradients by variable
 Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows) by variable
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """By the global norm of the gradients of these variables."""
+
+    norm: float
+    variables: frozenset[int]
+
+
+def clippings(
+    model: keras.Model, specs: Sequence[VariableSpec], optimizers: Sequence[keras.optimizers.Optimizer], num_ps: int
+) -> list[Clipping]:
+    """What the worker clips, because a server sees only its own part of the gradients.
+
+    Raises:
+        ModelFileError: it is for the server to clip, and there are several of them.
+    """
+    found = []
+    for place, optimizer in enumerate(optimizers):
+        own = {i: model.weights[i] for i, spec in enumerate(specs) if spec.trainable and spec.optimizer == place}
+        for leaf in leaves(optimizer, place, own):
+            if clips_on_server(leaf.optimizer):
+                _check_one_server(leaf.optimizer, num_ps)
+            elif leaf.optimizer.global_clipnorm:
+                found.append(Clipping(leaf.optimizer.global_clipnorm, frozenset(leaf.variables)))
+    return found
+
+
+def _check_one_server(optimizer: keras.optimizers.Optimizer, num_ps: int) -> None:
+    if num_ps > 1:
+        raise ModelFileError(
+            f"The optimizer {optimizer.name!r} has global_clipnorm and gradient_accumulation_steps both. The norm is "
+            f"that of all accumulated gradients, and each of the {num_ps} parameter servers holds only a part of them. "
+            "Use one parameter server (--num_ps=1), or clipnorm or clipvalue instead of global_clipnorm."
+        )
+
+
 def sort_gradients(
-    gradients: Mapping[int, Any], specs: Sequence[VariableSpec], optimizers: Sequence[keras.optimizers.Optimizer]
+    gradients: Mapping[int, Any], specs: Sequence[VariableSpec], clipped: Sequence[Clipping]
 ) -> tuple[Dense, Rows]:
-    """Dense gradients and unique rows by variable, clipped by their global norm if their optimizer says so."""
+    """Dense gradients and unique rows by variable."""
     prepared = {index: _prepared(gradient, specs[index].dtype) for index, gradient in sorted(gradients.items())}
-    for number, optimizer in enumerate(optimizers):
-        clip_norm = unwrapped(optimizer).global_clipnorm
-        own = [index for index in prepared if specs[index].optimizer == number]
-        if clip_norm and own and not clips_on_server(optimizer):
-            # Here, because a server sees only its own part of the gradients.
-            clipped, _ = tf.clip_by_global_norm([prepared[index] for index in own], clip_norm)
-            prepared.update(zip(own, clipped, strict=True))
+    for clipping in clipped:
+        own = [index for index in prepared if index in clipping.variables]
+        if own:
+            scaled, _ = tf.clip_by_global_norm([prepared[index] for index in own], clipping.norm)
+            prepared.update(zip(own, scaled, strict=True))
     dense = {i: gradient for i, gradient in prepared.items() if not isinstance(gradient, tf.IndexedSlices)}
     rows = {i: (g.indices, g.values) for i, g in prepared.items() if isinstance(g, tf.IndexedSlices)}
     return dense, rows

@@ -20,12 +20,10 @@ import tensorflow as tf
 from elasticcb.errors import ModelFileError
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics, Transport, to_number
-from elasticcb.model_weights import local_variables
 from elasticcb.optimizer_capture import OptimizerCapture
-from elasticcb.optimizer_traits import clips_on_server
 from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
-from elasticcb.worker.gradients import sort_gradients
+from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
@@ -64,10 +62,8 @@ class Trainer:
         self._metrics = metrics
         self._specs = specs
         self._partition = partition
-        self._local = local_variables(model)
         self._capture = OptimizerCapture(model)
-        for optimizer in self._capture.optimizers if len(partition) > 1 else ():
-            _check_clipping(optimizer)
+        self._clipped = clippings(model, specs, self._capture.optimizers, len(partition))
         self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
         self._assign = tf.function(self._assign_blocks, autograph=False)
         self._compile(jit=bool(getattr(model, "jit_compile", False)))
@@ -159,7 +155,7 @@ class Trainer:
         logs, found, usable = self._inner_step(batch)
         states = self._metrics.state_tensors()
         self._check_updated(found)
-        dense, rows = sort_gradients(found, self._specs, self._capture.optimizers)
+        dense, rows = sort_gradients(found, self._specs, self._clipped)
         gradients = [self._pack(server, dense) for server in self._partition]
         deltas = [self._state_deltas(slices, blocks[server]) for server, slices in enumerate(self._partition)]
         checked = [flat for server in gradients + deltas for flat in server.values() if flat.dtype.is_floating]
@@ -205,8 +201,6 @@ class Trainer:
                     piece = blocks[server][f"{prefix}/{dtype}"][offset : offset + part.elements]
                     parts.setdefault(part.variable, []).append((part.start, piece))
         for index, found in parts.items():
-            if index in self._local:
-                continue
             pieces = [piece for _, piece in sorted(found, key=lambda item: item[0])]
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self.model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
@@ -224,7 +218,7 @@ class Trainer:
         for part, dtype, offset in layout(self._specs, slices, False):
             old = block[f"state/{dtype}"][offset : offset + part.elements]
             new = tf.reshape(self.model.weights[part.variable].value, [-1])[part.start : part.stop]
-            pieces.setdefault(dtype, []).append(_difference(old if part.variable in self._local else new, old))
+            pieces.setdefault(dtype, []).append(_difference(new, old))
         return {dtype: tf.concat(flat, 0) for dtype, flat in pieces.items()}
 
     def _find_non_finite(self, push: Push) -> str:
@@ -242,15 +236,6 @@ class Trainer:
                 if delta is not None and not np.isfinite(delta[offset : offset + part.elements].astype(float)).all():
                     return f"the new value of {self._specs[part.variable].path!r}"
         return ""
-
-
-def _check_clipping(optimizer: keras.optimizers.Optimizer) -> None:
-    if clips_on_server(optimizer):
-        raise ModelFileError(
-            f"The optimizer {optimizer.name!r} has global_clipnorm and gradient_accumulation_steps both. The norm is "
-            "that of all accumulated gradients, and each parameter server holds only a part of them. Use one "
-            "parameter server (--num_ps=1), or clipnorm or clipvalue instead of global_clipnorm."
-        )
 
 
 def _difference(new: Any, old: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of batch sources share: Keras's own batches, and comparing with them."""
+"""What the tests of batch sources share: Keras's own batches, comparing with them, and reading elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from elasticcb.data.batches import BatchSource
 _READ_ELSEWHERE = """
 import cloudpickle, sys
 from elasticcb.data.batch_sources.encoding import Layout
-source, ranges = cloudpickle.load(open(sys.argv[1], "rb"))
-batches = [[(Layout(b), Layout(b).arrays(b)) for b in source.batches(*each)] for each in ranges]
-source.close()
-cloudpickle.dump(batches, open(sys.argv[2], "wb"))
+
+with open(sys.argv[1], "rb") as file:
+    sources = cloudpickle.load(file)
+results = {}
+for name, (source, ranges) in sources.items():
+    batches = [batch for each in ranges for batch in source.batches(*each)]
+    results[name] = [(Layout(batch), Layout(batch).arrays(batch)) for batch in batches]
+    source.close()
+with open(sys.argv[2], "wb") as file:
+    cloudpickle.dump(results, file)
 """
+
+Range = tuple[int, int, int]  # epoch, start, end
 
 
 def keras_batches(*arguments: Any, **keywords: Any) -> list[Any]:
@@ -32,15 +40,8 @@ def keras_batches(*arguments: Any, **keywords: Any) -> list[Any]:
 
 
 def all_batches(source: BatchSource, epoch: int = 0) -> list[Any]:
-    return list(source.batches(epoch, 0, 1 << 40 if source.num_batches is None else source.num_batches))
-
-
-def read_in_another_process(source: BatchSource, ranges: list[tuple[int, int, int]], folder: Path) -> list[list[Any]]:
-    """The batches of each range `(epoch, start, end)`, as a process reads them that got the source pickled."""
-    given, result = folder / "given.pkl", folder / "result.pkl"
-    given.write_bytes(cloudpickle.dumps((source, ranges)))
-    subprocess.run([sys.executable, "-c", _READ_ELSEWHERE, given, result], check=True, timeout=120)
-    return [[layout.batch(arrays) for layout, arrays in batches] for batches in cloudpickle.loads(result.read_bytes())]
+    assert source.num_batches is not None
+    return list(source.batches(epoch, 0, source.num_batches))
 
 
 def copy_of(source: BatchSource) -> BatchSource:
@@ -48,7 +49,19 @@ def copy_of(source: BatchSource) -> BatchSource:
     return cloudpickle.loads(cloudpickle.dumps(source))
 
 
+def read_in_another_process(sources: dict[str, tuple[BatchSource, list[Range]]], folder: Path) -> dict[str, list[Any]]:
+    """By name, the batches of all ranges of a source, as a process reads them that got the source pickled."""
+    given, result = folder / "given.pkl", folder / "result.pkl"
+    given.write_bytes(cloudpickle.dumps(sources))
+    subprocess.run([sys.executable, "-c", _READ_ELSEWHERE, given, result], check=True, timeout=150)
+    return {
+        name: [layout.batch(arrays) for layout, arrays in batches]
+        for name, batches in cloudpickle.loads(result.read_bytes()).items()
+    }
+
+
 def assert_same_batches(given: list[Any], expected: list[Any]) -> None:
+    """Structures, kinds, dtypes, shapes and values are equal."""
     assert len(given) == len(expected)
     for one, other in zip(given, expected, strict=True):
         layout = Layout(to_batch(other))

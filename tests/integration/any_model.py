@@ -6,9 +6,9 @@ import textwrap
 
 import numpy as np
 import tensorflow as tf
+from test_equality_with_fit import saved_weights
 
 from jobs import job_settings, run_job, write_model_file
-from test_equality_with_fit import saved_weights
 
 BATCH = 8
 

@@ -1,7 +1,6 @@
 """Models as users write them, trained by jobs, end where Keras's own `fit` ends."""
 
 import pytest
-
 from any_model import Comparison
 
 XY = """
@@ -10,22 +9,26 @@ def arrays():
 """
 
 MODELS = {
-    "loss_scale_factor": XY + """
+    "loss_scale_factor": XY
+    + """
 def custom_model():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0), "mse", metrics=["mae"])
     return model
 """,
-    "loss_scale": XY + """
+    "loss_scale": XY
+    + """
 def custom_model():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, dynamic_growth_steps=2)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(rate), 4.0, dynamic_growth_steps=2)
     model.compile(scaled, "mse", metrics=["mae"])
     return model
 """,
-    "mixed_float16": XY + """
+    "mixed_float16": XY
+    + """
 def custom_model():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([
@@ -35,7 +38,8 @@ def custom_model():
     model.compile(scaled, "mse", metrics=["mae"])
     return model
 """,
-    "mixed_bfloat16": XY + """
+    "mixed_bfloat16": XY
+    + """
 def custom_model():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([
@@ -47,7 +51,8 @@ def custom_model():
 }
 
 MODELS |= {
-    f"{dtype}_variables": XY + f"""
+    f"{dtype}_variables": XY
+    + f"""
 def custom_model():
     keras.utils.set_random_seed(3)
     model = keras.Sequential([
@@ -84,7 +89,8 @@ def custom_model():
 """
 
 STEPS = {
-    "apply_with_variables": ("""
+    "apply_with_variables": (
+        """
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -92,8 +98,11 @@ STEPS = {
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
         return {"loss": loss}
-""", ""),
-    "apply_without_variables": ("""
+""",
+        "",
+    ),
+    "apply_without_variables": (
+        """
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -108,8 +117,11 @@ STEPS = {
             else:
                 metric.update_state(y, y_pred)
         return {metric.name: metric.result() for metric in self.metrics}
-""", ""),
-    "apply_gradients_of_watched_variables": ("""
+""",
+        "",
+    ),
+    "apply_gradients_of_watched_variables": (
+        """
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -118,8 +130,11 @@ STEPS = {
         gradients = tape.gradient(loss, variables)
         self.optimizer.apply_gradients(zip(gradients, variables))
         return {"norm": tf.linalg.global_norm(gradients), "loss": loss}
-""", ""),
-    "decorated_with_tf_function": ("""
+""",
+        "",
+    ),
+    "decorated_with_tf_function": (
+        """
     @tf.function
     def train_step(self, data):
         x, y = data
@@ -130,16 +145,22 @@ STEPS = {
         variables = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return {"double": loss}
-""", ""),
-    "compute_loss_and_metrics": ("""
+""",
+        "",
+    ),
+    "compute_loss_and_metrics": (
+        """
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return ops.mean(ops.abs(y - y_pred)) + 0.01 * sum(ops.sum(w * w) for w in self.trainable_weights)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         return {**super().compute_metrics(x, y, y_pred, sample_weight)}
-""", ""),
+""",
+        "",
+    ),
     "jit_compile": ("", ", metrics=['mae'], jit_compile=True"),
-    "run_eagerly": ("""
+    "run_eagerly": (
+        """
     def train_step(self, data):
         x, y = data
         assert tf.executing_eagerly()
@@ -148,7 +169,9 @@ STEPS = {
         variables = self.trainable_variables
         self.optimizer.apply(tape.gradient(loss, variables), variables)
         return {"loss": float(loss.numpy())}
-""", ", run_eagerly=True"),
+""",
+        ", run_eagerly=True",
+    ),
     "steps_per_execution": ("", ", steps_per_execution=4"),
 }
 MODELS |= {name: XY + OWN_STEP.format(body=body, options=options) for name, (body, options) in STEPS.items()}
@@ -156,7 +179,8 @@ MODELS |= {name: XY + OWN_STEP.format(body=body, options=options) for name, (bod
 
 MODELS |= {
     # The target follows the online network, and no optimizer knows it, though its weights are trainable.
-    "target_network": XY + """
+    "target_network": XY
+    + """
 class Model(keras.Model):
     def __init__(self):
         super().__init__()
@@ -188,7 +212,8 @@ def custom_model():
     model.compile(keras.optimizers.SGD(0.1))
     return model
 """,
-    "trackers_of_a_vae_like_model": XY + """
+    "trackers_of_a_vae_like_model": XY
+    + """
 class Model(keras.Model):
     def __init__(self):
         super().__init__()
@@ -314,7 +339,8 @@ def custom_model():
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 """,
-    "frozen_layers_and_losses_of_layers": XY + """
+    "frozen_layers_and_losses_of_layers": XY
+    + """
 class Gate(layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight((shape[-1],), "ones", regularizer="l2")
@@ -353,7 +379,8 @@ def custom_model():
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
     return model
 """,
-    "gradients_of_none": XY + """
+    "gradients_of_none": XY
+    + """
 def custom_model():
     keras.utils.set_random_seed(3)
     class Model(keras.Model):
@@ -383,6 +410,9 @@ OPTIMIZERS = {
     "accumulation_with_global_clipnorm": "SGD(0.3, global_clipnorm=0.1, gradient_accumulation_steps=2)",
     "accumulation_and_a_schedule": "SGD(keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5), "
     "gradient_accumulation_steps=2)",
+    "several_inside_one": "MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, clipnorm=0.01), "
+    "{'.*kernel': keras.optimizers.Adam(0.01, global_clipnorm=0.1)}))",
+    "global_clipnorm": "SGD(0.3, global_clipnorm=0.1)",
     "weight_decay_and_ema": "AdamW(0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2)",
 }
 MODELS |= {name: XY + DENSE_MODEL.format(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}
@@ -429,7 +459,8 @@ class GAN(keras.Model):
     def train_step(self, real):
         noise = ops.sin(37.0 * real)
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
-        truth, ones = ops.concatenate([ops.ones((8, 1)), ops.zeros((8, 1))]), ops.ones((8, 1))
+        ones = ops.ones((ops.shape(real)[0], 1))
+        truth = ops.concatenate([ones, 0 * ones])
         with tf.GradientTape() as d_tape, tf.GradientTape() as g_tape:
             made = self.generator(noise, training=True)
             d_loss = loss(truth, self.discriminator(ops.concatenate([real, made])))

@@ -1,101 +1,15 @@
 """Callbacks in whole jobs: each hook in its place, with its logs; rates, stopping and failures."""
 
-import json
-
 import numpy as np
 import pytest
 import tensorflow as tf
+from callback_jobs import RECORDER, RECORDS, calls, hooks, model_file, small_job, write_arrays
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_model_files import RECORDS, write_arrays
 
 from elasticcb.callbacks.placement import TABLE
 from elasticcb.errors import JobFailedError
-from elasticcb.settings import Command
-from jobs import job_settings, run_job, write_model_file
-
-MODEL = """
-import json
-import os
-import threading
-
-import keras
-import numpy as np
-
-import elasticcb.callbacks
-from elasticcb.callbacks import runs_on
-
-FOLDER = "{folder}"
-
-def custom_model():
-    keras.utils.set_random_seed(2)
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-
-def loss(labels, predictions):
-    return keras.losses.mean_squared_error(labels, predictions)
-
-def optimizer():
-    return keras.optimizers.SGD(0.125)
-
-def feed(dataset, mode, metadata):
-    if mode == "prediction":
-        return dataset.map(lambda record: record["x"])
-    return dataset.map(lambda record: (record["x"], record["y"]))
-
-def eval_metrics_fn():
-    return {{"mae": keras.metrics.MeanAbsoluteError()}}
-
-def process():
-    name = threading.current_thread().name
-    return name if name.startswith("worker") else "master"
-
-def write(name, *values):
-    with open(f"{{FOLDER}}/{{name}}-{{process()}}.jsonl", "a") as file:
-        file.write(json.dumps(values, default=lambda value: np.asarray(value).tolist()) + "\\n")
-"""
-
-RECORDER = """
-class Recorder(keras.callbacks.Callback):
-    pass
-
-def hook(name):
-    def called(self, *values, logs=None):
-        *values, logs = (*values, logs) if logs is not None else values
-        write(self.file, name, *values, logs)
-    return called
-
-from elasticcb.callbacks.placement import TABLE
-for name in TABLE:
-    setattr(Recorder, name, hook(name))
-Recorder.file = "hooks"
-
-@runs_on("worker")
-class OnWorkers(Recorder):
-    file = "moved"
-
-def callbacks():
-    return [Recorder(), OnWorkers()]
-"""
-
-
-def model_file(tmp_path, callbacks, name):
-    return write_model_file(tmp_path, MODEL.format(folder=tmp_path) + callbacks, name)
-
-
-def calls(tmp_path, name, process):
-    """What callbacks wrote in one process, in order."""
-    path = tmp_path / f"{name}-{process}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def hooks(entries):
-    return {entry[0] for entry in entries}
-
-
-def small_job(tmp_path, path, **parts):
-    parts = {"minibatch_size": 8, "num_minibatches_per_task": 2, "num_workers": 2} | parts
-    if parts.get("command") is not Command.PREDICT and "training" not in parts:
-        parts["training"] = parts["validation"] = write_arrays(tmp_path / "data.npz")
-    return job_settings(path, tmp_path / "job", **parts)
+from elasticcb.settings import CallbackErrors, Command
+from jobs import run_job
 
 
 class TestPlacement:
@@ -159,7 +73,7 @@ class TestPlacement:
         for index in range(2):
             worker = calls(tmp_path / "predict", "hooks", f"worker-{index}")
             names = [name for name, *_ in worker]
-            if names != ["on_predict_end"]:  # it got no task
+            if "on_predict_batch_end" in names:  # else it got no task
                 assert (names[0], names[-1]) == ("on_predict_begin", "on_predict_end")
                 assert (names.count("on_predict_begin"), names.count("on_predict_end")) == (1, 1)
             ends = [values for name, *values in worker if name == "on_predict_batch_end"]
@@ -353,6 +267,62 @@ def callbacks():
         with pytest.raises(JobFailedError, match=r"on_predict_end on worker \d+: OSError: can't flush") as caught:
             run_job(small_job(tmp_path, path, command=Command.PREDICT, prediction=data, num_workers=1))
         assert "raise OSError" in caught.value.user_traceback
+
+
+class TestWarnings:
+    def test_errors_can_be_shown_once_and_counted_while_the_job_goes_on(self, tmp_path):
+        text = """
+class Fails(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise OSError(f"no room for batch {batch}")
+
+    def on_epoch_end(self, epoch, logs=None):
+        return logs["accuracy"]
+
+class End(keras.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        write("ended", 1)
+
+def callbacks():
+    return [Fails(), End()]
+"""
+        path = model_file(tmp_path, text, "fails_and_goes_on")
+        summary, display = run_job(small_job(tmp_path, path, num_epochs=2, callback_errors=CallbackErrors.WARN))
+        assert sum(summary.records_per_epoch) == 2 * RECORDS
+        assert summary.callback_errors == 2 * RECORDS // 8 + 2
+        shown = [message for message in display.messages if "failed in" in message]
+        (of_batch,) = [message for message in shown if "on_train_batch_end on worker" in message]
+        (of_epoch,) = [message for message in shown if "on_epoch_end on the master (epoch 0)" in message]
+        assert len(shown) == 2
+        assert "OSError: no room for batch" in of_batch
+        assert 'raise OSError(f"no room for batch {batch}")' in of_batch
+        assert 'return logs["accuracy"]' in of_epoch
+        assert "--callback_errors=warn" in of_batch
+        assert sum(len(calls(tmp_path, "ended", f"worker-{index}")) for index in range(2)) == 1
+
+    def test_export_that_fails_fails_the_job_all_the_same(self, tmp_path):
+        (tmp_path / "taken").write_text("not a model")
+        text = 'def callbacks():\n    return [elasticcb.callbacks.SavedModelExporter(f"{FOLDER}/taken")]\n'
+        path = model_file(tmp_path, text, "exports_to_a_file")
+        with pytest.raises(JobFailedError, match="is no SavedModel"):
+            run_job(small_job(tmp_path, path, callback_errors=CallbackErrors.WARN))
+
+    def test_hook_that_is_slower_than_its_batches_is_named_to_the_user(self, tmp_path):
+        text = """
+import time
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+
+def callbacks():
+    return [Slow()]
+"""
+        path = model_file(tmp_path, text, "slow_hook")
+        _, display = run_job(small_job(tmp_path, path, num_epochs=4, num_workers=1, validation=""))
+        (message,) = [message for message in display.messages if "slow" in message]
+        assert "Slow.on_train_batch_end" in message
+        assert "every(n)" in message
 
 
 class TestPremade:

@@ -13,6 +13,7 @@ from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec, pack
 from elasticcb.ps_client import PSClient, Push, unpack_weights
+from elasticcb.tensors import Frame
 from helpers_ps import CUT, Cluster, gradients, initial_values
 
 MIXED = (
@@ -179,8 +180,6 @@ def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
     master.initialize(initial_values(CUT))
     second = master._servers[1]
     tensors = master._packed(second, initial_values(CUT, seed=1), OptimizerState())
-    from elasticcb.tensors import Frame
-
     master._call_frame(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
     np.testing.assert_array_equal(weights(worker)[0], initial_values(CUT)[0])
 
@@ -188,15 +187,9 @@ def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
 def test_a_repeated_change_of_state_makes_one_version(servers):
     master, _ = servers(2, CUT, momentum, use_async=False)
     master.initialize(initial_values(CUT))
-    first = master._servers[0]
+    first, second = master._servers
     master.load_state(initial_values(CUT, seed=1), None)
-    from elasticcb.tensors import Frame
-
-    master._call_frame(
-        master._servers[1],
-        Frame(pb.LoadStateRequest(id=5), master._packed(master._servers[1], None, OptimizerState())),
-        "LoadState",
-    )
+    master._call_frame(second, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
     for _ in range(2):
         answer = master._call_frame(first, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
         assert answer.header.version == 2

@@ -10,6 +10,7 @@ import pytest
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.master_client import ProgressReporter
+from elasticcb.proto import elasticcb_pb2 as pb
 
 _HOURS = 3600.0  # no report comes by itself
 
@@ -65,3 +66,48 @@ def test_an_error_that_ends_the_reports_is_raised_where_the_work_is_done() -> No
     reporter.stop()
     with pytest.raises(ElasticCBError, match="refuses process 3"):
         reporter.raise_error()
+
+
+def test_batches_are_told_with_the_version_they_lead_to_and_in_reports_of_a_bounded_size(monkeypatch) -> None:
+    sent = []
+
+    def report(progress: Any) -> Any:
+        sent.append((progress.version, [event.version for event in progress.batch_events]))
+        return SimpleNamespace(accepted=True, over=False)
+
+    monkeypatch.setattr("elasticcb.master_client._EVENTS_PER_REPORT", 4)
+    monkeypatch.setattr("elasticcb.master_client._MAX_EVENTS", 6)
+    reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
+    for version in (1, 2, 3):
+        reporter.update(7, 32 * version, version, event=pb.BatchEvent(version=version))
+    reporter.flush()
+    assert sent == [(3, [1, 2, 3])]
+    reporter.flush()  # nothing is new
+    assert len(sent) == 1
+    with reporter._sending:  # as while a report takes its time
+        for version in range(4, 13):
+            reporter.update(7, 32 * version, version, event=pb.BatchEvent(version=version))
+    reporter.flush()
+    told = [version for _, versions in sent for version in versions]
+    assert told[:9] == list(range(1, 10))  # those that don't fit are left out
+    assert len(told) < 12
+    assert all(len(versions) <= 4 for _, versions in sent)
+    assert all(version == versions[-1] for version, versions in sent[:-1])
+    reporter.stop()
+
+
+def test_warnings_of_one_subject_go_as_one_with_their_errors_added_up() -> None:
+    sent = []
+
+    def report(progress: Any) -> Any:
+        sent.extend((warning.subject, warning.text, warning.errors) for warning in progress.warnings)
+        return SimpleNamespace(accepted=True, over=False)
+
+    reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
+    for number in range(3):
+        reporter.warn("Watch.on_test_end failed", f"number {number}", errors=1)
+    reporter.warn("Slow.on_train_batch_end is slow", "it is")
+    reporter.flush()
+    assert sent == [("Watch.on_test_end failed", "number 0", 3), ("Slow.on_train_batch_end is slow", "it is", 0)]
+    reporter.stop()
+    assert len(sent) == 2

@@ -89,7 +89,6 @@ class RecordSource(PassSource):
         self._class_weight = class_weight
         self._shuffle = shuffle
         self._seed = seed
-        self._range = ("", 0, 0)
         self._pipeline: _Pipeline | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,6 +111,10 @@ class RecordSource(PassSource):
             offset = int(self._ends[place - 1]) if place else 0
             begin, stop = (first - offset) * self._batch_size, (last + 1 - offset) * self._batch_size
             yield from self._pipeline.batches(source.name, begin, min(stop, source.count))
+
+    def first_batch(self) -> Any:
+        # The feed may drop all records of the first batches.
+        return next(self.batches(0, 0, self.num_batches), None)
 
     def close(self) -> None:
         self._pipeline = None

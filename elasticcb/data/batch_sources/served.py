@@ -49,19 +49,19 @@ class ServedSource(BatchSource):
         first_batch = keras_data.to_batch(first)
         self._layout = Layout(first_batch)
         self._first = self._layout.arrays(first_batch)
-        self._draws = False
+        self._service: DataService | None = service  # in the process that serves; that copy draws nothing
         # What was looked at belongs to the first pass; a generator could not give it again.
         passes = itertools.chain([itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches)))
         self._served = service.register(passes, self._layout, by_epoch=steps is None)
         self._dataset: tuple[tuple[int, int], tf.data.Dataset] | None = None  # of ranges of one epoch and length
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_draws": True, "_dataset": None}
+        return {**self.__dict__, "_service": None, "_dataset": None}
 
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
         if self.num_batches is not None:
             end = min(end, self.num_batches)
-        if not self._draws:
+        if self._service is not None:
             yield from [self.first_batch()][start:end]
             return
         if start >= end:
@@ -69,7 +69,9 @@ class ServedSource(BatchSource):
         if self._dataset is None or self._dataset[0] != (epoch, end - start):
             self._dataset = (epoch, end - start), served_batches(self._served, epoch, end - start)
         try:
-            for there_is_one, *arrays in self._dataset[1]:
+            for there_is_one, error, *arrays in self._dataset[1]:
+                if error:
+                    raise DataError(f"The data that `fit` was given raised {error.numpy().decode()}")
                 if not there_is_one:
                     return
                 yield self._layout.batch([array.numpy() for array in arrays])
@@ -84,3 +86,5 @@ class ServedSource(BatchSource):
 
     def close(self) -> None:
         self._dataset = None
+        if self._service is not None:
+            self._service.release(self._served)

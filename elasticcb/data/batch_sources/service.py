@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.encoding import Layout
-from elasticcb.errors import describe
+from elasticcb.errors import describe, user_traceback
 
 _SERVICE = tf.data.experimental.service
 
@@ -23,22 +22,24 @@ class Served:
     """Where batches are served, for workers."""
 
     target: str
-    graph: bytes  # a GraphDef that calls into the process that serves: epoch -> whether there is a batch, its arrays
+    graph: bytes  # a GraphDef that calls into the process that serves: epoch -> what `_SharedBatches.next` returns
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class DataService:
-    """A dispatcher and one data worker of tf.data's service, started when data is first registered.
+    """A dispatcher and one data worker of tf.data's service.
 
     It listens on all interfaces, since TensorFlow offers no other way, and without authentication: use it on
     machines that only trusted ones reach.
     """
 
     def __init__(self) -> None:
-        self._dispatcher: Any = None
-        self._worker: Any = None
-        self._registered: list[Any] = []  # a graph that calls Python is only good as long as it is referred to
+        self._dispatcher = _SERVICE.DispatchServer(_SERVICE.DispatcherConfig(protocol="grpc"))
+        address = self._dispatcher.target.split("://")[1]
+        self._worker = _SERVICE.WorkerServer(_SERVICE.WorkerConfig(dispatcher_address=address, protocol="grpc"))
+        # With the function, since a graph that calls Python is only good as long as that is referred to.
+        self._registered: dict[Served, tuple[_SharedBatches, Any]] = {}
 
     def register(self, passes: Iterator[Iterator[Any]], layout: Layout, *, by_epoch: bool) -> Served:
         """Serves batches, each to one process.
@@ -47,32 +48,34 @@ class DataService:
           passes: one iterator over batches after the other.
           by_epoch: an epoch is a pass; else epochs take what comes next, and one pass follows on the other.
         """
-        if self._dispatcher is None:
-            self._dispatcher = _SERVICE.DispatchServer(_SERVICE.DispatcherConfig(protocol="grpc"))
-            address = self._dispatcher.target.split("://")[1]
-            self._worker = _SERVICE.WorkerServer(_SERVICE.WorkerConfig(dispatcher_address=address, protocol="grpc"))
         shared = _SharedBatches(passes, layout, by_epoch)
 
         @tf.function(input_signature=[tf.TensorSpec((), tf.int64)], autograph=False)
         def next_batch(epoch: Any) -> Any:
-            return tf.numpy_function(shared.next, [epoch], [tf.bool, *layout.dtypes], stateful=True)
+            return tf.numpy_function(shared.next, [epoch], [tf.bool, tf.string, *layout.dtypes], stateful=True)
 
         function = next_batch.get_concrete_function()
-        self._registered.append(function)
-        return Served(
+        served = Served(
             self._dispatcher.target,
             function.graph.as_graph_def().SerializeToString(),
             tuple(tensor.name for tensor in function.inputs),
             tuple(tensor.name for tensor in function.outputs),
         )
+        self._registered[served] = shared, function
+        return served
+
+    def release(self, served: Served) -> None:
+        """Serves these batches no more, and frees them."""
+        shared, _ = self._registered.pop(served, (None, None))
+        if shared is not None:
+            shared.close()
 
     def close(self) -> None:
         """Stops the servers; what was registered is served no more."""
-        if self._dispatcher is not None:
-            self._worker.stop()
-            self._dispatcher.stop()
-        self._dispatcher = self._worker = None
-        self._registered.clear()
+        for served in list(self._registered):
+            self.release(served)
+        self._worker.stop()
+        self._dispatcher.stop()
 
 
 class _SharedBatches:
@@ -83,19 +86,25 @@ class _SharedBatches:
         self._layout = layout
         self._by_epoch = by_epoch
         self._iterators: dict[int, Iterator[Any]] = {}
+        self._error = ""  # for all who ask after it, since a generator that raised has ended
         self._lock = threading.Lock()
 
     def next(self, epoch: Any) -> list[Any]:
-        """Whether there is a batch, and the arrays that it consists of."""
+        """Whether there is a batch; if not because of an error, its text; the arrays that the batch consists of."""
         with self._lock:
-            try:
-                batch = self._next(int(epoch) if self._by_epoch else 0)
-                if batch is None:
-                    return [np.False_, *(np.empty(0, dtype.as_numpy_dtype) for dtype in self._layout.dtypes)]
-                return [np.True_, *self._layout.arrays(keras_data.to_batch(batch))]
-            except Exception as error:
-                # TensorFlow passes on the text alone.
-                raise RuntimeError(f"{describe(error)}\n{traceback.format_exc()}") from error
+            if not self._error:
+                try:
+                    batch = self._next(int(epoch) if self._by_epoch else 0)
+                    if batch is not None:
+                        return [np.True_, b"", *self._layout.arrays(keras_data.to_batch(batch))]
+                except Exception as error:  # whatever the user's code raises, of which TensorFlow would keep the text
+                    self._error = f"{describe(error)}\n\n{user_traceback(error)}"
+            return [np.False_, self._error, *(np.empty(0, dtype.as_numpy_dtype) for dtype in self._layout.dtypes)]
+
+    def close(self) -> None:
+        # Without the lock: the user's code may hold it for long.
+        self._error = "an error: the call that it was given to has ended"
+        self._passes, self._iterators = iter(()), {}
 
     def _next(self, epoch: int) -> Any:
         if epoch not in self._iterators:
@@ -111,7 +120,7 @@ class _SharedBatches:
 
 
 def served_batches(served: Served, epoch: int, count: int) -> tf.data.Dataset:
-    """The next `count` batches of an epoch, as tuples: whether there is one, and its arrays.
+    """The next `count` batches of an epoch, as tuples: whether there is one, the text of an error, its arrays.
 
     Each iterator of the dataset takes batches of its own. Exactly `count` are drawn for it, so none is lost in the
     buffer of a process that needs no more.

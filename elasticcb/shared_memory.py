@@ -1,0 +1,114 @@
+"""Memory that two processes of one machine share, so that tensors between them are not sent, but written and read.
+
+A segment is a file in memory (/dev/shm) that the client of a connection makes, with a half for its requests and one
+for the answers. The server maps it, the client then removes its name: nothing is left behind, however the processes
+end. One call at a time uses a segment.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.tensors import SHARED_ALIGNMENT, Array
+
+_FOLDER = "/dev/shm"
+_PREFIX = "elasticcb-"
+
+
+class Segment:
+    """Two halves of memory, for requests and for answers.
+
+    Attributes:
+        path: of the file, while it has a name.
+        half: bytes of each half.
+    """
+
+    def __init__(self, path: str, descriptor: int, half: int) -> None:
+        self.path = path
+        self.half = half
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, 2 * half)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+
+    @classmethod
+    def create(cls, half: int) -> Segment:
+        """A new one, readable by this user alone. Raises `OSError` when there is no room."""
+        half = -(-half // mmap.PAGESIZE) * mmap.PAGESIZE
+        folder = _FOLDER if os.path.isdir(_FOLDER) else tempfile.gettempdir()
+        path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(16)}")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Pages that can't be had would otherwise end the process when they are first written.
+            os.posix_fallocate(descriptor, 0, 2 * half)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the sign that its maker lives
+            return cls(path, descriptor, half)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
+            raise
+
+    @classmethod
+    def attach(cls, path: str, half: int) -> Segment:
+        """One that another process made. Raises `WireError` when it is not there, or no segment."""
+        name = os.path.basename(path)
+        if not name.startswith(_PREFIX) or os.path.dirname(path) not in (_FOLDER, tempfile.gettempdir()):
+            raise WireError(f"{path!r} is not the name of a shared segment.")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise WireError(f"The segment {path} is not on this machine: {error.strerror}.") from error
+        status = os.fstat(descriptor)
+        if status.st_size != 2 * half or not half or status.st_uid != os.getuid():
+            os.close(descriptor)
+            raise WireError(f"The segment {path} has {status.st_size} bytes; {2 * half} of this user were expected.")
+        return cls(path, descriptor, half)
+
+    def unlink(self) -> None:
+        """Removes its name; those who have it mapped keep it."""
+        os.unlink(self.path)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its maker is gone; asked by the other process."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def write(self, arrays: Iterable[Array], answer: bool) -> None:
+        """Puts arrays, `needed` bytes of them, one after another into a half."""
+        position = self.half if answer else 0
+        for array in arrays:
+            target = self._bytes[position : position + array.nbytes]
+            target.view(array.dtype).reshape(array.shape)[...] = array
+            position += array.nbytes + -array.nbytes % SHARED_ALIGNMENT
+
+    def read(self, offset: int, size: int, answer: bool) -> memoryview:
+        """Bytes of a half: a view, valid until the half is written again. Raises `WireError` beyond its end."""
+        if offset + size > self.half:
+            raise WireError(f"A tensor ends at byte {offset + size} of a shared segment of {self.half}.")
+        begin = (self.half if answer else 0) + offset
+        return self._bytes[begin : begin + size].data
+
+    def close(self) -> None:
+        """Lets go of it; the memory is freed when nobody uses a view of it any more."""
+        del self._bytes, self._memory
+        os.close(self._descriptor)
+
+
+def needed(arrays: Iterable[Any]) -> int:
+    """Bytes that arrays take in a half."""
+    return sum(array.nbytes + -array.nbytes % SHARED_ALIGNMENT for array in arrays)

@@ -1,0 +1,127 @@
+"""Readers as sources of batches: numbered over files, with feeds that keep, drop or multiply records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import tensorflow as tf
+from batch_helpers import all_batches, assert_same_batches, copy_of, rows_in
+
+from elasticcb import Mode
+from elasticcb.data import Reader, open_reader
+from elasticcb.data.batch_sources.adapt import adapt
+from elasticcb.data.batch_sources.records import Records
+from elasticcb.errors import DataError, ModelFileError
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    """15 records in two files of 10 and 5."""
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    (folder / "a.csv").write_text("".join(f"{i},{i % 2}\n" for i in range(10)))
+    (folder / "b.csv").write_text("".join(f"{i},{i % 2}\n" for i in range(10, 15)))
+    return open_reader(str(folder))
+
+
+def feed(dataset: tf.data.Dataset, mode: str, metadata: Any) -> tf.data.Dataset:
+    def parse(line: Any) -> Any:
+        feature, label = tf.io.decode_csv(line, [0.0, 0.0])
+        return feature if mode == Mode.PREDICTION else (feature, label)
+
+    return dataset.map(parse)
+
+
+def adapted(data: Any, folder: Path, **options: Any) -> Any:
+    return adapt(data, **{"batch_size": 4, "shuffle": False, "purpose": "fit", "folder": folder, "seed": 1, **options})
+
+
+def test_batches_never_span_two_files_and_are_read_by_number(reader: Reader, tmp_path: Path) -> None:
+    source = adapted(Records(reader, feed), tmp_path)
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    assert source.num_batches == 5
+    assert [rows_in([batch]) for batch in all_batches(source)] == batches
+    copy = copy_of(source)
+    for start, end in [(1, 4), (4, 5), (0, 1), (2, 3)]:
+        assert [rows_in([batch]) for batch in copy.batches(0, start, end)] == batches[start:end]
+
+
+def test_shuffled_batches_are_read_once_in_an_epoch_by_two_workers(reader: Reader, tmp_path: Path) -> None:
+    source = adapted(Records(reader, feed), tmp_path, shuffle=True)
+    one, other = copy_of(source), copy_of(source)
+    orders = []
+    for epoch in range(2):
+        orders.append(rows_in([*one.batches(epoch, 2, 5), *other.batches(epoch, 0, 2)]))
+        assert sorted(orders[-1]) == list(range(15))
+    assert orders[0] != orders[1]
+
+
+def test_a_feed_that_drops_records_makes_short_batches_or_none(reader: Reader, tmp_path: Path) -> None:
+    source = adapted(Records(reader, lambda *given: feed(*given).filter(lambda x, _: x > 5)), tmp_path)
+    assert [rows_in([batch]) for batch in all_batches(source)] == [[6, 7], [8, 9], [10, 11, 12, 13], [14]]
+    assert list(source.batches(0, 0, 1)) == []
+    assert rows_in([source.first_batch()]) == [6, 7]
+
+
+def test_a_feed_that_multiplies_records_makes_long_batches(reader: Reader, tmp_path: Path) -> None:
+    def twice(*given: Any) -> tf.data.Dataset:
+        return feed(*given).map(lambda x, y: (tf.stack([x, x]), tf.stack([y, y]))).unbatch()
+
+    source = adapted(Records(reader, twice), tmp_path)
+    assert rows_in(list(source.batches(0, 2, 4))) == [8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13]
+
+
+def test_a_reader_with_a_default_feed_needs_no_records(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(6.0), y=np.arange(6))
+    reader = open_reader(str(tmp_path / "a.npz"))
+    source = copy_of(adapted(reader, tmp_path, class_weight={0: 2.0, 5: 3.0}))
+    features, labels, weights = next(source.batches(0, 1, 2))
+    assert_same_batches([(features, labels)], [(np.array([4.0, 5.0]), np.array([4, 5]))])
+    np.testing.assert_array_equal(weights, [1, 3])
+    predicted = adapted(reader, tmp_path, purpose="predict", batch_size=None)
+    assert_same_batches(all_batches(predicted), [np.arange(6.0)])
+
+
+def test_what_a_reader_knows_of_opened_files_is_not_sent(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((10000, 10)), y=np.zeros(10000))
+    reader = open_reader(str(tmp_path / "a.npz"))
+    source = adapted(reader, tmp_path)
+    first = all_batches(source)[0]
+    assert len(cloudpickle.dumps(source)) < 10_000
+    assert_same_batches([copy_of(source).first_batch()], [first])
+
+
+def test_steps_go_on_in_fit_and_limit_elsewhere(reader: Reader, tmp_path: Path) -> None:
+    source = adapted(Records(reader, feed), tmp_path, steps=3)
+    assert rows_in(all_batches(source, 1)) == [10, 11, 12, 13, 14, 0, 1, 2, 3]
+    assert rows_in(all_batches(adapted(Records(reader, feed), tmp_path, steps=2, purpose="evaluate"))) == list(range(8))
+
+
+def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="TextReader can't tell features from labels"):
+        adapted(reader, tmp_path).first_batch()
+    with pytest.raises(ModelFileError, match=r"The feed of .* makes batches"):
+        adapted(Records(reader, lambda *given: feed(*given).batch(2)), tmp_path).first_batch()
+    with pytest.raises(ModelFileError, match="raised KeyError"):
+        adapted(Records(reader, lambda *_: {}["no"]), tmp_path).first_batch()
+    with pytest.raises(ModelFileError, match=r"expected a tf.data.Dataset"):
+        adapted(Records(reader, lambda *_: 1), tmp_path).first_batch()
+    with pytest.raises(DataError, match=r"Records \[8, 10\) of .* can't be turned into batches"):
+        next(
+            adapted(
+                Records(reader, lambda ds, *_: ds.map(lambda line: 1 // (tf.strings.length(line) - 3))), tmp_path
+            ).batches(0, 2, 3)
+        )
+    with pytest.raises(TypeError, match=r"must be an elasticcb.data.Reader"):
+        Records("file.csv")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`feed` must be a callable"):
+        Records(reader, 3)  # type: ignore[arg-type]
+
+
+def test_labels_beside_a_reader_are_refused_in_the_words_of_keras(reader: Reader, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`y` should not be passed. Instead, the targets should be included"):
+        adapt(reader, np.zeros(15), purpose="fit", folder=tmp_path, seed=1)

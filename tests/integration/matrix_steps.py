@@ -1,0 +1,257 @@
+"""The catalogue's models whose point is how they are compiled or trained: losses, metrics, steps, dtypes."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from matrix_models import RECORDS, Given, Plain, case, compiled, dense, integers, normal
+
+# ---------------------------------------------------------------- losses and metrics
+
+
+@case("Losses and metrics", "functions, closures, lambdas, `functools.partial`")
+def functions() -> Given:
+    def weighted(factor):
+        def loss(y, y_pred):
+            return factor * ops.mean((y - y_pred) ** 2, -1)
+
+        return loss
+
+    def power(y, y_pred, exponent):
+        return ops.mean(ops.abs(y - y_pred) ** exponent, -1)
+
+    inputs, base = keras.Input((6,)), 0.5
+    model = keras.Model(inputs, {"u": layers.Dense(1, name="u")(inputs), "v": layers.Dense(1, name="v")(inputs)})
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        {"u": weighted(1.0), "v": weighted(0.1)},
+        metrics={"u": [lambda y, y_pred: ops.abs(y - base * y_pred)], "v": [functools.partial(power, exponent=3)]},
+    )
+    return Given(model, normal(6), {"u": normal(1), "v": normal(1, seed=8)})
+
+
+@case("Losses and metrics", "classes of the user: `Loss`, `Metric` with a state of its own")
+def classes() -> Given:
+    class Huber(keras.losses.Loss):
+        def __init__(self, delta=1.0, **kwargs):
+            super().__init__(**kwargs)
+            self.delta = delta
+
+        def call(self, y, y_pred):
+            error = ops.abs(y - y_pred)
+            return ops.mean(ops.where(error < self.delta, 0.5 * error**2, self.delta * (error - 0.5)), -1)
+
+        def get_config(self):
+            return {**super().get_config(), "delta": self.delta}
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self, name="largest", **kwargs):
+            super().__init__(name=name, **kwargs)
+            self.largest = self.add_variable((), "zeros", name="largest")
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(y - y_pred))))
+
+        def merge_state(self, metrics):
+            for metric in metrics:
+                self.largest.assign(ops.maximum(self.largest, metric.largest))
+
+        def result(self):
+            return self.largest
+
+    model = dense(loss=Huber(0.5), metrics=[keras.metrics.RootMeanSquaredError(), "mae"])
+    # Of a metric that does not add up there is a value after evaluation only.
+    model.compile("adam", Huber(0.5), metrics=["mae"])
+    return Given(model, normal(6), normal(1))
+
+
+@case("Losses and metrics", "statistics of all records: `AUC`, `Precision`, `F1Score`, `MeanIoU`, confusion matrices")
+def statistics() -> Given:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1, "sigmoid")])
+    metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
+    metrics += [keras.metrics.F1Score(threshold=0.5, average="macro", name="f1")]
+    return Given(
+        compiled(model, loss="binary_crossentropy", metrics=metrics), normal(6), integers(2, 1).astype("float32")
+    )
+
+
+@case("Losses and metrics", "`sample_weight`")
+def sample_weight() -> Given:
+    weights = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
+    return Given(dense(weighted_metrics=["mse"]), normal(6), normal(1), weights)
+
+
+@case("Losses and metrics", "`class_weight`")
+def class_weight() -> Given:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = dense(units=3, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return Given(model, normal(6), integers(3), options={"class_weight": {0: 1.0, 1: 0.2, 2: 3.0}})
+
+
+@case("Losses and metrics", "`add_loss`, regularizers (also of activities), constraints")
+def added_losses() -> Given:
+    class Sparse(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.01 * ops.mean(ops.abs(x)))
+            return x
+
+    class Bounded(keras.constraints.Constraint):
+        def __call__(self, w):
+            return ops.clip(w, -0.3, 0.3)
+
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(4, kernel_regularizer="l2", activity_regularizer="l1", kernel_constraint="max_norm"),
+            Sparse(),
+            layers.Dense(1, kernel_constraint=Bounded()),
+        ]
+    )
+    return Given(compiled(model), normal(6), normal(1))
+
+
+# ---------------------------------------------------------------- steps
+
+
+@case("Steps", "`train_step`, `test_step`, `predict_step` of the model's own, with trackers of its own")
+def own_steps() -> Given:
+    class Steps(Plain):
+        def __init__(self):
+            super().__init__()
+            self.error = keras.metrics.Mean(name="error")
+
+        @property
+        def metrics(self):
+            return [self.error]
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean((y - self(x, training=True)) ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            self.error.update_state(loss)
+            return {"error": self.error.result()}
+
+        def test_step(self, data):
+            x, y = data
+            self.error.update_state(ops.mean(ops.abs(y - self(x))))
+            return {"error": self.error.result()}
+
+        def predict_step(self, data):
+            return {"twice": 2.0 * self(data[0])}
+
+    model = Steps()
+    model.compile(keras.optimizers.Adam(0.01))
+    return Given(model, normal(6), normal(1))
+
+
+@case("Steps", "`compute_loss` and `compute_metrics` of the model's own")
+def own_loss() -> Given:
+    class Loss(Plain):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean(ops.abs(y - y_pred)) + 0.01 * sum(ops.sum(w * w) for w in self.trainable_weights)
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            return {**super().compute_metrics(x, y, y_pred, sample_weight)}
+
+    return Given(compiled(Loss()), normal(6), normal(1))
+
+
+class GAN(keras.Model):
+    def __init__(self, discriminator, generator):
+        super().__init__()
+        self.discriminator, self.generator = discriminator, generator
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+        self.d_loss, self.g_loss = keras.metrics.Mean(name="d_loss"), keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def call(self, x):
+        return self.generator(x)
+
+    def train_step(self, real):
+        noise = ops.sin(37.0 * real)
+        truth, ones = ops.concatenate([ops.ones((8, 1)), ops.zeros((8, 1))]), ops.ones((8, 1))
+        with tf.GradientTape() as d_tape, tf.GradientTape() as g_tape:
+            made = self.generator(noise, training=True)
+            d_loss = self.loss_fn(truth, self.discriminator(ops.concatenate([real, made])))
+            g_loss = self.loss_fn(ones, self.discriminator(made))
+        d_weights, g_weights = self.discriminator.trainable_weights, self.generator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(d_tape.gradient(d_loss, d_weights), d_weights))
+        self.g_optimizer.apply(g_tape.gradient(g_loss, g_weights), g_weights)
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+    def test_step(self, real):
+        loss = self.loss_fn(ops.ones_like(real[:, :1]), self.discriminator(self.generator(real)))
+        self.g_loss.update_state(loss)
+        return {"g_loss": self.g_loss.result()}
+
+
+@case("Steps", "several optimizers, with a `compile` of the model's own (a GAN)")
+def gan() -> Given:
+    discriminator = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+    generator = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.BatchNormalization()])
+    generator.add(layers.Dense(6))
+    model = GAN(discriminator, generator)
+    model.compile(
+        keras.optimizers.Adam(0.05, beta_1=0.5),
+        keras.optimizers.RMSprop(0.002, global_clipnorm=0.1),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    return Given(model, normal(6))
+
+
+@case("Steps", "`jit_compile=True`")
+def jit_compile() -> Given:
+    return Given(dense(jit_compile=True), normal(6), normal(1))
+
+
+@case("Steps", "`run_eagerly=True`")
+def run_eagerly() -> Given:
+    return Given(dense(run_eagerly=True), normal(6), normal(1))
+
+
+@case("Steps", "`steps_per_execution` (accepted; a step is a step)")
+def steps_per_execution() -> Given:
+    return Given(dense(steps_per_execution=2), normal(6), normal(1))
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@case("Dtypes", "`mixed_bfloat16`", tolerance=1e-2)
+def mixed_bfloat16() -> Given:
+    return Given(dense(dtype="mixed_bfloat16"), normal(6), normal(1))
+
+
+@case("Dtypes", "`mixed_float16` (with the `LossScaleOptimizer` that Keras adds)", tolerance=1e-3)
+def mixed_float16() -> Given:
+    return Given(dense(dtype="mixed_float16"), normal(6), normal(1))
+
+
+@case("Dtypes", "float64 weights", tolerance=1e-10)
+def float64() -> Given:
+    return Given(dense(dtype="float64"), normal(6), normal(1))
+
+
+@case("Dtypes", "float16 weights", tolerance=1e-2)
+def float16() -> Given:
+    return Given(dense(dtype="float16", optimizer=keras.optimizers.SGD(0.1)), normal(6), normal(1))
+
+
+@case("Dtypes", "bfloat16 weights", tolerance=5e-2)
+def bfloat16() -> Given:
+    return Given(dense(dtype="bfloat16", optimizer=keras.optimizers.SGD(0.1)), normal(6), normal(1))

@@ -1,0 +1,166 @@
+"""Frames over memory that two processes share."""
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc import Connection, Server, frame_handlers
+from elasticcb.shared_memory import Segment
+from elasticcb.tensors import Frame
+
+SERVICE = "test.Echo"
+RNG = np.random.default_rng(0)
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("elasticcb-*")}
+
+
+@pytest.fixture
+def serve():
+    """Starts a server whose one method is the given function; returns a caller of it that shares memory."""
+    opened = []
+
+    def start(function, transient=()):
+        server = Server()
+        handlers = frame_handlers(SERVICE, {"Echo": (pb.ExchangeRequest, function)}, transient)
+        server.grpc_server.add_generic_rpc_handlers((handlers,))
+        server.start()
+        connection = Connection(server.address, "the echo server", 5.0)
+        opened.extend([connection.close, server.stop])
+        method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+        return lambda **tensors: connection.call(method, Frame(pb.ExchangeRequest(), tensors))
+
+    yield start
+    for close in opened:
+        close()
+
+
+def echo(request):
+    return Frame(pb.ExchangeResponse(), request.tensors)
+
+
+@pytest.mark.parametrize("sizes", [(10, 50_000, 10), (50_000, 200_000, 50_000), (0, 40_000, 0)])
+def test_frames_that_grow_and_shrink_go_there_and_back(serve, sizes):
+    call = serve(echo)
+    for size in sizes:
+        sent = {"a": RNG.normal(size=size), "b": RNG.integers(0, 9, (2, size)), "c": np.array(True)}
+        answer = call(**sent).tensors
+        assert list(answer) == list(sent)
+        for name, array in sent.items():
+            np.testing.assert_array_equal(answer[name], array)
+
+
+def test_an_answer_is_not_changed_by_the_next_one(serve):
+    call = serve(echo)
+    arrays = [RNG.normal(size=50_000) for _ in range(3)]
+    answers = [call(a=array).tensors["a"] for array in arrays]
+    for array, answer in zip(arrays, answers, strict=True):
+        np.testing.assert_array_equal(answer, array)
+
+
+def test_what_a_server_keeps_of_a_request_is_not_changed_by_the_next_one(serve):
+    kept = []
+
+    def keep(request):
+        kept.append(request.tensors["a"])
+        return Frame(pb.ExchangeResponse(), {})
+
+    call = serve(keep)
+    arrays = [RNG.normal(size=50_000) for _ in range(3)]
+    for array in arrays:
+        call(a=array)
+    for array, found in zip(arrays, kept, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
+def test_arrays_of_a_transient_method_are_not_copied(serve):
+    seen = []
+
+    def look(request):
+        seen.append(request.tensors["a"].base is not None)
+        return Frame(pb.ExchangeResponse(), {"large": np.zeros(100_000)})
+
+    call = serve(look, transient={"Echo"})
+    for _ in range(3):
+        call(a=np.ones(50_000))
+    assert seen[-1]
+
+
+def test_no_name_is_left_in_memory_while_calls_go_on(serve):
+    before = segments()
+    call = serve(echo)
+    for _ in range(3):
+        call(a=np.ones(100_000))
+    assert segments() == before
+
+
+def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
+    functions = []
+    call = serve(lambda request: functions[-1](request))
+    functions.append(echo)
+    call(a=np.ones(50_000))
+    call(a=np.ones(50_000))
+    # What a new server would answer: it has attached nothing.
+    memory = [cell.cell_contents for cell in call.__closure__ if isinstance(cell.cell_contents, Connection)][0]
+    memory._memories[SERVICE]._key = b"\0" * 16
+    np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
+    np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
+
+
+def test_calls_from_several_threads_do_not_mix(serve):
+    call = serve(echo)
+    wrong = []
+
+    def work(value):
+        for _ in range(20):
+            if not (call(a=np.full(20_000, value)).tensors["a"] == value).all():
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/elasticcb-missing", "/dev/shm/../etc/elasticcb-x"])
+def test_a_segment_that_is_none_is_refused(path):
+    with pytest.raises(WireError, match="segment"):
+        Segment.attach(path, 4096)
+
+
+def test_a_segment_of_another_size_is_refused():
+    segment = Segment.create(4096)
+    with pytest.raises(WireError, match="bytes"):
+        Segment.attach(segment.path, 8192)
+    segment.unlink()
+    segment.close()
+
+
+def make_segment(queue):
+    segment = Segment.create(4096)
+    queue.put(segment.path)
+    queue.get()
+
+
+def test_a_segment_is_abandoned_when_its_maker_is_killed():
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    maker = context.Process(target=make_segment, args=(queue,))
+    maker.start()
+    path = queue.get(timeout=60)
+    segment = Segment.attach(path, 4096)
+    assert not segment.abandoned
+    maker.kill()
+    maker.join()
+    assert segment.abandoned
+    os.unlink(path)
+    segment.close()
