@@ -69,8 +69,16 @@ class ConnectionLostError(ElasticCBError):
     """A process of the job could not be reached within the time allowed."""
 
 
+class JobOverError(ElasticCBError):
+    """A process works on a job that is over; the next one waits for it."""
+
+
 class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""
+
+
+class FunctionError(ElasticCBError):
+    """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled since another one did."""
 
 
 class JobInterrupted(ElasticCBError):
@@ -87,6 +95,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def is_users_own(filename: str) -> bool:
+    """Whether a file is neither of this package nor of an installed library."""
+    return not filename.startswith(_PACKAGE) and "site-packages" not in filename
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback of an error and its causes, with the user's own lines alone.
 
@@ -97,7 +110,7 @@ def user_traceback(error: BaseException) -> str:
     while pending:
         part = pending.pop()
         theirs = [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)]
-        own = [frame for frame in theirs if "site-packages" not in frame.filename]
+        own = [frame for frame in theirs if is_users_own(frame.filename)]
         if own or theirs:  # else the mistake is ours, and the frames are all there is to find it by
             part.stack = traceback.StackSummary.from_list(own or theirs)
         pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)

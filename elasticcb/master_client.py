@@ -54,9 +54,14 @@ class MasterClient:
                 self.job = answer.job
                 yield JobSettings.from_json(answer.settings)
 
-    def program(self) -> bytes:
-        """What the present job runs, if it has no model file (elasticcb/program.py)."""
-        return bytes(self._connection.call(self._stub.GetProgram, pb.GetProgramRequest(job=self.job)).program)
+    def program(self, dataset: int = 0) -> bytes:
+        """What the present job runs, if it has no model file (elasticcb/program.py).
+
+        Args:
+            dataset: the number of a per-worker dataset: what makes it, instead.
+        """
+        request = pb.GetProgramRequest(job=self.job, dataset=dataset)
+        return bytes(self._connection.call(self._stub.GetProgram, request).program)
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
         """Joins the present job, ready to serve or to work; returns the place taken."""
@@ -100,9 +105,13 @@ class MasterClient:
     def stop_training(self, reason: str) -> None:
         self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
 
-    def leave(self, error: str = "", traceback: str = "", fatal: bool = False) -> None:
+    def leave(
+        self, role: pb.Role, index: int, error: str = "", traceback: str = "", fatal: bool = False
+    ) -> None:
         """Says goodbye; `fatal`: with an error that another process in this place would end with too."""
-        request = pb.LeaveRequest(id=self.id, error=error, traceback=traceback, fatal=fatal)
+        request = pb.LeaveRequest(
+            id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index
+        )
         self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def close(self) -> None:

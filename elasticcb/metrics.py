@@ -7,7 +7,6 @@ of per-batch results would not. How a metric travels is its `Transport`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
+from elasticcb.step_logs import flat_logs, is_overridden, plain_function, recorded_results
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ class ModelMetrics:
         self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
         for step in self._logged:
             if is_overridden(model, f"{step}_step"):
-                setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
+                setattr(model, f"{step}_step", self._observed(step, plain_function(getattr(model, f"{step}_step"))))
 
     def _observed(self, step: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(data: Any) -> Any:
-            with _recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
+            with recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
                 logs = function(data)
             self._note_logs(step, flat_logs(logs), recorded)
             return logs
@@ -269,58 +269,10 @@ class ModelMetrics:
         return nested
 
 
-def is_overridden(model: keras.Model, method: str) -> bool:
-    """Whether the model has a method of its own in the place of Keras's, or was given one."""
-    return getattr(getattr(model, method), "__func__", None) is not getattr(keras.Model, method)
-
-
-def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
-    inner = getattr(step, "python_function", None)
-    return step if inner is None else tf.autograph.to_graph(inner)
-
-
-@contextlib.contextmanager
-def _recorded_results(
-    metrics: Sequence[keras.metrics.Metric],
-) -> Iterator[list[tuple[Any, keras.metrics.Metric, str | None]]]:
-    """Records (value, metric, key if its result is a dict) of each result that is asked for in the context."""
-    recorded: list[tuple[Any, keras.metrics.Metric, str | None]] = []
-
-    def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
-        result_of = metric.result
-
-        def result() -> Any:
-            result = result_of()
-            parts = result if isinstance(result, Mapping) else {None: result}
-            recorded.extend((value, metric, key) for key, value in parts.items())
-            return result
-
-        return result
-
-    distinct = {id(metric): metric for metric in metrics}.values()
-    for metric in distinct:
-        # Around Keras's own __setattr__, which tracks what it is given.
-        object.__setattr__(metric, "result", recording(metric))
-    try:
-        yield recorded
-    finally:
-        for metric in distinct:
-            object.__delattr__(metric, "result")
-
-
 def to_number(value: Any) -> Any:
     """A Python number for a scalar, a list for an array."""
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array.tolist()
-
-
-def flat_logs(logs: Any) -> dict[str, Any]:
-    """The logs of a step as Keras hands them to callbacks: sorted, dicts within them opened."""
-    flat: dict[str, Any] = {}
-    for key, value in sorted((logs or {}).items()):
-        flat.update(flat_logs(value) if isinstance(value, dict) else {key: value})
-    return flat
 
 
 def _select_all(

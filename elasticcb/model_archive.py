@@ -72,7 +72,9 @@ def _reachable(root: Any) -> Iterator[Any]:
             pending.append(item.__self__)
         elif isinstance(item, _KERAS_TYPES):
             yield item
-            pending.extend(vars(item).values())
+            # Not the methods that Keras wraps: the wrapper holds the layer, which is no function to be found by name.
+            wrapped = ("build", "quantize")
+            pending.extend(value for name, value in vars(item).items() if name not in wrapped)
         elif type(item).__name__ == "SerializableDict":  # what `compile` was given
             pending.append(item.config)
 

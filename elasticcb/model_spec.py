@@ -166,7 +166,7 @@ class ModelSpec:
             return  # good enough to predict with; `require_trainable` says so before training
         if inspect.isclass(loss) and issubclass(loss, keras.losses.Loss):
             loss = self.call(loss)
-        if isinstance(loss, (str, dict, list, keras.losses.Loss)):
+        if isinstance(loss, (str, dict, list, keras.losses.Loss)) or _computes_its_loss(model):
             self.call(model.compile, optimizer=self.make_optimizer(), loss=loss)
             return
         model.compile(optimizer=self.make_optimizer())
@@ -182,6 +182,11 @@ class ModelSpec:
                 f"`{self._settings.optimizer}()`. Define `{self._settings.loss}(labels, predictions)` and "
                 f"`{self._settings.optimizer}()`, or return a compiled model."
             )
+
+
+def _computes_its_loss(model: keras.Model) -> bool:
+    """Whether the model's class has a `compute_loss` of its own, which may ask Keras's for the compiled loss."""
+    return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def _scaled_like(

@@ -13,13 +13,13 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
-from elasticcb.metrics import is_overridden
 from elasticcb.model_spec import building
 from elasticcb.optimizer_capture import unchanged, updated_variables
-from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.optimizer_traits import decays, model_optimizers
 from elasticcb.optimizer_variables import leaves
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.spec import Spec
+from elasticcb.step_logs import is_overridden
 
 
 def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None) -> list[VariableSpec]:
@@ -56,7 +56,7 @@ def _undecayed(model: keras.Model, updated: Mapping[int, int] | None) -> set[int
         for place, optimizer in enumerate(model_optimizers(model))
         for leaf in leaves(optimizer, place, {i: v for i, v in trainable.items() if (updated or {}).get(i, 0) == place})
         for index, variable in leaf.variables.items()
-        if leaf.optimizer.weight_decay and not leaf.optimizer._use_weight_decay(variable)
+        if not decays(leaf.optimizer, variable)
     }
 
 
@@ -134,12 +134,19 @@ def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
     """Runs a step and leaves the weights as they are, also those that a layer changes in its `call`."""
-    if not all(layer.built for layer in model._flatten_layers()):
-        # Makes what is built late, without running it. What fails here says so below.
-        with contextlib.suppress(Exception):
+    failed: Exception | None = None
+    if not model.run_eagerly and not all(layer.built for layer in model._flatten_layers()):
+        try:  # makes what is built late, without running it
             tf.function(step, autograph=False).get_concrete_function(batch)
+        except Exception as error:
+            failed = error
     with unchanged([*model.non_trainable_weights, *_rnn_states(model)]):
-        step(batch)
+        try:
+            step(batch)
+        except Exception:
+            if failed is None:
+                raise
+            raise failed from None  # the other one may be about variables that the first one left half made
 
 
 def _of_fixed_size(model: keras.Model, batch: Any) -> Any:

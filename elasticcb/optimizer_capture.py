@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.metrics import flat_logs
 from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.step_logs import flat_logs
 
 
 class Update(NamedTuple):

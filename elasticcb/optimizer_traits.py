@@ -25,6 +25,10 @@ _ELEMENTWISE = frozenset(
 )
 
 
+# Elementwise too, but of use only when rows without a gradient take part in each update: it averages over steps.
+_ELEMENTWISE_BUT_NOT_LAZY = frozenset({keras.optimizers.ScheduleFreeAdamW})
+
+
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer updates each element on its own. A user's class says so itself, with a
     class attribute `elementwise = True`."""
@@ -34,7 +38,11 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether variables may be cut between servers: clipping by a variable's norm needs it whole."""
-    return is_elementwise(optimizer) and unwrapped(optimizer).clipnorm is None
+    optimizer = unwrapped(optimizer)
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return all(map(may_split, optimizer.optimizers))
+    elementwise = is_elementwise(optimizer) or type(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
+    return elementwise and optimizer.clipnorm is None
 
 
 def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -44,6 +52,16 @@ def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     every row at each update, and an optimizer that isn't elementwise needs the whole gradient.
     """
     return is_elementwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether the optimizer's weight decay, if it has any, concerns `variable`.
+
+    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. That is the name of
+    the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
+    """
+    own = type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
+    return bool(optimizer._use_weight_decay(variable if own else variable.value))
 
 
 def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -71,6 +89,15 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             for item in items:
                 add(item)
     return found
+
+
+def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> keras.Variable | None:
+    """What holds the learning rate that can be set; None where a schedule rules it, or each of the optimizers inside
+    a MultiOptimizer has its own."""
+    optimizer = unwrapped(optimizer)
+    if optimizer is None or isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return None
+    return optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
 
 
 def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

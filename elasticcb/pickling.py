@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from elasticcb.errors import UsageError
 from elasticcb.model_archive import custom_objects, restore_model, save_model
+from elasticcb.optimizer_traits import model_optimizers
 
 # Their state is their config; models and layers have weights besides.
 _BY_CONFIG = (
@@ -25,6 +26,9 @@ _BY_CONFIG = (
     keras.Initializer,
 )
 
+_PARTS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.Variable)
+_TF_FUNCTION = type(tf.function(lambda: None))
+
 
 def dumps(value: Any, what: str, model: keras.Model | None = None) -> bytes:
     """`value`, pickled.
@@ -32,7 +36,8 @@ def dumps(value: Any, what: str, model: keras.Model | None = None) -> bytes:
     Args:
         what: for messages, what the caller knows it as.
         model: stands for itself: references to it, also from callbacks and closures, become references to the
-            model that `loads` is given.
+            model that `loads` is given; so do those to its layers, weights and optimizers. Other models travel as
+            copies, with their weights.
 
     Raises:
         UsageError: something in it can't be pickled.
@@ -58,13 +63,21 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: Any, model: keras.Model | None) -> None:
         super().__init__(file)
         self._model = model
+        self._indices: dict[int, int] | None = None  # in `_parts`, by id
 
-    def persistent_id(self, obj: Any) -> str | None:
-        return "model" if obj is self._model and obj is not None else None
+    def persistent_id(self, obj: Any) -> int | None:
+        if self._model is None or not isinstance(obj, _PARTS):
+            return None
+        if self._indices is None:
+            self._indices = {id(part): index for index, part in enumerate(_parts(self._model))}
+        return self._indices.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.Model):
-            return restore_model, (save_model(obj), _pickled_objects(obj))
+            return _model, (save_model(obj), _pickled_objects(obj), obj.get_weights())
+        if isinstance(obj, _TF_FUNCTION):  # without its traces, which belong to this process
+            options = {name: getattr(obj, f"_{name}") for name in ("autograph", "jit_compile", "reduce_retracing")}
+            return _tf_function, (obj.python_function, obj.input_signature, options)
         if isinstance(obj, _BY_CONFIG):
             return _from_config, (keras.saving.serialize_keras_object(obj), _pickled_objects(obj))
         if isinstance(obj, keras.Variable):
@@ -83,9 +96,29 @@ class _Unpickler(cloudpickle.pickle.Unpickler):
     def __init__(self, file: Any, model: keras.Model | None) -> None:
         super().__init__(file)
         self._model = model
+        self._parts: list[Any] | None = None
 
-    def persistent_load(self, name: str) -> Any:
-        return self._model
+    def persistent_load(self, index: int) -> Any:
+        if self._model is None:
+            return None
+        if self._parts is None:
+            self._parts = _parts(self._model)
+        return self._parts[index]
+
+
+def _parts(model: keras.Model) -> list[Any]:
+    """A model and what it is made of, in the same order in every process."""
+    return [model, *model_optimizers(model), *model._flatten_layers(include_self=False), *model.weights]
+
+
+def _model(data: bytes, objects: bytes, weights: list[Any]) -> keras.Model:
+    model = restore_model(data, objects)
+    model.set_weights(weights)
+    return model
+
+
+def _tf_function(function: Any, input_signature: Any, options: dict[str, Any]) -> Any:
+    return tf.function(function, input_signature=input_signature, **options)
 
 
 def _pickled_objects(value: Any) -> bytes:

@@ -26,11 +26,12 @@ from elasticcb.spec import Spec
 _NAME = "the model"
 
 
-def open_spec(settings: JobSettings, client: MasterClient) -> Spec:
-    """What the present job of a worker or a server runs."""
+def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
+    """What the present job of a worker or a server runs; None for functions without a model."""
     if settings.model.definition:
         return ModelSpec(settings.model)
-    return ProgramSpec(client.program())
+    program = client.program()
+    return ProgramSpec(program) if program else None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
-from elasticcb.errors import DataError, ElasticCBError, ModelFileError
+from elasticcb.errors import DataError, ElasticCBError, JobOverError, ModelFileError
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment
@@ -40,6 +42,22 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
         JobInterrupted: SIGINT or SIGTERM came.
         ElasticCBError: the job failed.
     """
+    with running_cluster(settings, display) as run:
+        summary = run(settings)
+    display.finish(summary)
+    return summary
+
+
+@contextlib.contextmanager
+def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[JobSettings], Summary]]:
+    """A master in this process and the processes of its cluster, which do one job after another.
+
+    Gives a function that runs a job; after one that failed, the cluster is of no more use.
+
+    Args:
+        settings: of the first job; all must have the same `cluster` and `directory`.
+        display: `update(JobStatus)`, `message(text)`.
+    """
     logs = Path(settings.directory, "logs")
     logs.mkdir(parents=True, exist_ok=True)
     setup_logging("master", settings.log_level, str(logs / "master.log"))
@@ -57,15 +75,21 @@ def run_master(settings: JobSettings, display: Any) -> Summary:
 
         master = Master(settings.cluster, backend, display.message, backend.token)
         master.start()
+
+        def run(settings: JobSettings) -> Summary:
+            job = Job(settings, master, display)
+            try:
+                return job.run()
+            finally:
+                job.close()
+
         try:
-            summary = Job(settings, master, display).run()
+            yield run
         except ElasticCBError as error:
             logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
             raise
         finally:
             master.shut_down(STOP_SECONDS)
-    display.finish(summary)
-    return summary
 
 
 def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None) -> None:
@@ -77,14 +101,17 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
     _begin("worker", index, parent_pid)
     from elasticcb.master_client import MasterClient
     from elasticcb.program import open_spec
+    from elasticcb.worker.functions import FunctionWorker
     from elasticcb.worker.worker import Worker
 
     logger.info("TensorFlow is imported")
     client = MasterClient(master_address, token=token_of_environment() if token is None else token)
-    with _Farewell(client):
+    with _Farewell(client, pb.WORKER, index):
         for settings in client.jobs():
             _log_as(settings)
-            Worker(settings, client, index, open_spec(settings, client)).run()
+            kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
+            with contextlib.suppress(JobOverError):
+                kind(settings, client, index, open_spec(settings, client)).run()
 
 
 def run_ps(
@@ -103,18 +130,20 @@ def run_ps(
     logger.info("TensorFlow is imported")
     client = MasterClient(master_address, token=token_of_environment() if token is None else token)
     server: PSServer | None = None
-    with _Farewell(client):
+    with _Farewell(client, pb.PS, index):
         try:
             for settings in client.jobs():
                 _log_as(settings)
-                trains = settings.command is Command.TRAIN
-                make_optimizers = _optimizers_of(open_spec(settings, client)) if trains else None
-                if server is None:
-                    server = PSServer(settings, make_optimizers, host, token=client.token)
-                    server.start()
-                else:
-                    server.begin_job(settings, make_optimizers)
-                client.register(pb.PS, index, server.address)
+                with contextlib.suppress(JobOverError):
+                    trains = settings.command in (Command.TRAIN, Command.CALL)
+                    spec = open_spec(settings, client) if trains else None
+                    make_optimizers = None if spec is None else _optimizers_of(spec)
+                    if server is None:
+                        server = PSServer(settings, make_optimizers, host, token=client.token)
+                        server.start()
+                    else:
+                        server.begin_job(settings, make_optimizers)
+                    client.register(pb.PS, index, server.address)
         finally:
             if server is not None:
                 server.stop()
@@ -136,34 +165,37 @@ def _begin(role: str, index: int, parent_pid: int | None) -> None:
 
 
 def _log_as(settings: JobSettings) -> None:
-    logging.getLogger("elasticcb").setLevel(settings.log_level)
+    if threading.current_thread() is threading.main_thread():  # a thread's logs are those of the caller
+        logging.getLogger("elasticcb").setLevel(settings.log_level)
     logger.info("Job %s: %s", settings.name, settings.command.value)
 
 
 class _Farewell:
     """Tells the master how a process ended, when it ended by itself."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, role: pb.Role, index: int) -> None:
         self._client = client
+        self._place = role, index
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._client.id:  # else the master does not know this process
-            self._leave(error)
+        self._leave(error)
         self._client.close()
 
     def _leave(self, error: BaseException | None) -> None:
-        text = ""
+        text = trace = ""
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted where it runs"
         elif error is not None:
-            text = str(error) if isinstance(error, ElasticCBError) else f"{type(error).__name__}: {error}"
+            known = isinstance(error, ElasticCBError)
+            text = str(error) if known else describe(error)
+            trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
             logger.error("%s", text, exc_info=error)
         try:
             fatal = isinstance(error, (ModelFileError, DataError))
-            self._client.leave(text, getattr(error, "user_traceback", ""), fatal)
+            self._client.leave(*self._place, text, trace, fatal)
         except ElasticCBError:
             logger.debug("The master is gone already")
 

@@ -48,7 +48,7 @@ _ATTACH = "Attach"  # method of every service of frames, by which a client shows
 _ATTACH_SECONDS = 10.0
 
 # By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
-_ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
+ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
@@ -151,7 +151,7 @@ def frame_handlers(
                 refused = isinstance(error, WireError)
                 code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
                 trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
-                context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__), (_TRACEBACK_KEY, trace)))
+                context.set_trailing_metadata(((ERROR_KEY, type(error).__name__), (_TRACEBACK_KEY, trace)))
                 context.abort(code, str(error)[:_LONGEST_ERROR])
             raise AssertionError("abort raises")
 
@@ -263,7 +263,7 @@ class Connection:
             raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             given = dict(error.trailing_metadata() or ())
-            kind = _ERRORS.get(given.get(_ERROR_KEY, ""), ElasticCBError)
+            kind = _ERRORS.get(given.get(ERROR_KEY, ""), ElasticCBError)
             raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
         raise ConnectionLostError(f"A call to {self._name} at {self.address} failed: {code.name}: {details}") from None
 

@@ -35,6 +35,7 @@ MOVED = {"elasticcb.ps.partition": SHARED}
 PURE = (
     "elasticcb.master.accounting",
     "elasticcb.master.answers",
+    "elasticcb.master.batch_log",
     "elasticcb.master.epochs",
     "elasticcb.master.evaluation",
     "elasticcb.master.leases",

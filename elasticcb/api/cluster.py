@@ -5,22 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from elasticcb.api import data as data_of
+from elasticcb.api.functions import Functions
+from elasticcb.api.remote import PerWorkerDataset, RemoteValue
+from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.results import whole_predictions
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.data.batches import BatchSource
-from elasticcb.errors import CallbackError, ElasticCBError, JobInterrupted, UsageError
+from elasticcb.errors import ElasticCBError, JobInterrupted, UsageError
 from elasticcb.master.job import Job
 from elasticcb.master.master import Master
 from elasticcb.master.model_host import ModelHost
@@ -130,7 +134,8 @@ class Cluster:
         self._data_service: Any = None
         self._calls = 0
         self._busy = threading.Lock()
-        self._keep_directory = False
+        self._closed = False
+        self._functions = Functions(self._begin_functions, self._stop_processes)
 
     # ------------------------------------------------------------ beginning and end
 
@@ -138,8 +143,11 @@ class Cluster:
         self.start()
         return self
 
-    def __exit__(self, *details: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *details: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._close()
 
     @property
     def directory(self) -> str:
@@ -148,6 +156,7 @@ class Cluster:
 
     def start(self) -> None:
         """Starts the processes, which import TensorFlow while this one goes on. Does nothing when they run."""
+        self._closed = False
         if self._backend is not None and not self._backend.poll():
             return
         self._stop_processes()
@@ -161,18 +170,30 @@ class Cluster:
         self._master = Master(self._settings, self._backend, _say, self._backend.token)
         self._master.start()
         self._master.start_processes()
-        atexit.register(self.close)
+        atexit.register(self._close)
 
     def close(self) -> None:
-        """Ends the processes; the cluster may be used again, with new ones."""
+        """Waits for scheduled functions, and ends the processes; the cluster may be started again, with new ones.
+
+        Raises:
+            FunctionError: a scheduled function raised an error, and nobody has seen it.
+        """
+        try:
+            self._functions.end()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._functions.abandon()
         self._stop_processes()
         if self._data_service is not None:
             self._data_service.close()
             self._data_service = None
-        if self._given_directory is None and self._directory is not None and not self._keep_directory:
+        if self._given_directory is None and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        atexit.unregister(self.close)
+        atexit.unregister(self._close)
 
     def _stop_processes(self) -> None:
         master, self._master, self._backend = self._master, None, None
@@ -221,9 +242,9 @@ class Cluster:
             ElasticCBError: the job failed; the message has the traceback of the user's code.
         """
         model._assert_compile_called("fit")
-        if not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"`epochs` must be a whole number of at least 1. Received: epochs={epochs!r}")
-        freq = validation_freq if isinstance(validation_freq, int) else tuple(validation_freq)
+        epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
+        if initial_epoch < 0:
+            raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")
         history, listed = _with_keras_callbacks(callbacks, verbose)
         with self._call("fit") as call:
             sources = data_of.training_sources(
@@ -231,9 +252,12 @@ class Cluster:
                 validation_split, validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
             training = TrainingSettings(
-                num_epochs=epochs, initial_epoch=initial_epoch, validation_freq=freq, **self._of_batches(sources)
+                num_epochs=max(epochs, 1),
+                initial_epoch=initial_epoch if epochs > initial_epoch else max(epochs, 1),
+                validation_freq=_frequency(validation_freq),
+                **self._of_batches(sources),
             )
-            params = {"verbose": verbose, "batch_size": batch_size or 32}
+            params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             self._run(Command.TRAIN, call, model, sources, listed, training, params)
         model.history = history
         return history
@@ -289,6 +313,90 @@ class Cluster:
             assert self._master is not None
             return whole_predictions(model, source, self._master.predictions)
 
+    # ------------------------------------------------------------ as ClusterCoordinator has them
+
+    def schedule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemoteValue:
+        """Has `function(*args, **kwargs)` called on some worker; returns at once.
+
+        It is called again elsewhere when its worker is lost: at least once, and exactly one result counts. An error
+        that it raises cancels what is scheduled and does not run yet; the next `join` or `schedule` raises it.
+
+        Args:
+            function: a Python function, or a `tf.function`.
+            args, kwargs: anything that can be pickled; values that were scheduled before, iterators over per-worker
+                datasets, and the model that was given to `place`.
+
+        Raises:
+            UsageError: the cluster is closed or busy, or something can't be sent to a worker.
+            FunctionError: an earlier function raised an error.
+            JobFailedError: the cluster could not run an earlier one.
+        """
+        if self._closed:
+            raise UsageError("The cluster is closed. Use it inside of `with`, or call its start().")
+        return self._functions.schedule(function, args, kwargs)
+
+    def join(self) -> None:
+        """Waits until all functions are done. The model that was given to `place` then holds what servers hold.
+
+        Raises:
+            FunctionError: one of them raised an error, which is the cause.
+            JobFailedError: the cluster could not run one.
+        """
+        self._functions.join()
+
+    def done(self) -> bool:
+        """Whether no function waits or runs."""
+        return self._functions.done()
+
+    def fetch(self, values: Any) -> Any:
+        """A value, or a structure of values, that `schedule` returned: waits for them, as `RemoteValue.fetch`."""
+        return self._functions.fetch(values)
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
+        """A dataset that each worker makes by calling `dataset_fn`, when it is first used there.
+
+        `iter(dataset)` gives an iterator for functions: on each worker, it goes through that worker's own dataset. A
+        worker that takes the place of a lost one begins anew.
+        """
+        return self._functions.create_per_worker_dataset(dataset_fn)
+
+    def place(self, model: keras.Model) -> None:
+        """From now on, the parameter servers hold the weights of `model` and what its optimizers learn.
+
+        Functions use it as they do here: on the worker, it holds the newest weights when a function begins, and its
+        optimizers hand gradients to the servers. Waits for functions that were scheduled before.
+
+        Raises:
+            UsageError: the model is not built, or has no optimizer.
+        """
+        if not self._training["use_async"]:
+            raise UsageError(
+                "`place` was called on a cluster with use_async=False. Functions hand over gradients at any time, and "
+                "never wait for each other: make the Cluster with use_async=True."
+            )
+        self._functions.place(model)
+
+    def collect(self) -> None:
+        """Makes the model that was given to `place` hold what the servers hold now; `join` does so too."""
+        self._functions.collect()
+
+    def _begin_functions(self) -> tuple[Master, JobSettings]:
+        if self._busy.locked():
+            raise UsageError("The cluster is busy with another call; functions have to wait until that is done.")
+        self.start()
+        assert self._directory is not None
+        assert self._master is not None
+        self._calls += 1
+        settings = JobSettings(
+            command=Command.CALL,
+            name=f"functions-{self._calls}",
+            directory=str(self._directory),
+            training=TrainingSettings(non_finite=self._training["non_finite"]),
+            cluster=self._settings,
+            log_level=self._log_level,
+        )
+        return self._master, settings
+
     # ------------------------------------------------------------ one job
 
     @contextlib.contextmanager
@@ -297,6 +405,7 @@ class Cluster:
         if not self._busy.acquire(blocking=False):
             raise UsageError(f"The cluster is busy with another call; `{name}` has to wait until that is done.")
         try:
+            self._functions.end()
             self.start()
             assert self._directory is not None
             self._calls += 1
@@ -327,6 +436,7 @@ class Cluster:
             "minibatch_size": 1,
             "num_minibatches_per_task": per_task,
             "shuffle_seed": None,  # sources shuffle by themselves
+            "max_task_retries": 0,  # what the user's code raises ends the call, as in Keras
             **self._training,
         }
 
@@ -369,12 +479,19 @@ class Cluster:
             self._stop_processes()
             raise KeyboardInterrupt from None
         except BaseException as error:
-            self._keep_directory = True  # its logs may tell more
             self._stop_processes()
-            raise _as_the_user_expects(error) from error
+            raise as_the_user_expects(error, self._where_logs_are) from None
         finally:
             job.close()
         return summary
+
+    @property
+    def _where_logs_are(self) -> str:
+        if self._settings.kind is not ClusterKind.LOCAL:
+            return ""
+        if self._given_directory is None:
+            return "To keep the logs of the processes, give the Cluster a `directory`."
+        return f"The logs of the processes are in {self._directory}/logs."
 
     @staticmethod
     def _keep_results(job: Job, hosts: list[ModelHost], command: Command) -> None:
@@ -404,6 +521,18 @@ def _member(kind: Any, name: str, value: str) -> Any:
         raise UsageError(f"`{name}` must be one of {known}. Received: {name}={value!r}") from None
 
 
+def _frequency(validation_freq: Any) -> int | tuple[int, ...]:
+    """`validation_freq`, checked as Keras checks it."""
+    if isinstance(validation_freq, (list, tuple, set)):
+        return tuple(validation_freq)
+    if not isinstance(validation_freq, int):
+        raise ValueError(
+            "Expected `validation_freq` to be a list or int. "
+            f"Received: validation_freq={validation_freq} of the type {type(validation_freq)}."
+        )
+    return validation_freq
+
+
 def _with_keras_callbacks(
     callbacks: Any, verbose: int | str, history: bool = True
 ) -> tuple[keras.callbacks.History, list[keras.callbacks.Callback]]:
@@ -411,6 +540,13 @@ def _with_keras_callbacks(
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     listed = [callback for callback in keras.tree.flatten(callbacks) if callback is not None]
+    for callback in listed:
+        if not isinstance(callback, keras.callbacks.Callback):
+            hint = f" Call the class: {callback.__name__}()." if isinstance(callback, type) else ""
+            raise TypeError(
+                "`callbacks` must be a list of keras.callbacks.Callback objects. "
+                f"Received: {callback!r} (of type {type(callback)}).{hint}"
+            )
     found = next((callback for callback in listed if isinstance(callback, keras.callbacks.History)), None)
     if verbose != 0 and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in listed):
         listed.append(keras.callbacks.ProgbarLogger())
@@ -423,13 +559,3 @@ def _with_keras_callbacks(
 
 def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:
     return bool(hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys()))
-
-
-def _as_the_user_expects(error: BaseException) -> BaseException:
-    """What a callback raised here, as Keras lets it through; the project's errors with the user's traceback."""
-    if isinstance(error, CallbackError) and error.__cause__ is not None:
-        cause = error.__cause__
-        return cause if not isinstance(cause, ElasticCBError) else error
-    if isinstance(error, ElasticCBError) and error.user_traceback:
-        return type(error)(f"{error}\n\n{error.user_traceback}", error.user_traceback)
-    return error

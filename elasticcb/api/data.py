@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from elasticcb.data.batch_sources.adapt import adapt, split_validation
 from elasticcb.data.batches import BatchSource
@@ -26,8 +26,8 @@ class Call:
         self.name = name
         self.folder = folder
         self._service = service
-        # Python's generator, which keras.utils.set_random_seed seeds.
-        self._seed = random.getrandbits(62)
+        # From TensorFlow, as Keras does when it shuffles: Python's and NumPy's generators are the model's and the user's.
+        self._seed = int(tf.random.uniform((), maxval=tf.int32.max, dtype=tf.int32))
         self._sources: list[BatchSource] = []
 
     def adapt(self, x: Any, y: Any = None, sample_weight: Any = None, *, purpose: Any, **options: Any) -> BatchSource:
@@ -38,6 +38,12 @@ class Call:
             x, y, sample_weight, purpose=purpose, folder=folder, seed=self._seed, service=self._service, **options
         )
         self._sources.append(source)
+        if source.num_batches is not None and source.num_batches < 1:
+            raise ValueError(
+                f"`{self.name}` needs at least one batch of data{' to validate on' if purpose == 'validation' else ''}. "
+                f"Received: batch_size={options.get('batch_size')}, and data of which that makes {source.num_batches} "
+                "batches."
+            )
         return source
 
     def close(self) -> None:

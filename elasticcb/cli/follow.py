@@ -43,40 +43,49 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
     """
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
-    from elasticcb.roles import run_master
+    from elasticcb.roles import running_cluster
     from elasticcb.sidecar.follower import CheckpointFollower
 
     folder = settings.checkpoint.directory_for_init
     results = Path(settings.directory, RESULTS)
     follower = CheckpointFollower(folder, files=False)
     display = _OneOfMany(make_display(settings))
-    done = 0
+    done, reason = 0, ""
     try:
         display.message(f"Following {folder}")
-        while not limits.max_evaluations or done < limits.max_evaluations:
-            checkpoint = follower.next(limits.timeout or None)
-            if checkpoint is None:
-                break
-            summary = _evaluate(settings, checkpoint, display, run_master)
-            if summary is not None:
-                _note(results, checkpoint, summary)
-                done += 1
+        checkpoint = follower.next(limits.timeout or None)
+        while checkpoint is not None and not _enough(done, limits):
+            with running_cluster(settings, display) as run:
+                while checkpoint is not None and not _enough(done, limits):
+                    summary = _evaluate(settings, checkpoint, display, run)
+                    if summary is not None:
+                        _note(results, checkpoint, summary)
+                        done += 1
+                    if not _enough(done, limits):
+                        checkpoint = follower.next(limits.timeout or None)
+                    if summary is None:
+                        break  # the cluster is of no more use
+        if checkpoint is None:
+            reason = f"No new checkpoint came for {limits.timeout:g} s. "
     except (KeyboardInterrupt, JobInterrupted) as error:
         raise JobInterrupted(f"Interrupted. {_ending(done, results)}") from error
     finally:
         follower.close()
         display.close()
-    reason = f"No new checkpoint came for {limits.timeout:g} s. " if done != limits.max_evaluations else ""
     print(reason + _ending(done, results), flush=True)
 
 
+def _enough(done: int, limits: FollowSettings) -> bool:
+    return 0 < limits.max_evaluations <= done
+
+
 def _evaluate(
-    settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings, Display], Summary]
+    settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings], Summary]
 ) -> Summary | None:
     """Runs the job of one checkpoint; None when the checkpoint was deleted before its weights were read."""
     initial = replace(settings.checkpoint, directory_for_init=str(checkpoint.path))
     try:
-        return run(replace(settings, checkpoint=initial), display)
+        return run(replace(settings, checkpoint=initial))
     except JobInterrupted:
         raise
     except ElasticCBError:

@@ -9,16 +9,17 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.job import run_job
+from elasticcb.cli.option import ALL
 from elasticcb.cli.options import JOB
 from elasticcb.settings import ClusterKind, Command
 
 
 @click.command(context_settings=CONTEXT)
-@job_options(list(Command), leave_out=frozenset({"cluster"}))
+@job_options(ALL, leave_out=frozenset({"cluster"}))
 @click.option(
     "--command",
     "job_command",
-    type=click.Choice([command.value for command in Command]),
+    type=click.Choice([command.value for command in Command if command in ALL]),
     default=Command.TRAIN.value,
     show_default=True,
     panel=JOB,

@@ -23,7 +23,7 @@ TRAIN = frozenset({Command.TRAIN})
 TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
 EVALUATE = frozenset({Command.EVALUATE})
 PREDICT = frozenset({Command.PREDICT})
-ALL = frozenset(Command)
+ALL = TRAIN | EVALUATE | PREDICT
 
 
 class Kind(Enum):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from elasticcb.cli.option import ALL
 from elasticcb.cli.options import OPTIONS, PANELS
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
@@ -39,7 +40,7 @@ def _options_table(panel: str) -> str:
             continue
         flags = ", ".join(f"`--{name}`" for name in (option.name, *option.aliases))
         default = option.default_text or ("" if option.default is None else f"`{option.default}`")
-        commands = "all" if len(option.commands) == len(Command) else _commands(option.commands)
+        commands = "all" if option.commands == ALL else _commands(option.commands)
         value = option.metavar.replace("|", "\\|")
         rows.append(f"| {flags} | `{value}` | {default} | {commands} | {option.help} |")
     return "\n".join(["| flag | value | default | commands | what it does |", "|---|---|---|---|---|", *rows])

@@ -185,11 +185,6 @@ def _check_follow(given: Given) -> Iterator[str]:
                     f"{given.flag(name, with_value=True)} is about following a folder of checkpoints. Add --follow, "
                     f"or leave out --{name}."
                 )
-    elif given["cluster"] == ClusterKind.EXTERNAL.value:
-        yield (
-            f"{given.flag('follow')} starts processes for each checkpoint, which --cluster=external leaves to you. Use "
-            "--cluster=local, or run `evaluate` without --follow for each checkpoint."
-        )
 
 
 # ---------------------------------------------------------------- files and folders

@@ -19,9 +19,14 @@ class BatchSource(ABC):
 
     Attributes:
       num_batches: in an epoch; None where that is only known at its end.
+      ends_early: whether an epoch may end before `num_batches`; if not, a number may have no batch, and the next
+        ones still have theirs.
+      keeps_order: whether the n-th batch of a range is that of its n-th number: no number is left out.
     """
 
     num_batches: int | None
+    ends_early = False
+    keeps_order = True
 
     @abstractmethod
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:

@@ -110,8 +110,9 @@ class MasterHooks:
 
     def adopt_learning_rate(self, rate: float) -> None:
         """The servers' base rate becomes that of the model on the master."""
-        if self._learning_rate() is not None and self._host.optimizer is not None:
-            self._host.optimizer.learning_rate = rate
+        variable = self._host.learning_rate
+        if variable is not None:
+            variable.assign(rate)
         self._base_learning_rate = self._learning_rate()
 
     # ------------------------------------------------------------ the model
@@ -153,11 +154,9 @@ class MasterHooks:
         if self._state is None:
             return None
         state, before = read_optimizers(*self._optimizers()), self._state
-        pairs = [(state.slots, before.slots), (state.extras, before.extras), (state.shared, before.shared)]
-        same = all(
-            new.keys() == old.keys() and all(_same(new[name], old[name]) or _is_rate(name) for name in new)
-            for new, old in pairs
-        )
+        now = state.slots | state.extras | state.shared
+        then = before.slots | before.extras | before.shared
+        same = now.keys() == then.keys() and all(_same(now[name], then[name]) or _is_rate(name) for name in now)
         return None if same else state
 
     def _send_changes(self) -> None:
@@ -183,9 +182,8 @@ class MasterHooks:
             self._base_learning_rate = rate
 
     def _learning_rate(self) -> float | None:
-        """The optimizer's learning rate on the master; None when a schedule rules it."""
-        rate: Any = getattr(self._host.optimizer, "_learning_rate", None)
-        return float(rate.value) if hasattr(rate, "assign") else None
+        variable = self._host.learning_rate
+        return None if variable is None else float(variable.numpy())
 
 
 def _is_rate(name: Any) -> bool:

@@ -123,7 +123,7 @@ class Job:
         training = self._settings.training
         if self._settings.command is Command.TRAIN:
             self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
-        self._initial_epoch = self._host.model._initial_epoch or training.initial_epoch
+        self._initial_epoch = getattr(self._host.model, "_initial_epoch", None) or training.initial_epoch
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
         self._queue = TaskQueue(
             training=self._host.sources.get("training", ()),

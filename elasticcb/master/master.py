@@ -19,7 +19,7 @@ import numpy as np
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
+from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EvaluationRounds
@@ -78,6 +78,7 @@ class Master:
         self._backend = backend
         self._jobs = 0
         self._program = b""
+        self.datasets: dict[int, bytes] = {}  # functions that make per-worker datasets, pickled; for all jobs
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
         self.processes = Processes(self.roster, backend, self._worker_lost, say)
         # Each worker may have a long poll under way and two more calls; so may each server.
@@ -99,6 +100,8 @@ class Master:
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
         self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
+        self.calls: dict[int, bytes] = {}  # FUNCTION: by number, what to call, while it is not done
+        self.results: dict[int, bytes] = {}  # FUNCTION: by number, what came of it, until that is taken
         self.predictions: dict[int, dict[str, Any]] = {}  # by first unit of a task: arrays by path
         self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
         self.error: Exception | None = None  # found while answering a call; ends the job
@@ -221,14 +224,15 @@ class Master:
             self.changed.wait_for(lambda: self._jobs > after or self.closing, seconds)
             return (self._jobs, self.settings) if self._jobs > after and not self.closing else (0, None)
 
-    def program_of(self, job: int) -> bytes:
+    def program_of(self, job: int, dataset: int = 0) -> bytes:
+        """What the job runs, or the function that makes a per-worker dataset."""
         with self.changed:
-            if job != self._jobs:
-                raise UsageError(f"Job {job} was asked for its program; the present one is {self._jobs}.")
-            return self._program
+            self._check_is_present(job)
+            return self.datasets[dataset] if dataset else self._program
 
     def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:
         with self.changed:
+            self._check_is_present(job)
             member = self.roster.register(role, index, address, pid, host, time.monotonic(), job)
             logger.info("%s is there", member)
             self.changed.notify_all()
@@ -237,9 +241,11 @@ class Master:
     def wait_for_cluster(self, id: int, seconds: float) -> Cluster | None:
         with self.changed:
             self._seen(id)
-            self.changed.wait_for(lambda: self.cluster is not None or self.closing, seconds)
+            job = self.roster.job_of(id)
+            self.changed.wait_for(lambda: self.cluster is not None or self.closing or job != self._jobs, seconds)
             if self.closing:
                 raise JobFailedError("The job ended before it began.")
+            self._check_is_present(job)
             return self.cluster
 
     def get_task(
@@ -253,7 +259,7 @@ class Master:
                 now = time.monotonic()
                 if not waits():
                     return Decision(DecisionKind.WAIT, None, "the worker has hung up")
-                if self.closing:
+                if self.closing or self.roster.job_of(worker) != self._jobs:
                     decision = Decision(DecisionKind.FINISHED, None, "the job is over")
                 elif self.queue is None:
                     decision = Decision(DecisionKind.WAIT, None, "the master is starting")
@@ -297,6 +303,7 @@ class Master:
         batches_skipped: int,
         ended_after: int | None = None,
         predictions: dict[str, Any] | None = None,
+        result: bytes = b"",
     ) -> Outcome:
         with self.changed:
             assert self.queue is not None
@@ -313,6 +320,9 @@ class Master:
                     self._collect(task.evaluation_round, task.id, states, outputs)
                 elif task.type is TaskType.PREDICTION and predictions:
                     self.predictions[task.shard.start] = predictions
+                elif task.type is TaskType.FUNCTION:
+                    self.results[task.function] = result
+                    del self.calls[task.function]
             self.changed.notify_all()
             return outcome
 
@@ -352,7 +362,22 @@ class Master:
                     self.queue.worker_lost(id)
             self.changed.notify_all()
 
+    def not_started(self, role: Role, index: int, error: str, traceback: str) -> None:
+        """A process failed before it could register; another one would fail the same way."""
+        with self.changed:
+            place = f"{role.value} {index}" if index >= 0 else f"a {role.value}"
+            failure = JobFailedError(f"{place} could not start: {error}", traceback)
+            if not self._backend.watches:
+                self._say(str(failure))  # whoever started it may try again
+            elif not self.closing:
+                self.error = failure
+                self.changed.notify_all()
+
     # ------------------------------------------------------------
+
+    def _check_is_present(self, job: int) -> None:
+        if job != self._jobs:
+            raise JobOverError(f"Job {job} is over; the present one is {self._jobs}.")
 
     def _seen(self, id: int) -> None:
         sighting = self.roster.seen(id, time.monotonic())

@@ -20,7 +20,7 @@ from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizer_traits import may_split, model_optimizers
+from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
@@ -117,6 +117,11 @@ class ModelHost:
     def may_split(self) -> bool:
         """Whether weights may be cut between servers."""
         return self.optimizer is not None and all(map(may_split, model_optimizers(self.model)))
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The optimizer's learning rate; None when a schedule rules it."""
+        return learning_rate_variable(self.optimizer)
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:

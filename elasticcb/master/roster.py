@@ -227,6 +227,10 @@ class Roster:
         """Whether every place of the role is taken, by a process that is ready for the job."""
         return len([member for member in self.up(role) if self._ready[member.id] == job]) == self._sizes[role]
 
+    def job_of(self, id: int) -> int:
+        """The job that a member registered for last; 0 when it is not up."""
+        return self._ready.get(id, 0)
+
     def busy(self, role: Role) -> list[Member]:
         """The members of a role that are up, and not done with their job."""
         return [member for member in self.up(role) if member.id not in self._idle]

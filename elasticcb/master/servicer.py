@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -16,6 +16,7 @@ from elasticcb.master.task import Lease, TaskType
 from elasticcb.metric_messages import from_metric_states, from_outputs
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
+from elasticcb.rpc import ERROR_KEY
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master
@@ -25,6 +26,7 @@ _TYPES = {
     TaskType.EVALUATION: pb.EVALUATION,
     TaskType.PREDICTION: pb.PREDICTION,
     TaskType.TRAIN_END: pb.TRAIN_END,
+    TaskType.FUNCTION: pb.FUNCTION,
 }
 _KINDS = {
     DecisionKind.TASK: pb.GetTaskResponse.TASK,
@@ -48,6 +50,7 @@ def _answered(function: Callable[..., Answer]) -> Callable[..., Answer]:
         except WireError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except ElasticCBError as error:
+            context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         raise AssertionError("abort raises")
 
@@ -69,7 +72,7 @@ class MasterServicer(Generated):
 
     @_answered
     def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
-        return pb.GetProgramResponse(program=self._master.program_of(request.job))
+        return pb.GetProgramResponse(program=self._master.program_of(request.job, request.dataset))
 
     @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
@@ -96,7 +99,7 @@ class MasterServicer(Generated):
     @_answered
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
         decision = self._master.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
-        task = None if decision.lease is None else _to_message(decision.lease)
+        task = None if decision.lease is None else _to_message(decision.lease, self._master.calls)
         return pb.GetTaskResponse(kind=_KINDS[decision.kind], task=task, reason=decision.reason)
 
     @_answered
@@ -131,6 +134,7 @@ class MasterServicer(Generated):
                 request.batches_skipped,
                 request.records_done if request.exhausted else None,
                 from_outputs(request.predictions),
+                request.result,
             )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
 
@@ -141,15 +145,19 @@ class MasterServicer(Generated):
 
     @_answered
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
-        self._master.leave(request.id, request.error, request.traceback, request.fatal)
+        if request.id:
+            self._master.leave(request.id, request.error, request.traceback, request.fatal)
+        elif request.error:
+            self._master.not_started(_ROLES[request.role], request.index, request.error, request.traceback)
         return pb.LeaveResponse()
 
 
 def _to_event(event: Any) -> BatchEvent:
-    return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, dict(event.logs))
+    logs = dict(sorted(event.logs.items()))  # the order in which Keras's compiled train_step gives them
+    return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, logs)
 
 
-def _to_message(lease: Lease) -> pb.Task:
+def _to_message(lease: Lease, calls: Mapping[int, bytes]) -> pb.Task:
     task = lease.task
     return pb.Task(
         id=task.id,
@@ -158,4 +166,6 @@ def _to_message(lease: Lease) -> pb.Task:
         shard=pb.Shard(name=task.shard.name, start=task.shard.start, end=task.shard.end),
         epoch=task.epoch,
         evaluation_round=task.evaluation_round,
+        # It is gone when the task was given up meanwhile, and then nobody asks for what comes of it.
+        payload=calls.get(task.function, b""),
     )

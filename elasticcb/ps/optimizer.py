@@ -48,9 +48,10 @@ class ServerOptimizer:
         _prepare(self.optimizer)
         known = {_ANCHOR: self._anchor, **variables} if self._anchor is not None else variables
         _build(self.optimizer, list(known.values()))
-        for index in undecayed & variables.keys():
-            self.optimizer._use_weight_decay(variables[index])  # makes the cache
-            self.optimizer._exclude_from_weight_decay_cache[self.optimizer._var_key(variables[index])] = False
+        # What `exclude_from_weight_decay` was told, the master has worked out on the model's own variables.
+        self.optimizer._exclude_from_weight_decay_cache = {
+            self.optimizer._var_key(variable): index not in undecayed for index, variable in variables.items()
+        }
         found = optimizer_variables(self.optimizer, known)
         self.slots = [slot for slot in found.slots if slot.variable != _ANCHOR]
         self.extras = [slot for slot in found.extras if slot.variable != _ANCHOR]

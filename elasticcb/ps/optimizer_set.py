@@ -119,7 +119,9 @@ class OptimizerSet:
         """Raises `ElasticCBError` unless all of `state` has a place here."""
         own: dict[Any, keras.Variable] = {key: value for _, key, value in self._targets()}
         foreign = {*state.optimizers} - {*self.names}
-        given = {**state.slots, **state.extras, **state.shared}
+        given: dict[Any, Any] = {}
+        for held in (state.slots, state.extras, state.shared):
+            given |= held
         wrong = [
             f"{self._shown(key)} of the shape {list(value.shape)}"
             for key, value in given.items()

@@ -257,9 +257,9 @@ class Parameters:
             with tf.control_dependencies(done):
                 for index, row_update in updates.items():
                     row_update.run(*given[index])
-                for index in by_clone:
-                    if index is not None:
-                        updates[index].copy_shared_back()
+                for clone in by_clone:
+                    if clone is not None:
+                        updates[clone].copy_shared_back()
 
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
         rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
@@ -308,11 +308,12 @@ def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
     constraint = None
     if spec.constraint:
         try:
-            constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint))
+            # The user's own code runs here anyway; a lambda needs no leave.
+            constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint), safe_mode=False)
         except Exception as error:
             raise ModelFileError(
-                f"The constraint of {spec.path!r} can't be made on a parameter server: {error}. Register its "
-                "class with keras.saving.register_keras_serializable."
+                f"The constraint of {spec.path!r} can't be made on a parameter server: {error} Register its "
+                "class or function with keras.saving.register_keras_serializable."
             ) from error
     variable = keras.Variable(value, dtype=spec.dtype, trainable=True, name=name)
     variable.constraint = constraint

@@ -41,7 +41,9 @@ class PSServer:
             name: (header_type, self._to_present_servicer(name))
             for name, (header_type, _) in self._servicer.methods().items()
         }
-        self._server.grpc_server.add_generic_rpc_handlers((rpc.frame_handlers(SERVICE, methods, transient={"Exchange"}),))
+        self._server.grpc_server.add_generic_rpc_handlers(
+            (rpc.frame_handlers(SERVICE, methods, transient={"Exchange"}),)
+        )
 
     def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
         return lambda frame: self._servicer.methods()[name][1](frame)

@@ -61,9 +61,7 @@ Event = TaskStarted | Batch | TaskRead | Finished
 class TaskInput:
     """Iterates over events: tasks as they start, their batches, their ends."""
 
-    def __init__(
-        self, client: MasterClient, pipeline_of: Callable[[str], Pipeline], buffer_batches: int = 4
-    ) -> None:
+    def __init__(self, client: MasterClient, pipeline_of: Callable[[str], Pipeline], buffer_batches: int = 4) -> None:
         self._client = client
         self._pipeline_of = pipeline_of
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)

@@ -21,8 +21,10 @@ from elasticcb.errors import ModelFileError
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics, Transport, to_number
 from elasticcb.optimizer_capture import OptimizerCapture
+from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
+from elasticcb.worker.assignments import trainable_are_not_assigned
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
 
@@ -95,9 +97,15 @@ class Trainer:
             self._compile(jit=False)
             return getattr(self, name)(*args)
 
-    def train(self, batch: Any, blocks: Blocks) -> TrainResult:
-        """Gradients of `batch`, `(features, labels[, sample_weight])`, at the weights `blocks`."""
-        logs, states, dense, gradients, rows, deltas, finite, usable = self._run("_train", batch, blocks)
+    def train(self, batch: Any, blocks: Blocks, version: int = 0) -> TrainResult:
+        """Gradients of `batch`, `(features, labels[, sample_weight])`, at the weights `blocks`.
+
+        Args:
+            version: of the weights; the optimizers' `iterations` for a `train_step` that goes by them.
+        """
+        logs, states, dense, gradients, rows, deltas, finite, usable = self._run(
+            "_train", batch, blocks, tf.constant(version, tf.int64)
+        )
         logs = {name: to_number(value) for name, value in logs.items()}
         push = Push(
             gradients=_to_numpy(gradients),
@@ -139,7 +147,13 @@ class Trainer:
 
     def _model_step(self, batch: Any) -> tuple[Any, dict[int, Any], Any]:
         """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
-        logs, updates = self._capture.train_step(batch)
+        trainable = {
+            spec.path: variable
+            for spec, variable in zip(self._specs, self.model.weights, strict=True)
+            if spec.trainable
+        }
+        with trainable_are_not_assigned(trainable):
+            logs, updates = self._capture.train_step(batch)
         gradients: dict[int, Any] = {}
         usable = []
         for number, scale in enumerate(self._scales):
@@ -149,8 +163,10 @@ class Trainer:
             usable.append(fits)
         return logs, gradients, tf.stack(usable)
 
-    def _train_step(self, batch: Any, blocks: Any) -> Any:
+    def _train_step(self, batch: Any, blocks: Any, version: Any) -> Any:
         self._assign_blocks(blocks)
+        for optimizer in self._capture.optimizers:
+            unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
         logs, found, usable = self._inner_step(batch)
         states = self._metrics.state_tensors()
@@ -219,7 +235,7 @@ class Trainer:
             old = block[f"state/{dtype}"][offset : offset + part.elements]
             new = tf.reshape(self.model.weights[part.variable].value, [-1])[part.start : part.stop]
             pieces.setdefault(dtype, []).append(_difference(new, old))
-        return {dtype: tf.concat(flat, 0) for dtype, flat in pieces.items()}
+        return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
     def _find_non_finite(self, push: Push) -> str:
         if not np.isfinite(push.loss):

@@ -29,7 +29,7 @@ from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.metric_messages import States, to_metric_states, to_outputs
 from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_weights import prime, variable_specs
-from elasticcb.optimizer_traits import unwrapped
+from elasticcb.optimizer_traits import learning_rate_variable
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient
@@ -97,8 +97,8 @@ class Worker:
         logger.info("The model is built")
         self._transports = self._metrics.transports()
         self._client.register(pb.WORKER, self._index)
-        self._progress = ProgressReporter(self._client)
         cluster = self._client.wait_for_cluster()
+        self._progress = ProgressReporter(self._client)
         self._ps = PSClient(
             cluster.ps_addresses,
             self._check_variables(cluster),
@@ -284,7 +284,6 @@ class Worker:
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
         self._progress.send()  # what is done need not be done again
         self._progress.clear()
-        self._progress.flush()
         answer = self._client.report_failed(self._task.lease, message, trace, fatal)
         if not answer.accepted:
             logger.warning("The report of task %d was refused: %s", self._task.id, answer.reason)
@@ -302,7 +301,7 @@ class Worker:
         self._call_of_batch("on_train_batch_begin", self._ps.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
         while True:
-            result = self._trainer.train(batch.data, self._ps.blocks)
+            result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version)
             self._assigned = None  # the step may have changed non-trainable variables
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)
@@ -404,6 +403,5 @@ class Worker:
 
 def _settable_learning_rate(model: Any) -> float | None:
     """The optimizer's learning rate; None when a schedule rules it."""
-    optimizer = getattr(model, "optimizer", None)
-    rate: Any = getattr(unwrapped(optimizer), "_learning_rate", None)
-    return float(rate.value) if hasattr(rate, "assign") else None
+    rate = learning_rate_variable(getattr(model, "optimizer", None))
+    return None if rate is None else float(rate.numpy())

@@ -44,6 +44,7 @@ def test_batches_never_span_two_files_and_are_read_by_number(reader: Reader, tmp
     source = adapted(Records(reader, feed), tmp_path)
     batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     assert source.num_batches == 5
+    assert source.keeps_order
     assert [rows_in([batch]) for batch in all_batches(source)] == batches
     copy = copy_of(source)
     for start, end in [(1, 4), (4, 5), (0, 1), (2, 3)]:
@@ -64,6 +65,7 @@ def test_a_feed_that_drops_records_makes_short_batches_or_none(reader: Reader, t
     source = adapted(Records(reader, lambda *given: feed(*given).filter(lambda x, _: x > 5)), tmp_path)
     assert [rows_in([batch]) for batch in all_batches(source)] == [[6, 7], [8, 9], [10, 11, 12, 13], [14]]
     assert list(source.batches(0, 0, 1)) == []
+    assert not source.keeps_order
     assert rows_in([source.first_batch()]) == [6, 7]
 
 

@@ -58,10 +58,13 @@ class Comparison:
         spec = importlib.util.spec_from_file_location(f"{name}_fit", path)
         self.module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
-        arrays = self.module.arrays()
+        arrays = self.arrays = self.module.arrays()
         np.savez(tmp_path / "data.npz", **arrays)
         count = len(next(iter(arrays.values())))
         settings = {"use_async": False, "num_ps": 1} | settings
+        self.validates = "validation" in settings
+        if self.validates:
+            settings["validation"] = str(tmp_path / "data.npz")
         self.summary, self.display = run_job(
             job_settings(
                 path,
@@ -84,7 +87,10 @@ class Comparison:
         dataset = self.module.prepare(tf.data.Dataset.from_tensor_slices(arrays)).batch(batch)
         self.batch_logs = []
         keep = keras_callback(self.batch_logs)
-        self.history = self.model.fit(dataset, epochs=epochs, verbose=0, callbacks=[keep]).history
+        validation = dataset if self.validates else None
+        self.history = self.model.fit(
+            dataset, epochs=epochs, verbose=0, callbacks=[keep], validation_data=validation
+        ).history
 
     def assert_weights_equal(self, tolerance=1e-5):
         for mine, keras_own in zip(self.weights, self.model.get_weights(), strict=True):

@@ -487,6 +487,33 @@ def test_gan_with_two_optimizers_ends_where_fit_ends(tmp_path, num_ps):
     comparison.assert_logs_equal()
 
 
+OWN_TEST_STEP = """
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "step": ops.cast(self.optimizer.iterations, "float32")}
+
+    def test_step(self, data):
+        x, y = data
+        y_pred = self(x, training=False)
+        self.tracker.update_state(ops.mean(ops.abs(y - y_pred)))
+        return {"error": self.tracker.result(), "largest": ops.max(y)}
+"""
+
+
+def test_own_test_step_says_what_evaluation_logs(tmp_path):
+    text = XY + OWN_STEP.format(body=OWN_TEST_STEP, options=", metrics=['mae']")
+    text = text.replace("self.unused = ", 'self.tracker = keras.metrics.Mean(name="tracker"); self.unused = ')
+    comparison = Comparison(tmp_path, text, validation=True)
+    comparison.assert_weights_equal()
+    logs, expected = comparison.logs, {name: values[-1] for name, values in comparison.history.items()}
+    assert set(logs) == set(expected)
+    assert logs["val_error"] == pytest.approx(expected["val_error"], rel=1e-5)
+    assert logs["mae"] == pytest.approx(expected["mae"], rel=1e-5)
+    y = comparison.module.arrays()["y"].reshape(6, 8)
+    assert logs["val_largest"] < y.max(), "the mean over batches"
+    assert logs["step"] == sum(range(6)) / 6
+
+
 def test_steps_that_overflow_are_skipped_and_counted(tmp_path):
     comparison = Comparison(tmp_path, MODELS["mixed_float16"])
     assert comparison.summary.batches_skipped > 0

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
 from dataclasses import replace
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizer_state import read_optimizers
+from elasticcb.model_weights import variable_specs
 from elasticcb.optimizer_traits import may_split
-from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push, unpack_weights
-from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps_client import unpack_weights
 from elasticcb.tensors import dtype_of
 from helpers_ps import gradients, initial_values
 
@@ -49,15 +46,6 @@ def make(name, **settings):
     return getattr(optimizers, name)(0.01, **settings)
 
 
-def excluding(var_names):
-    def make_it():
-        optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
-        optimizer.exclude_from_weight_decay(var_names=var_names)
-        return optimizer
-
-    return make_it
-
-
 VARIANTS = {
     **{name: lambda name=name: make(name) for name in CLASSES},
     "SGD with Nesterov momentum": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
@@ -67,7 +55,6 @@ VARIANTS = {
     "Adam with clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.5),
     "SGD with clipvalue": lambda: optimizers.SGD(0.01, clipvalue=0.5),
     "SGD with weight decay": lambda: optimizers.SGD(0.01, weight_decay=0.1),
-    "AdamW without decay of biases": excluding(["bias"]),
     "Muon but for a layer": lambda: optimizers.Muon(0.01, exclude_layers=["head"]),
     "Muon on embeddings too": lambda: optimizers.Muon(0.01, exclude_embeddings=False),
     "Adam with EMA that overwrites": lambda: optimizers.Adam(
@@ -81,99 +68,16 @@ VARIANTS = {
 }
 
 
-@pytest.fixture
-def start():
-    """Starts servers with the optimizers that a function makes; gives a client of all."""
-    with contextlib.ExitStack() as stack:
-
-        def servers(make_optimizers, specs=SPECS, num_ps=2, split=None, **training):
-            settings = JobSettings(
-                command=Command.TRAIN,
-                name="test",
-                directory="",
-                model=ModelSettings(zoo="", definition=""),
-                training=TrainingSettings(**training),
-            )
-            addresses = []
-            for _ in range(num_ps):
-                server = PSServer(settings, make_optimizers)
-                stack.callback(server.stop, 0)
-                server.start()
-                addresses.append(server.address)
-            if split is None:
-                split = all(map(may_split, make_optimizers(9)))
-            client = PSClient(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
-            stack.callback(client.close)
-            return client
-
-        yield servers
-
-
-def step(client, dense, rows=None):
-    client.pull()
-    blocks = [
-        pack(dense, client.specs, slices, True, {part.variable for part in slices} & set(dense))
-        for slices in client.partition
-    ]
-    return client.push(Push(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], 1.0), None)
-
-
-def make_variables(specs, values):
-    made = []
-    for spec, value in zip(specs, values, strict=True):
-        variable = keras.Variable(value, dtype=spec.dtype, trainable=spec.trainable, name=spec.path.rpartition("/")[2])
-        variable._path = spec.path
-        if spec.constraint:
-            variable.constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint))
-        made.append(variable)
-    return made
-
-
-def in_one_process(made, specs, values, steps):
-    """The weights, and the state of the optimizers, after Keras itself has applied `steps`."""
-    variables = make_variables(specs, values)
-    groups = [
-        [i for i, spec in enumerate(specs) if spec.trainable and spec.optimizer == place] for place in range(len(made))
-    ]
-    for optimizer, group in zip(made, groups, strict=True):
-        optimizer.build([variables[i] for i in group])
-
-    @tf.function
-    def apply(given):
-        for optimizer, group in zip(made, groups, strict=True):
-            own = [i for i in group if i in given]
-            if own:
-                optimizer.apply([given[i] for i in own], [variables[i] for i in own])
-
-    for dense in steps:
-        apply({index: tf.constant(gradient) for index, gradient in dense.items()})
-    return [variable.numpy() for variable in variables], read_optimizers(made, variables)
-
-
-def assert_close(mine, other, tolerance=1e-6):
-    for one, two in zip(mine, other, strict=True):
-        assert one.dtype == two.dtype
-        scale = max(float(np.abs(two.astype(np.float64)).max()), 1.0) if two.size else 1.0
-        np.testing.assert_allclose(one.astype(np.float64), two.astype(np.float64), rtol=0, atol=tolerance * scale)
-
-
-def assert_same_state(mine, other, tolerance=1e-5):
-    assert mine.optimizers == other.optimizers
-    for one, two in ((mine.slots, other.slots), (mine.extras, other.extras), (mine.shared, other.shared)):
-        assert one.keys() == two.keys()
-        assert_close(one.values(), [two[key] for key in one], tolerance)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_five_updates_on_two_servers_equal_keras_in_one_process(start, name):
     make_it, values = VARIANTS[name], initial_values(SPECS)
-    client = start(lambda count: [make_it()])
+    client = start(lambda count: [make_it()], SPECS)
     client.initialize(values)
     if may_split(make_it()):
         assert any(len(p) < 5 for p in client.partition)
     steps = [gradients(number, SPECS) for number in range(5)]
     for dense in steps:
-        step(client, dense)
+        push_step(client, dense)
     weights, state = in_one_process([make_it()], SPECS, values, steps)
     assert_close(unpack_weights(client.pull(), SPECS, client.partition), weights)
     assert_same_state(client.export().optimizer, state)
@@ -187,7 +91,7 @@ HALF = {
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["Adam", "Adafactor", "Nadam"])
 def test_variables_of_any_floating_dtype_are_updated(start, name, dtype):
     specs = [replace(spec, dtype=dtype) for spec in SPECS]
     values = initial_values(specs)
@@ -195,11 +99,39 @@ def test_variables_of_any_floating_dtype_are_updated(start, name, dtype):
     client.initialize(values)
     steps = [gradients(number, specs) for number in range(2)]
     for dense in steps:
-        step(client, dense)
+        push_step(client, dense)
     weights, _ = in_one_process([make(name)], specs, values, steps)
     found = unpack_weights(client.pull(), specs, client.partition)
     assert {array.dtype for array in found} == {dtype_of(dtype)}
     assert_close(found, weights, HALF[dtype])
+
+
+@pytest.mark.parametrize("make_it", [lambda: optimizers.AdamW(0.1, weight_decay=0.1), lambda: optimizers.Muon(0.1)])
+@pytest.mark.parametrize("names", [["bias"], ["hidden"], ["^kernel"], None])
+def test_what_weight_decay_leaves_out_is_left_out_on_the_servers(start, make_it, names):
+    inputs = [keras.Input((8,)), keras.layers.Dense(4, name="hidden"), keras.layers.Dense(1)]
+    model = keras.Sequential(inputs)
+    there = keras.models.clone_model(model)
+    there.set_weights(model.get_weights())
+
+    def make_optimizer(of):
+        optimizer = make_it()
+        if names:
+            optimizer.exclude_from_weight_decay(var_names=names)
+        else:
+            optimizer.exclude_from_weight_decay(var_list=of.trainable_variables[2:])
+        return optimizer
+
+    model.compile(make_optimizer(model), "mse")
+    client = start(lambda count: [make_it()], variable_specs(model))
+    client.initialize(model.get_weights())
+    steps = [gradients(number, client.specs) for number in range(2)]
+    for dense in steps:
+        push_step(client, dense)
+    optimizer = make_optimizer(there)
+    for dense in steps:
+        optimizer.apply([tf.constant(gradient) for gradient in dense.values()], there.trainable_variables)
+    assert_close(unpack_weights(client.pull(), client.specs, client.partition), there.get_weights())
 
 
 class Broken(optimizers.SGD):
@@ -209,10 +141,10 @@ class Broken(optimizers.SGD):
 
 @pytest.mark.parametrize("use_async", [True, False])
 def test_the_error_of_an_optimizer_reaches_the_worker_with_the_users_traceback(start, use_async):
-    client = start(lambda count: [Broken(0.1)], use_async=use_async)
+    client = start(lambda count: [Broken(0.1)], SPECS, use_async=use_async)
     client.initialize(initial_values(SPECS))
     with pytest.raises(ModelFileError, match=r"Broken failed on a parameter server.*no idea what to do") as caught:
-        step(client, gradients(0, SPECS))
+        push_step(client, gradients(0, SPECS))
     assert 'raise ValueError("no idea what to do")' in caught.value.user_traceback
     assert "elasticcb/ps/" not in caught.value.user_traceback
 
@@ -223,7 +155,60 @@ class Unbuildable(optimizers.SGD):
 
 
 def test_the_error_of_an_optimizer_that_can_not_be_built_reaches_the_master(start):
-    client = start(lambda count: [Unbuildable(0.1)])
+    client = start(lambda count: [Unbuildable(0.1)], SPECS)
     with pytest.raises(ModelFileError, match=r"Unbuildable can't be built.*no room") as caught:
         client.initialize(initial_values(SPECS))
     assert 'raise ValueError("no room")' in caught.value.user_traceback
+
+
+class Rounded(keras.constraints.Constraint):
+    """A user's own, that is not registered."""
+
+    def __call__(self, w):
+        return tf.round(w)
+
+
+@keras.saving.register_keras_serializable("elasticcb_tests")
+class Capped(keras.constraints.Constraint):
+    def __init__(self, largest):
+        self.largest = largest
+
+    def __call__(self, w):
+        return tf.minimum(w, self.largest)
+
+    def get_config(self):
+        return {"largest": self.largest}
+
+
+def shifted(w):
+    return w + 1.0
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [keras.constraints.MaxNorm(0.5), keras.constraints.UnitNorm(), Rounded(), Capped(0.25), shifted, lambda w: w * 0.5],
+    ids=["MaxNorm", "UnitNorm", "unregistered class", "registered class", "function", "lambda"],
+)
+def test_constraints_are_applied_on_the_servers(start, constraint, monkeypatch):
+    # Found like this, classes and functions need not be registered.
+    for found in (Rounded, shifted):
+        monkeypatch.setitem(keras.saving.get_custom_objects(), found.__name__, found)
+    layer = keras.layers.Dense(64, kernel_constraint=constraint)
+    model = keras.Sequential([keras.Input((300,)), layer])
+    model.compile("sgd", "mse")
+    specs = variable_specs(model)
+    client = start(lambda count: [optimizers.SGD(0.1)], specs)
+    client.initialize(model.get_weights())
+    push_step(client, gradients(0, specs))
+    stepped = model.get_weights()[0] - 0.1 * gradients(0, specs)[0]
+    expected = np.asarray(layer.kernel.constraint(tf.constant(stepped)))
+    np.testing.assert_allclose(
+        unpack_weights(client.pull(), specs, client.partition)[0], expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_constraint_that_can_not_be_made_on_a_server_is_an_error_that_says_what_to_do(start):
+    specs = [replace(SPECS[0], constraint='{"class_name": "Nowhere", "config": {}, "module": "nowhere"}')]
+    client = start(lambda count: [optimizers.SGD(0.1)], specs)
+    with pytest.raises(ModelFileError, match=r"constraint of 'model/embedding/embeddings' can't be made .* Register"):
+        client.initialize(initial_values(specs))

@@ -16,12 +16,6 @@ from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values
 optimizers = keras.optimizers
 
 
-def adamw_without_decay_of_biases():
-    optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return optimizer
-
-
 OPTIMIZERS = {
     "SGD with momentum": lambda: optimizers.SGD(0.05, momentum=0.9),
     "SGD with Nesterov momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
@@ -29,7 +23,7 @@ OPTIMIZERS = {
     "Adam with amsgrad and a schedule": lambda: optimizers.Adam(
         optimizers.schedules.ExponentialDecay(0.02, 10, 0.9), amsgrad=True
     ),
-    "AdamW without decay of biases": adamw_without_decay_of_biases,
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
     "Adagrad": lambda: optimizers.Adagrad(0.05),
     "RMSprop, centered": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
     "Ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.001),

@@ -95,11 +95,13 @@ class RecordSource(PassSource):
         records = self._records if isinstance(self._records, bytes) else _pickled(self._records)
         return {**self.__dict__, "_records": records, "_pipeline": None}
 
+    @property
+    def keeps_order(self) -> bool:  # type: ignore[override]
+        """Whether the feed keeps one example per record; else a number may have no batch."""
+        return self._opened().keeps_order
+
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
-        if self._pipeline is None:
-            given = self._records
-            records = cloudpickle.loads(given) if isinstance(given, bytes) else given
-            self._pipeline = _Pipeline(records, self._mode, self._batch_size, self._class_weight)
+        pipeline = self._opened()
         if not self._shuffle:
             indices = np.arange(start, end)
         else:
@@ -110,7 +112,7 @@ class RecordSource(PassSource):
             source = self._sources[place]
             offset = int(self._ends[place - 1]) if place else 0
             begin, stop = (first - offset) * self._batch_size, (last + 1 - offset) * self._batch_size
-            yield from self._pipeline.batches(source.name, begin, min(stop, source.count))
+            yield from pipeline.batches(source.name, begin, min(stop, source.count))
 
     def first_batch(self) -> Any:
         # The feed may drop all records of the first batches.
@@ -119,12 +121,18 @@ class RecordSource(PassSource):
     def close(self) -> None:
         self._pipeline = None
 
+    def _opened(self) -> _Pipeline:
+        if self._pipeline is None:
+            given = self._records
+            records = cloudpickle.loads(given) if isinstance(given, bytes) else given
+            self._pipeline = _Pipeline(records, self._mode, self._batch_size, self._class_weight)
+        return self._pipeline
+
     def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
         """First and last of what can be read in one go."""
-        assert self._pipeline is not None
         cuts = np.diff(indices) != 1
         cuts |= np.isin(indices[1:], self._ends)  # the first batch of another source
-        if not self._pipeline.keeps_order:
+        if not self.keeps_order:
             cuts[:] = True
         for run in np.split(indices, np.flatnonzero(cuts) + 1):
             yield int(run[0]), int(run[-1])

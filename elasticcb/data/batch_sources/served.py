@@ -33,6 +33,8 @@ class ServedSource(BatchSource):
     Raises `ValueError` when there is no batch.
     """
 
+    ends_early = True
+
     def __init__(
         self,
         batches: Iterable[Any],

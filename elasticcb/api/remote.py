@@ -1,0 +1,116 @@
+"""What stands for things on the workers: values that functions return, per-worker datasets and their iterators.
+
+Each is pickled as a reference, which becomes what it stands for where a function runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from elasticcb import pickling
+from elasticcb.errors import UsageError
+from elasticcb.worker.functions import dataset_here, iterator_here, value_here
+
+
+class RemoteValue:
+    """What a scheduled function returns, once it has. Another function may take it as an argument."""
+
+    def __init__(self, job: Any, number: int, name: str) -> None:
+        self._job = job
+        self.owner = job.owner
+        self.number = number
+        self.name = name
+        self.data: bytes | None = None  # pickled
+        self.error: Exception | None = None
+        self._there = threading.Event()
+
+    def settle(self, data: bytes | None = None, error: Exception | None = None) -> None:
+        self.data, self.error = data, error
+        self._there.set()
+
+    def done(self) -> bool:
+        """Whether the function has returned, has failed or was cancelled."""
+        return self._there.is_set()
+
+    def fetch(self) -> Any:
+        """Waits for the function; what it returned, tensors as NumPy arrays.
+
+        Raises:
+            FunctionError: it raised an error, which is the cause, or was cancelled.
+            JobFailedError: the cluster could not run it.
+        """
+        self._there.wait()
+        if self.error is not None:
+            self._job.has_told(self.error)
+            raise self.error
+        assert self.data is not None
+        return pickling.loads(self.data, self._job.model)
+
+    def __reduce__(self) -> Any:
+        _sent_to(self.owner, "a value").append(self)
+        return value_here, (self.number,)
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "done" if self.error is None else "failed"
+        return f"<RemoteValue of {self.name}(): {state}>"
+
+
+class PerWorkerDataset:
+    """Stands for a dataset that each worker makes for itself; `iter` gives what stands for its iterators."""
+
+    def __init__(self, owner: Any, number: int) -> None:
+        self._owner = owner
+        self._number = number
+
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(self._owner, self._owner.next_number(), self._number)
+
+    def __reduce__(self) -> Any:
+        _sent_to(self._owner, "a dataset")
+        return dataset_here, (self._number,)
+
+
+class PerWorkerIterator:
+    """Stands for one iterator on each worker; give it to functions, which call `next` on it."""
+
+    def __init__(self, owner: Any, number: int, dataset: int) -> None:
+        self._owner = owner
+        self._numbers = (number, dataset)
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise UsageError(
+            "The records of a per-worker dataset are on the workers. Give the iterator to a function, and call `next` "
+            "there: cluster.schedule(step, iterator)."
+        )
+
+    def __reduce__(self) -> Any:
+        _sent_to(self._owner, "an iterator")
+        return iterator_here, self._numbers
+
+
+_sending = threading.local()  # while something is pickled: its `owner`, and the `values` found in it
+
+
+def _sent_to(owner: Any, what: str) -> list[RemoteValue]:
+    to = getattr(_sending, "owner", None)
+    if to is not owner:
+        other = "nowhere but to functions" if to is None else "to functions of another one"
+        raise UsageError(f"{what} of a Cluster can be given to functions that it schedules, and {other} it was given")
+    values: list[RemoteValue] = _sending.values
+    return values
+
+
+@contextlib.contextmanager
+def sending_to(owner: Any) -> Iterator[list[RemoteValue]]:
+    """While the arguments of a function of a cluster are pickled; gives the values that are found in them."""
+    _sending.owner, _sending.values = owner, []
+    try:
+        yield _sending.values
+    finally:
+        _sending.owner = None

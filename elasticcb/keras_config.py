@@ -1,0 +1,208 @@
+"""Keras objects as configs, and beside these what Keras can't put into a config.
+
+Keras writes down by name what it does not know: classes and functions, which it expects the reader to have. Here each
+gets a name of its own (two closures of one function are two functions), and travels with the config. An object of a
+user's class without a `get_config` of its own travels as it is, rather than by the arguments of its constructor: that
+is what `fit` would train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+from keras.src.saving.serialization_lib import ObjectSharingScope
+
+from elasticcb import layer_state
+from elasticcb.errors import UsageError
+
+_KERAS_TYPES = (
+    keras.layers.Layer,
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.Initializer,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+    keras.DTypePolicy,
+    keras.Quantizer,
+    keras.Operation,
+)
+_LIBRARIES = {"keras", "tensorflow", "numpy", "builtins", "functools"}
+
+
+@dataclass
+class Written:
+    """A config, and what it refers to by name."""
+
+    config: Any
+    objects: dict[str, Any] = field(default_factory=dict)
+    as_it_is: set[str] = field(default_factory=set)  # names of classes whose objects don't travel by config
+
+
+def write(root: Any, *beside: Any) -> Written:
+    """Config of a Keras object or a structure of them.
+
+    Args:
+        beside: further roots, whose classes and functions the config refers to.
+
+    Raises:
+        UsageError: it refers to a bound method.
+        Exception: whatever a user's `get_config` raises.
+    """
+    written = Written(None)
+    with contextlib.ExitStack() as stack:
+        for item in _reachable([root, *beside]):
+            if isinstance(item, (types.FunctionType, type)):
+                _name(item, written, stack)
+                continue
+            kind = type(item)
+            if _is_foreign(kind):
+                _name(kind, written, stack)
+            if isinstance(item, keras.layers.Layer):
+                if _is_foreign(kind) and not _has_own_config(kind):
+                    written.as_it_is.add(GLOBAL_CUSTOM_NAMES[kind])
+                    _replace_get_config(item, functools.partial(layer_state.read, item, written.objects), stack)
+            elif not _is_foreign(kind) and not isinstance(item, functools.partial):
+                continue
+            elif not _has_own_config(kind) and not isinstance(item, keras.optimizers.Optimizer):
+                if isinstance(item, functools.partial):
+                    _name(kind, written, stack)
+                written.as_it_is.add(GLOBAL_CUSTOM_NAMES[kind])
+                _replace_get_config(item, functools.partial(layer_state.put, item, written.objects), stack)
+        with ObjectSharingScope():
+            written.config = _for_constructors(keras.saving.serialize_keras_object(root), written)
+    return written
+
+
+def read(written: Written) -> Any:
+    """What `write` was given."""
+    with ObjectSharingScope(), keras.saving.custom_object_scope(names(written)):
+        return keras.saving.deserialize_keras_object(written.config, safe_mode=False)
+
+
+def names(written: Written) -> dict[str, Any]:
+    """What Keras has to find by name, to read a config."""
+    return {
+        name: _AsItIs(value, written.objects) if name in written.as_it_is else value
+        for name, value in written.objects.items()
+    }
+
+
+class _AsItIs:
+    """Stands for a class where Keras makes an object of it from a config."""
+
+    def __init__(self, kind: type, objects: dict[str, Any]) -> None:
+        self._kind, self._objects = kind, objects
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        return layer_state.write(self._kind, config, self._objects)
+
+
+def _is_foreign(kind: Any) -> bool:
+    """Whether a class or function is neither Keras's nor one of the libraries below it."""
+    return (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
+
+
+def _has_own_config(kind: type) -> bool:
+    method = getattr(kind, "get_config", None)
+    return method is not None and _is_foreign(method)
+
+
+def _name(item: Any, written: Written, stack: contextlib.ExitStack) -> None:
+    """Gives a class or function the name by which Keras will write it down, and look for it."""
+    if any(item is known for known in written.objects.values()):
+        return
+    registered = GLOBAL_CUSTOM_NAMES.get(item)
+    name = base = registered or ("function" if item.__name__ == "<lambda>" else item.__name__)
+    number = 1
+    while name in written.objects:
+        number += 1
+        name = f"{base}#{number}"
+    written.objects[name] = item
+    stack.callback(_restore_name, item, registered)
+    GLOBAL_CUSTOM_NAMES[item] = name
+    if isinstance(item, types.FunctionType) and item.__name__ == "<lambda>":
+        # Keras would write its code down, which does not have the globals and modules that it uses.
+        stack.callback(setattr, item, "__name__", item.__name__)
+        item.__name__ = name
+
+
+def _restore_name(item: Any, registered: str | None) -> None:
+    if registered is None:
+        del GLOBAL_CUSTOM_NAMES[item]
+    else:
+        GLOBAL_CUSTOM_NAMES[item] = registered
+
+
+def _replace_get_config(item: Any, function: Callable[[], Any], stack: contextlib.ExitStack) -> None:
+    # Around Keras's own __setattr__, which tracks what it is given.
+    vars(item)["get_config"] = function
+    stack.callback(vars(item).pop, "get_config")
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """Objects of Keras or of its kind below a structure, each before what it holds; functions and classes."""
+    pending, seen = [root], set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple, set)):
+            pending.extend(item)
+        elif isinstance(item, (types.FunctionType, type)):
+            if _is_foreign(item):
+                yield item
+        elif isinstance(item, types.MethodType):
+            if isinstance(item.__self__, _KERAS_TYPES) or not _is_foreign(type(item.__self__)):
+                pending.append(item.__self__)
+        elif isinstance(item, _KERAS_TYPES):
+            yield item
+            pending.extend(value for name, value in vars(item).items() if name not in layer_state.METHODS)
+        elif type(item).__name__ == "SerializableDict":  # what `compile` was given
+            pending.append(item.config)
+            _check_methods(item.config)
+        elif isinstance(item, functools.partial) or (callable(item) and _is_foreign(type(item))):
+            yield item
+
+
+def _check_methods(arguments: Any) -> None:
+    for value in keras.tree.flatten(arguments):
+        if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
+            raise UsageError(
+                f"`compile` was given the method {value.__qualname__} of an object, which workers can't be sent without "
+                "a second copy of the object. Give it a function, or override compute_loss or compute_metrics of the "
+                "model."
+            )
+
+
+def _for_constructors(config: Any, written: Written) -> Any:
+    """`config` without what Keras adds for every layer ("trainable", "dtype") where the constructor of a class of the
+    user's does not take it: such a class works in `fit`, and so it should here."""
+    if isinstance(config, (list, tuple)):
+        return [_for_constructors(item, written) for item in config]
+    if not isinstance(config, dict):
+        return config
+    config = {key: _for_constructors(value, written) for key, value in config.items()}
+    name = config.get("registered_name") or ""
+    kind = written.objects.get(name) if isinstance(name, str) and name not in written.as_it_is else None
+    if isinstance(kind, type) and issubclass(kind, keras.layers.Layer) and isinstance(config.get("config"), dict):
+        takes = inspect.signature(kind.__init__).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in takes.values()):
+            config["config"] = {
+                key: value
+                for key, value in config["config"].items()
+                if key in takes or key not in ("name", "trainable", "dtype")
+            }
+    return config

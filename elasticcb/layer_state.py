@@ -1,0 +1,234 @@
+"""Objects of a user's classes that say nothing about how they were made: layers and models by what they hold.
+
+A layer's config then has the arguments of its Keras base class, its variables, layers and metrics, and its other
+attributes. Values of weights are left out: those are the parameter servers'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+# What Keras (and this project, while a model trains) sets on a layer in the place of its methods.
+METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test_step", "predict_step", "get_config"})
+# What stays where it is: results of the caller's, optimizers (they come with `compile`), arguments of constructors.
+_LEFT_OUT = frozenset({"history", "stop_training", "_auto_config", "_auto_config_error_args"})
+_PLAIN = (bool, int, float, str, type(None))
+_BY_CONFIG = (keras.Operation, keras.losses.Loss, keras.metrics.Metric, keras.Initializer, keras.DTypePolicy)
+_BY_CONFIG += (keras.regularizers.Regularizer, keras.constraints.Constraint, keras.random.SeedGenerator)
+
+
+def put(item: Any, objects: dict[str, Any]) -> dict[str, str]:
+    """A reference to an object that travels by itself, among `objects`."""
+    for name, known in objects.items():
+        if known is item:
+            return {"__object__": name}
+    name = f"__object__{len(objects)}"
+    objects[name] = item
+    return {"__object__": name}
+
+
+def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
+    """The config of a layer, by its state.
+
+    Args:
+        objects: takes what is neither plain nor Keras's.
+    """
+    variables = [*layer._trainable_variables, *layer._non_trainable_variables]
+    known: dict[int, Any] = {}
+    for kind, items in (("variable", variables), ("layer", layer._layers), ("metric", layer._metrics)):
+        known.update({id(item): {f"__{kind}__": index} for index, item in enumerate(items)})
+    base = _keras_base(type(layer))
+    attributes = {
+        name: _encoded(value, known, objects)
+        for name, value in vars(layer).items()
+        if name not in _own_names(base) | METHODS | _LEFT_OUT and not isinstance(value, keras.optimizers.Optimizer)
+    }
+    inner = layer._layers
+    if _is_functional(layer):
+        config: Any = keras.Model(layer._inputs_struct, layer._outputs_struct, name=layer.name)
+        inner = []  # they come with it
+    elif base is keras.Sequential:
+        config = {"name": layer.name, "trainable": layer.trainable, "shape": _input_shape(layer)}
+    else:
+        config = base.get_config(layer)
+    return {
+        "base": config,
+        "variables": [_outline(variable) for variable in variables],
+        "layers": list(inner),
+        "metrics": [metric for metric in layer._metrics if metric not in _compiled_metrics(layer)],
+        "attributes": attributes,
+        "built": layer.built,
+    }
+
+
+def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any:
+    """The object that `put` or `read` made `config` of.
+
+    Args:
+        kind: its class.
+    """
+    if "__object__" in config:
+        return objects[config["__object__"]]
+    layer = kind.__new__(kind)
+    layers = [keras.saving.deserialize_keras_object(item) for item in config["layers"]]
+    base = _keras_base(kind)
+    given = config["base"]
+    if "class_name" in given:
+        network = keras.saving.deserialize_keras_object(given)
+        keras.Model.__init__(layer, network._inputs_struct, network._outputs_struct, name=network.name)
+        layers = layer._layers
+    elif base is keras.Sequential:
+        base.__init__(layer, name=given["name"], trainable=given["trainable"])
+        for item in layers:
+            layer.add(item)
+        layers = layer._layers
+    else:
+        given = {
+            name: keras.saving.deserialize_keras_object(value) if name == "dtype" else value
+            for name, value in given.items()
+        }
+        base.__init__(layer, **given)
+    variables = [_variable(outline) for outline in config["variables"]]
+    metrics = [keras.saving.deserialize_keras_object(item) for item in config["metrics"]]
+    # In the order in which they were made, which is that of the weights.
+    for variable in variables:
+        layer._track_variable(variable)
+    for item in [*layers, *metrics]:
+        layer._tracker.track(item)
+    known = {"__variable__": variables, "__layer__": layers, "__metric__": metrics}
+    for name, value in config["attributes"].items():
+        decoded = _decoded(value, known, objects)
+        if isinstance(getattr(kind, name, None), property):
+            vars(layer)[name] = decoded
+        else:
+            setattr(layer, name, decoded)
+    layer.built = config["built"] or layer.built
+    return layer
+
+
+def _keras_base(kind: type) -> Any:
+    """The nearest class that is Keras's own."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith("keras."))
+
+
+def _is_functional(layer: Any) -> bool:
+    return hasattr(layer, "_inputs_struct") and hasattr(layer, "_outputs_struct")
+
+
+def _input_shape(layer: Any) -> Any:
+    return getattr(layer, "input_shape", None) if layer._functional is not None else None
+
+
+def _compiled_metrics(layer: Any) -> list[Any]:
+    return [value for name, value in vars(layer).items() if name in ("_loss_tracker", "_compile_metrics")]
+
+
+@functools.cache
+def _own_names(base: Any) -> frozenset[str]:
+    """Attributes that Keras gives every layer or model of a class."""
+
+    class Layer(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x
+
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+    model: Any = Model()
+    model.compile("sgd", "mse", metrics=["mae"])
+    names = set()
+    inputs = keras.Input((1,))
+    for probe in (Layer(), model):
+        probe(np.zeros((1, 1), "float32"))
+        names |= vars(probe).keys()
+    functional = keras.Model(inputs, inputs)
+    sequential = keras.Sequential([inputs, keras.layers.Identity()])
+    for probe in (functional, sequential):
+        if isinstance(probe, base) or issubclass(base, type(probe)):
+            probe(np.zeros((1, 1), "float32"))
+            names |= vars(probe).keys()
+    return frozenset(names)
+
+
+def _encoded(value: Any, known: Mapping[int, Any], objects: dict[str, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, _PLAIN) or isinstance(value, _BY_CONFIG):
+        return value
+    if isinstance(value, (list, tuple, dict)) and _holds_keras(value, known):
+        items = value.values() if isinstance(value, dict) else value
+        encoded = [_encoded(item, known, objects) for item in items]
+        keys = put(list(value), objects) if isinstance(value, dict) else None
+        return {"__items__": encoded, "tuple": isinstance(value, tuple), "keys": keys}
+    return put(_untracked(value), objects)
+
+
+def _holds_keras(value: Any, known: Mapping[int, Any]) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(_holds_keras(item, known) for item in items)
+    return id(value) in known or isinstance(value, _BY_CONFIG)
+
+
+def _untracked(value: Any) -> Any:
+    """Without the lists of Keras's that know their layer."""
+    if isinstance(value, list):
+        return [_untracked(item) for item in value]
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, dict) and type(value).__module__.startswith("keras."):
+        return {key: _untracked(item) for key, item in value.items()}
+    return value
+
+
+def _decoded(value: Any, known: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "__items__" in value:
+        items = [_decoded(item, known, objects) for item in value["__items__"]]
+        if value["keys"] is not None:
+            return dict(zip(objects[value["keys"]["__object__"]], items, strict=True))
+        return tuple(items) if value["tuple"] else items
+    if "__object__" in value:
+        return objects[value["__object__"]]
+    for kind, found in known.items():
+        if kind in value:
+            return found[value[kind]]
+    return keras.saving.deserialize_keras_object(value)
+
+
+def _outline(variable: Any) -> dict[str, Any]:
+    return {
+        "shape": list(variable.shape),
+        "dtype": keras.backend.standardize_dtype(variable.dtype),
+        "trainable": variable.trainable,
+        "name": variable.name,
+        "path": variable.path,
+        "aggregation": variable.aggregation,
+        "autocast": variable._autocast,
+        "regularizer": variable.regularizer,
+        "constraint": variable.constraint,
+    }
+
+
+def _variable(outline: dict[str, Any]) -> keras.Variable:
+    shape, dtype = tuple(outline["shape"]), outline["dtype"]
+    variable = keras.Variable(
+        np.zeros(shape, bool) if dtype == "bool" else keras.ops.zeros(shape, dtype),
+        dtype=dtype,
+        trainable=outline["trainable"],
+        autocast=outline["autocast"],
+        aggregation=outline["aggregation"],
+        name=outline["name"],
+    )
+    variable._path = outline["path"]
+    for name in ("regularizer", "constraint"):
+        if outline[name] is not None:
+            setattr(variable, name, keras.saving.deserialize_keras_object(outline[name]))
+    return variable

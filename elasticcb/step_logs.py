@@ -1,0 +1,58 @@
+"""A `train_step` or `test_step` of a model's own, and what it logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def is_overridden(model: keras.Model, method: str) -> bool:
+    """Whether the model has a method of its own in the place of Keras's, or was given one."""
+    return getattr(getattr(model, method), "__func__", None) is not getattr(keras.Model, method)
+
+
+def plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
+    inner = getattr(step, "python_function", None)
+    return step if inner is None else tf.autograph.to_graph(inner)
+
+
+@contextlib.contextmanager
+def recorded_results(
+    metrics: Sequence[keras.metrics.Metric],
+) -> Iterator[list[tuple[Any, keras.metrics.Metric, str | None]]]:
+    """Records (value, metric, key if its result is a dict) of each result that is asked for in the context."""
+    recorded: list[tuple[Any, keras.metrics.Metric, str | None]] = []
+
+    def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
+        result_of = metric.result
+
+        def result() -> Any:
+            result = result_of()
+            parts = result if isinstance(result, Mapping) else {None: result}
+            recorded.extend((value, metric, key) for key, value in parts.items())
+            return result
+
+        return result
+
+    distinct = {id(metric): metric for metric in metrics}.values()
+    for metric in distinct:
+        # Around Keras's own __setattr__, which tracks what it is given.
+        object.__setattr__(metric, "result", recording(metric))
+    try:
+        yield recorded
+    finally:
+        for metric in distinct:
+            object.__delattr__(metric, "result")
+
+
+def flat_logs(logs: Any) -> dict[str, Any]:
+    """The logs of a step as Keras hands them to callbacks: sorted, dicts within them opened."""
+    flat: dict[str, Any] = {}
+    for key, value in sorted((logs or {}).items()):
+        flat.update(flat_logs(value) if isinstance(value, dict) else {key: value})
+    return flat
