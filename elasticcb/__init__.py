@@ -11,16 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticcb.api.cluster import Cluster
     from elasticcb.api.one_shot import evaluate, fit, predict
+    from elasticcb.api.remote import PerWorkerDataset, RemoteValue
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
     from elasticcb.sidecar import SidecarEvaluator
 
 __version__ = "0.1.0"
 
-__all__ = ["Cluster", "DatasetFactory", "Mode", "SidecarEvaluator", "evaluate", "fit", "predict"]
+__all__ = [
+    "Cluster",
+    "DatasetFactory",
+    "Mode",
+    "PerWorkerDataset",
+    "RemoteValue",
+    "SidecarEvaluator",
+    "evaluate",
+    "fit",
+    "predict",
+]
 
 _MODULES = {
     "Cluster": "api.cluster",
     "DatasetFactory": "data.batch_sources.dataset_fn",
+    "PerWorkerDataset": "api.remote",
+    "RemoteValue": "api.remote",
     "SidecarEvaluator": "sidecar",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",

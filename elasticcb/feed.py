@@ -3,7 +3,6 @@ has batches already."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource
+from elasticcb.data.feed_steps import check_feed, explain, keeps_order
 from elasticcb.errors import DataError, ModelFileError, user_traceback
 from elasticcb.settings import JobSettings
 from elasticcb.spec import Spec
@@ -59,14 +59,13 @@ def open_pipeline(settings: JobSettings, spec: Spec, mode: str) -> Pipeline:
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
-    keeps_order = True
-
     def __init__(self, source: BatchSource, mode: str) -> None:
         self._source = source
         self._mode = mode
         self._first: Any = None
+        self.keeps_order = source.keeps_order
         # Evaluation and prediction count each batch exactly once, so their sources must know.
-        self.ends_by_itself = mode == "training"
+        self.ends_by_itself = source.ends_early and mode == "training"
         self.open_ended = source.num_batches is None
 
     @property
@@ -146,8 +145,8 @@ class FeedPipeline:
             raise ModelFileError(
                 f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
             )
-        _check(raw, fed, spec.path)
-        self.keeps_order = _keeps_order(raw, fed)
+        check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
+        self.keeps_order = keeps_order(raw, fed)
         self.dataset = fed.batch(settings.training.minibatch_size).prefetch(2)
 
     @property
@@ -168,14 +167,8 @@ class FeedPipeline:
             yield from self.dataset
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            hint = ""
-            if "different shapes" in error.message or "add tensor to the batch" in error.message:
-                hint = (
-                    " `feed` must give every example the same shape, which the batch then stacks: pad them, or end "
-                    "it with `dataset.ragged_batch(1).unbatch()` to get ragged batches."
-                )
             raise DataError(
-                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {_readable(error)}{hint}",
+                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {explain(error)}",
                 user_traceback(error),
             ) from error
 
@@ -188,62 +181,6 @@ class FeedPipeline:
                     return batch
             tried += source.count
         raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
-
-
-def _readable(error: tf.errors.OpError) -> str:
-    """TensorFlow's message without the names of nodes and operations."""
-    return re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
-
-
-# What a `feed` must not do, by TensorFlow's name of the dataset: its iterator is made anew for each task.
-_REFUSED = {
-    "IgnoreErrors": "ignores errors, so a file that can't be read would be asked for again without end. Leave "
-    "`ignore_errors` out, and `filter` the records that are not wanted",
-    "CacheDataset": "caches: every task after the first would get the first one's records. Leave `cache` out",
-    "RepeatDataset": "repeats: a task ends with its last record, and --num_epochs repeats. Leave `repeat` out",
-    "BatchDataset": "makes batches: the framework does, with --minibatch_size. Leave `batch` out, or end with "
-    "`unbatch`",
-}
-_ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
-
-
-def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """What `feed` did to `raw`, from the last step to `raw` itself."""
-    pending = [fed]
-    while pending:
-        step = pending.pop()
-        yield step
-        if step is not raw:
-            pending.extend(step._inputs())
-
-
-def _check(raw: tf.data.Dataset, fed: tf.data.Dataset, path: Any) -> None:
-    """Raises `ModelFileError` when `feed` does what breaks the accounting of records."""
-    if all(step is not raw for step in _steps(raw, fed)):
-        raise ModelFileError(
-            f"`feed` in {path} returns a dataset that is not made from the one it is given, so every task would "
-            "hold the same records. Return dataset.map(...), or the like."
-        )
-    unbatches = False
-    for step in _steps(raw, fed):
-        kind = type(step).__name__
-        unbatches = unbatches or "Unbatch" in kind or "FlatMap" in kind
-        for name, why in _REFUSED.items():
-            if name in kind and not (name == "BatchDataset" and unbatches):
-                raise ModelFileError(f"`feed` in {path} {why}.")
-
-
-def _keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
-    """Whether `fed` holds one example per record of `raw`, in its order, every time.
-
-    Known for chains of maps and the like; anything else counts as no, and then a task that is taken
-    over starts at its beginning.
-    """
-    steps = [step for step in _steps(raw, fed) if step is not raw]
-    if fed.options().deterministic is False or any(getattr(s, "_deterministic", "") == "false" for s in steps):
-        return False  # `map(..., num_parallel_calls=…, deterministic=False)`
-    kinds = [type(step).__name__ for step in steps]
-    return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
 def records_in(batch: Any) -> int:

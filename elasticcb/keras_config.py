@@ -112,6 +112,11 @@ def _is_foreign(kind: Any) -> bool:
     return (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
+def is_as_it_is(kind: type) -> bool:
+    """Whether objects of a class travel by themselves: a user's, that does not say how they are made."""
+    return _is_foreign(kind) and not _has_own_config(kind) and not issubclass(kind, keras.optimizers.Optimizer)
+
+
 def _has_own_config(kind: type) -> bool:
     method = getattr(kind, "get_config", None)
     return method is not None and _is_foreign(method)
@@ -181,8 +186,8 @@ def _check_methods(arguments: Any) -> None:
     for value in keras.tree.flatten(arguments):
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
             raise UsageError(
-                f"`compile` was given the method {value.__qualname__} of an object, which workers can't be sent without "
-                "a second copy of the object. Give it a function, or override compute_loss or compute_metrics of the "
+                f"`compile` was given the method {value.__qualname__} of an object, which workers can't be sent "
+                "without a second copy of the object. Give it a function, or override compute_loss or compute_metrics of the "
                 "model."
             )
 

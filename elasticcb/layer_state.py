@@ -15,11 +15,12 @@ import numpy as np
 
 # What Keras (and this project, while a model trains) sets on a layer in the place of its methods.
 METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test_step", "predict_step", "get_config"})
-# What stays where it is: results of the caller's, optimizers (they come with `compile`), arguments of constructors.
+# What stays where it is: results of the caller's, and arguments of the constructor.
 _LEFT_OUT = frozenset({"history", "stop_training", "_auto_config", "_auto_config_error_args"})
 _PLAIN = (bool, int, float, str, type(None))
 _BY_CONFIG = (keras.Operation, keras.losses.Loss, keras.metrics.Metric, keras.Initializer, keras.DTypePolicy)
 _BY_CONFIG += (keras.regularizers.Regularizer, keras.constraints.Constraint, keras.random.SeedGenerator)
+_BY_CONFIG += (keras.optimizers.Optimizer, keras.optimizers.schedules.LearningRateSchedule)
 
 
 def put(item: Any, objects: dict[str, Any]) -> dict[str, str]:
@@ -38,31 +39,34 @@ def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
     Args:
         objects: takes what is neither plain nor Keras's.
     """
-    variables = [*layer._trainable_variables, *layer._non_trainable_variables]
-    known: dict[int, Any] = {}
-    for kind, items in (("variable", variables), ("layer", layer._layers), ("metric", layer._metrics)):
-        known.update({id(item): {f"__{kind}__": index} for index, item in enumerate(items)})
     base = _keras_base(type(layer))
+    whole = _holds_nothing(base)
+    variables = [*layer._trainable_variables, *layer._non_trainable_variables] if whole else []
+    inner, added = _inner_layers(layer) if whole else ([], [])
+    metrics = list(layer._metrics) if whole else []
+    known: dict[int, Any] = {}
+    for kind, items in (("variable", variables), ("layer", [*inner, *added]), ("metric", metrics)):
+        known.update({id(item): {f"__{kind}__": index} for index, item in enumerate(items)})
+    left_out = _own_names() | METHODS | _LEFT_OUT
     attributes = {
         name: _encoded(value, known, objects)
         for name, value in vars(layer).items()
-        if name not in _own_names(base) | METHODS | _LEFT_OUT and not isinstance(value, keras.optimizers.Optimizer)
+        if name not in left_out and (whole or not isinstance(value, keras.Variable))
     }
-    inner = layer._layers
     if _is_functional(layer):
         config: Any = keras.Model(layer._inputs_struct, layer._outputs_struct, name=layer.name)
-        inner = []  # they come with it
     elif base is keras.Sequential:
-        config = {"name": layer.name, "trainable": layer.trainable, "shape": _input_shape(layer)}
+        config = {"name": layer.name, "trainable": layer.trainable}
+        inner, added = [], layer._layers
     else:
         config = base.get_config(layer)
     return {
         "base": config,
         "variables": [_outline(variable) for variable in variables],
-        "layers": list(inner),
-        "metrics": [metric for metric in layer._metrics if metric not in _compiled_metrics(layer)],
+        "layers": list(added),
+        "metrics": metrics,
         "attributes": attributes,
-        "built": layer.built,
+        "built": layer.built and whole,
     }
 
 
@@ -74,34 +78,33 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
     """
     if "__object__" in config:
         return objects[config["__object__"]]
-    layer = kind.__new__(kind)
-    layers = [keras.saving.deserialize_keras_object(item) for item in config["layers"]]
-    base = _keras_base(kind)
-    given = config["base"]
+    layer: Any = kind.__new__(kind)
+    added = [keras.saving.deserialize_keras_object(item) for item in config["layers"]]
+    inner: list[Any] = []
+    base, given = _keras_base(kind), config["base"]
     if "class_name" in given:
         network = keras.saving.deserialize_keras_object(given)
-        keras.Model.__init__(layer, network._inputs_struct, network._outputs_struct, name=network.name)
-        layers = layer._layers
+        base.__init__(layer, network._inputs_struct, network._outputs_struct, name=network.name)
+        inner, _ = _inner_layers(layer)
     elif base is keras.Sequential:
         base.__init__(layer, name=given["name"], trainable=given["trainable"])
-        for item in layers:
-            layer.add(item)
-        layers = layer._layers
+        for item in added:
+            base.add(layer, item)
     else:
-        given = {
-            name: keras.saving.deserialize_keras_object(value) if name == "dtype" else value
-            for name, value in given.items()
-        }
-        base.__init__(layer, **given)
+        dtype = {"dtype": keras.saving.deserialize_keras_object(given["dtype"])} if "dtype" in given else {}
+        base.__init__(layer, **{**given, **dtype})
+    set_by_base = {} if _holds_nothing(base) else dict(vars(layer))
     variables = [_variable(outline) for outline in config["variables"]]
     metrics = [keras.saving.deserialize_keras_object(item) for item in config["metrics"]]
     # In the order in which they were made, which is that of the weights.
     for variable in variables:
         layer._track_variable(variable)
-    for item in [*layers, *metrics]:
+    for item in [*added, *metrics]:
         layer._tracker.track(item)
-    known = {"__variable__": variables, "__layer__": layers, "__metric__": metrics}
+    known = {"__variable__": variables, "__layer__": [*inner, *added], "__metric__": metrics}
     for name, value in config["attributes"].items():
+        if name in set_by_base:
+            continue
         decoded = _decoded(value, known, objects)
         if isinstance(getattr(kind, name, None), property):
             vars(layer)[name] = decoded
@@ -116,21 +119,25 @@ def _keras_base(kind: type) -> Any:
     return next(base for base in kind.__mro__ if base.__module__.startswith("keras."))
 
 
+def _holds_nothing(base: type) -> bool:
+    """Whether Keras's class brings no variables and layers of its own, apart from those it is given."""
+    return base in (keras.layers.Layer, keras.Model, keras.Sequential) or base.__name__ == "Functional"
+
+
 def _is_functional(layer: Any) -> bool:
     return hasattr(layer, "_inputs_struct") and hasattr(layer, "_outputs_struct")
 
 
-def _input_shape(layer: Any) -> Any:
-    return getattr(layer, "input_shape", None) if layer._functional is not None else None
-
-
-def _compiled_metrics(layer: Any) -> list[Any]:
-    return [value for name, value in vars(layer).items() if name in ("_loss_tracker", "_compile_metrics")]
+def _inner_layers(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Layers of a functional model's graph, and others."""
+    inner = layer.layers if _is_functional(layer) else []
+    graph = [item for item in inner if any(item is operation for operation in layer._operations)]
+    return graph, [item for item in layer._layers if all(item is not other for other in graph)]
 
 
 @functools.cache
-def _own_names(base: Any) -> frozenset[str]:
-    """Attributes that Keras gives every layer or model of a class."""
+def _own_names() -> frozenset[str]:
+    """Attributes that Keras gives every layer and model."""
 
     class Layer(keras.layers.Layer):
         def call(self, x: Any) -> Any:
@@ -142,24 +149,19 @@ def _own_names(base: Any) -> frozenset[str]:
 
     model: Any = Model()
     model.compile("sgd", "mse", metrics=["mae"])
-    names = set()
     inputs = keras.Input((1,))
-    for probe in (Layer(), model):
+    names: set[str] = set()
+    probes = [Layer(), model, keras.Model(inputs, inputs), keras.Sequential([inputs, keras.layers.Identity()])]
+    for probe in probes:
         probe(np.zeros((1, 1), "float32"))
         names |= vars(probe).keys()
-    functional = keras.Model(inputs, inputs)
-    sequential = keras.Sequential([inputs, keras.layers.Identity()])
-    for probe in (functional, sequential):
-        if isinstance(probe, base) or issubclass(base, type(probe)):
-            probe(np.zeros((1, 1), "float32"))
-            names |= vars(probe).keys()
     return frozenset(names)
 
 
 def _encoded(value: Any, known: Mapping[int, Any], objects: dict[str, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, _PLAIN) or isinstance(value, _BY_CONFIG):
+    if isinstance(value, _PLAIN + _BY_CONFIG):
         return value
     if isinstance(value, (list, tuple, dict)) and _holds_keras(value, known):
         items = value.values() if isinstance(value, dict) else value

@@ -100,8 +100,8 @@ def optimizer_variables(
 ) -> OptimizerVariables:
     """The variables of a built optimizer, by what they belong to.
 
-    A variable belongs to the model's i-th one when it is the i-th of an attribute that lists as many as the
-    optimizer was built on, as Keras's classes have them, or when its name begins with the path, as
+    A variable belongs to the model's i-th one when it is the i-th of a list or dict that is an attribute and has as
+    many as the optimizer was built on, as Keras's classes have them, or when its name begins with the path, as
     `add_variable_from_reference` names it.
 
     Args:
@@ -136,9 +136,11 @@ def optimizer_variables(
 
 
 def _listed(optimizer: Any, built_on: list[int | None]) -> Iterator[tuple[int, tuple[int | None, str]]]:
-    """By identity, the variables in lists that are as long as `built_on`."""
+    """By identity, the variables in lists and dicts that are as long as `built_on`."""
     own = {id(value) for value in optimizer.variables}
     for attribute, values in vars(optimizer).items():
+        if isinstance(values, Mapping):
+            values = list(values.values())
         if attribute in _WHOLE_LISTS or not isinstance(values, (list, tuple)) or len(values) != len(built_on):
             continue
         if all(value is None or id(value) in own for value in values):

@@ -6,45 +6,45 @@ from __future__ import annotations
 import importlib
 import io
 import types
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 import tensorflow as tf
 
+from elasticcb import keras_config
 from elasticcb.errors import UsageError
-from elasticcb.model_archive import custom_objects, restore_model, save_model
-from elasticcb.optimizer_traits import model_optimizers
 
-# Their state is their config; models and layers have weights besides.
+# Their state is their config, if their class has one; layers have weights besides.
 _BY_CONFIG = (
     keras.losses.Loss,
     keras.optimizers.Optimizer,
     keras.optimizers.schedules.LearningRateSchedule,
     keras.regularizers.Regularizer,
     keras.Initializer,
+    keras.constraints.Constraint,
+    keras.metrics.Metric,
 )
 
-_PARTS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.Variable)
-_TF_FUNCTION = type(tf.function(lambda: None))
 
-
-def dumps(value: Any, what: str, model: keras.Model | None = None) -> bytes:
+def dumps(value: Any, what: str, model: keras.Model | None = None, refers: bool = True) -> bytes:
     """`value`, pickled.
 
     Args:
         what: for messages, what the caller knows it as.
         model: stands for itself: references to it, also from callbacks and closures, become references to the
-            model that `loads` is given; so do those to its layers, weights and optimizers. Other models travel as
-            copies, with their weights.
+            model that `loads` is given.
+        refers: False where there may be no such references.
 
     Raises:
         UsageError: something in it can't be pickled.
     """
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, model).dump(value)
+        _Pickler(buffer, model, refers).dump(value)
+    except UsageError:
+        raise
     except Exception as error:  # whatever the __reduce__ of a user's class raises
         raise UsageError(
             f"{what} can't be sent to the workers: {type(error).__name__}: {error}. It is pickled with "
@@ -60,28 +60,36 @@ def loads(data: bytes, model: keras.Model | None = None) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, model: keras.Model | None) -> None:
+    def __init__(self, file: Any, model: keras.Model | None, refers: bool) -> None:
         super().__init__(file)
         self._model = model
-        self._indices: dict[int, int] | None = None  # in `_parts`, by id
+        self._refers = refers
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if self._model is None or not isinstance(obj, _PARTS):
+    def persistent_id(self, obj: Any) -> str | None:
+        if obj is not self._model or obj is None:
             return None
-        if self._indices is None:
-            self._indices = {id(part): index for index, part in enumerate(_parts(self._model))}
-        return self._indices.get(id(obj))
+        if not self._refers:
+            raise UsageError(
+                "A function or class that the model uses (a loss, a metric, a layer) refers to the model itself, by a "
+                "global variable or a closure. Workers would get a second copy of the model with it. Make it a method "
+                "of the model (compute_loss, compute_metrics, train_step), or give it what it needs instead."
+            )
+        return "model"
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, keras.Model):
-            return _model, (save_model(obj), _pickled_objects(obj), obj.get_weights())
-        if isinstance(obj, _TF_FUNCTION):  # without its traces, which belong to this process
-            options = {name: getattr(obj, f"_{name}") for name in ("autograph", "jit_compile", "reduce_retracing")}
-            return _tf_function, (obj.python_function, obj.input_signature, options)
+        if isinstance(obj, keras.layers.Layer):
+            from elasticcb.model_archive import save_model  # which pickles, too
+
+            values = [variable.numpy() for variable in obj.weights]
+            return _restore_layer, (save_model(obj), values)
+        if isinstance(obj, keras.random.SeedGenerator):
+            return _from_config, (keras_config.write(obj),)
         if isinstance(obj, _BY_CONFIG):
-            return _from_config, (keras.saving.serialize_keras_object(obj), _pickled_objects(obj))
+            if keras_config.is_as_it_is(type(obj)):
+                return obj.__reduce_ex__(2) if type(obj).__reduce__ is object.__reduce__ else _by_attributes(obj)
+            return _from_config, (keras_config.write(obj),)
         if isinstance(obj, keras.Variable):
-            return keras.Variable, (obj.numpy(), None, obj.dtype, obj.trainable)
+            return _variable, (obj.numpy(), obj.dtype, obj.trainable, obj.name)
         if isinstance(obj, tf.Variable):
             return tf.Variable, (obj.numpy(), obj.trainable)
         if isinstance(obj, tf.Tensor) and hasattr(obj, "numpy"):
@@ -96,35 +104,35 @@ class _Unpickler(cloudpickle.pickle.Unpickler):
     def __init__(self, file: Any, model: keras.Model | None) -> None:
         super().__init__(file)
         self._model = model
-        self._parts: list[Any] | None = None
 
-    def persistent_load(self, index: int) -> Any:
-        if self._model is None:
-            return None
-        if self._parts is None:
-            self._parts = _parts(self._model)
-        return self._parts[index]
+    def persistent_load(self, name: str) -> Any:
+        return self._model
 
 
-def _parts(model: keras.Model) -> list[Any]:
-    """A model and what it is made of, in the same order in every process."""
-    return [model, *model_optimizers(model), *model._flatten_layers(include_self=False), *model.weights]
+def _by_attributes(obj: Any) -> Any:
+    return _with_attributes, (type(obj),), vars(obj), None, None, _set_attributes
 
 
-def _model(data: bytes, objects: bytes, weights: list[Any]) -> keras.Model:
-    model = restore_model(data, objects)
-    model.set_weights(weights)
-    return model
+def _with_attributes(kind: type) -> Any:
+    return object.__new__(kind)
 
 
-def _tf_function(function: Any, input_signature: Any, options: dict[str, Any]) -> Any:
-    return tf.function(function, input_signature=input_signature, **options)
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    vars(obj).update(attributes)
 
 
-def _pickled_objects(value: Any) -> bytes:
-    return cloudpickle.dumps(custom_objects(value))
+def _from_config(written: keras_config.Written) -> Any:
+    return keras_config.read(written)
 
 
-def _from_config(config: Any, objects: bytes) -> Any:
-    found: dict[str, Callable[..., Any]] = cloudpickle.loads(objects)
-    return keras.saving.deserialize_keras_object(config, custom_objects=found, safe_mode=False)
+def _variable(value: Any, dtype: str, trainable: bool, name: str) -> keras.Variable:
+    return keras.Variable(value, dtype=dtype, trainable=trainable, name=name)
+
+
+def _restore_layer(data: bytes, values: list[np.ndarray]) -> keras.layers.Layer:
+    from elasticcb.model_archive import restore_model
+
+    layer = restore_model(data)
+    if values:
+        layer.set_weights(values)
+    return layer

@@ -13,11 +13,11 @@ from typing import Any, cast
 import cloudpickle
 import keras
 
-from elasticcb import pickling
+from elasticcb import keras_config, pickling
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.master_client import MasterClient
-from elasticcb.model_archive import custom_objects, restore_model, save_model
+from elasticcb.model_archive import restore_model, save_model
 from elasticcb.model_spec import ModelSpec, building
 from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.settings import JobSettings
@@ -55,9 +55,9 @@ class Program:
             sys_path=list(sys.path),
             floatx=keras.config.floatx(),
             dtype_policy=keras.config.dtype_policy().name,
-            objects=pickling.dumps(custom_objects([self.model, optimizers]), "The model's own classes and functions"),
+            constraints=_constraint_classes(self.model),
             model=save_model(self.model),
-            optimizers=[keras.saving.serialize_keras_object(optimizer) for optimizer in optimizers],
+            optimizers=pickling.dumps(keras_config.write(optimizers), "An optimizer", self.model, refers=False),
             exclusions=[_exclusions(optimizer) for optimizer in optimizers],
             sources=pickling.dumps(dict(self.sources), "The data"),
             callbacks=pickling.dumps(list(self.callbacks), "A callback", self.model),
@@ -72,9 +72,9 @@ class _Parts:
     sys_path: list[str]
     floatx: str
     dtype_policy: str
-    objects: bytes
+    constraints: bytes
     model: bytes
-    optimizers: list[Any]
+    optimizers: bytes
     exclusions: list[dict[str, Any]]
     sources: bytes
     callbacks: bytes
@@ -100,9 +100,8 @@ class ProgramSpec:
             sys.path += [folder for folder in parts.sys_path if folder not in sys.path]
             keras.config.set_floatx(parts.floatx)
             keras.config.set_dtype_policy(parts.dtype_policy)
-            self._objects: dict[str, Any] = pickling.loads(parts.objects)
-            # Also for constraints, which servers make from their configs.
-            keras.saving.get_custom_objects().update(self._objects)
+            # Servers make constraints from their configs.
+            keras.saving.get_custom_objects().update(pickling.loads(parts.constraints))
         self._model: keras.Model | None = None
         self._sources: dict[str, BatchSource] | None = None
 
@@ -112,19 +111,16 @@ class ProgramSpec:
         return self._sources.get(mode)
 
     def build_model(self) -> keras.Model:
-        def build() -> keras.Model:
-            return restore_model(self._parts.model, cloudpickle.dumps(self._objects))
-
-        self._model = self.call(build)
+        self._model = self.call(restore_model, self._parts.model)
         return self._model
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """New optimizers, those of the caller's model."""
-        made = []
-        for config, exclusions in zip(self._parts.optimizers, self._parts.exclusions, strict=True):
-            optimizer = keras.saving.deserialize_keras_object(config, custom_objects=self._objects, safe_mode=False)
+        made: list[keras.optimizers.Optimizer] = self.call(
+            lambda: keras_config.read(pickling.loads(self._parts.optimizers))
+        )
+        for optimizer, exclusions in zip(made, self._parts.exclusions, strict=True):
             vars(_inner(optimizer)).update(exclusions)
-            made.append(optimizer)
         return made
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
@@ -191,6 +187,13 @@ def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ModelFileError(
             f"{_NAME} can't be used in this process: {describe(error)}", user_traceback(error)
         ) from error
+
+
+def _constraint_classes(model: keras.Model) -> bytes:
+    kinds = {type(variable.constraint) for variable in model.weights}
+    own = {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
+    named = {keras.saving.get_registered_name(kind): kind for kind in own.values()}
+    return pickling.dumps({**own, **named}, "A constraint", model, refers=False)
 
 
 def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import logging
 import os
 import secrets
@@ -17,7 +16,7 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
-from elasticcb.errors import DataError, ElasticCBError, JobOverError, ModelFileError
+from elasticcb.errors import DataError, ElasticCBError, JobOverError, ModelFileError, describe, user_traceback
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment

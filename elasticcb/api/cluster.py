@@ -17,9 +17,9 @@ from typing import Any
 import keras
 
 from elasticcb.api import data as data_of
+from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.functions import Functions
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
-from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.results import whole_predictions
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.cluster.base import ClusterBackend
@@ -331,8 +331,6 @@ class Cluster:
             FunctionError: an earlier function raised an error.
             JobFailedError: the cluster could not run an earlier one.
         """
-        if self._closed:
-            raise UsageError("The cluster is closed. Use it inside of `with`, or call its start().")
         return self._functions.schedule(function, args, kwargs)
 
     def join(self) -> None:
@@ -383,6 +381,8 @@ class Cluster:
     def _begin_functions(self) -> tuple[Master, JobSettings]:
         if self._busy.locked():
             raise UsageError("The cluster is busy with another call; functions have to wait until that is done.")
+        if self._closed:
+            raise UsageError("The cluster is closed. Use it inside of `with`, or call its start().")
         self.start()
         assert self._directory is not None
         assert self._master is not None

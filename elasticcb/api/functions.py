@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import keras
 from elasticcb import pickling
 from elasticcb.api.placed import Placed
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue, sending_to
-from elasticcb.errors import ElasticCBError, FunctionError, UsageError
+from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
@@ -25,6 +26,7 @@ from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import Call, Result
 
 _LEAVE_SECONDS = 30.0  # for workers to be done with the job
+_MOST_LOSSES = 3  # of workers, on one function: one more, and the function is what kills them
 
 
 @dataclass
@@ -57,7 +59,12 @@ class FunctionJob:
         self._master = master
         self._placed = placed
         self._ps: PSClient = None  # type: ignore[assignment]  # until the servers are there; with a model only
-        self._queue = TaskQueue(records_per_task=1, minibatch_size=1, lease_seconds=settings.training.lease_seconds)
+        self._queue = TaskQueue(
+            records_per_task=1,
+            minibatch_size=1,
+            lease_seconds=settings.training.lease_seconds,
+            max_losses=_MOST_LOSSES,
+        )
         self._error: Exception | None = None  # the first one, until it is raised by `raise_error`
         self._told = False  # by `fetch`
         self._open: dict[int, RemoteValue] = {}
@@ -94,7 +101,7 @@ class FunctionJob:
         try:
             return pickling.dumps((args, kwargs), f"The arguments of {name}()", self.model)
         except UsageError:
-            for key, value in {**dict(enumerate(args, 1)), **kwargs}.items():
+            for key, value in [*enumerate(args, 1), *kwargs.items()]:
                 pickling.dumps(value, f"Argument {key} of {name}()", self.model)
             raise
 
@@ -175,7 +182,7 @@ class FunctionJob:
             if self._over:
                 return
             # Little patience: this side knows when a server is gone.
-            self._ps = PSClient(addresses, placed.variables, placed.may_split, 0, patience_seconds=5.0, token=master.token)
+            self._ps = PSClient(addresses, placed.variables, placed.may_split, patience_seconds=5.0, token=master.token)
             self._ps.initialize(placed.weights, "", placed.optimizer_state, placed.version)
             self._learning_rate = self._ps.learning_rate
             cluster = Cluster(addresses, placed.variables, placed.may_split)
@@ -213,7 +220,7 @@ class FunctionJob:
     def _hand_out(self, scheduled: _Scheduled) -> None:
         number = scheduled.value.number
         values = {value.number: value.data or b"" for value in scheduled.needed}
-        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values)
+        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(sys.path))
         self._master.calls[number] = pickle.dumps(call)
         self._queue.add_function(number)
 
@@ -261,11 +268,8 @@ class FunctionJob:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ElasticCBError) and error.user_traceback:
             error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
-        failure = self._queue.failure
-        number = 0 if failure is None else failure.task.function
-        if number in self._open:
-            error = type(error)(f"{self._open[number].name}() could not be run. {error}")
         with self._master.changed:
+            error = self._with_names(error)
             self.failed = True
             if self._open or not self._over:
                 self._error, self._told = error, False
@@ -273,6 +277,16 @@ class FunctionJob:
                 value.settle(error=error)
             self._open.clear()
             self._master.changed.notify_all()
+
+    def _with_names(self, error: Exception) -> Exception:
+        """An error of the job, with the name of the function that ended it, or of the first that is not done."""
+        if not isinstance(error, JobFailedError) or not self._open:
+            return error
+        failure = self._queue.failure
+        ended = self._open.get(failure.task.function) if failure is not None else None
+        first = ended or next(iter(self._open.values()))
+        more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
+        return JobFailedError(f"{first.name}(){more} could not be run: {error}", error.user_traceback)
 
 
 class Functions:
@@ -290,6 +304,7 @@ class Functions:
         self._model: keras.Model | None = None
         self._datasets: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # while a job begins
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -357,15 +372,16 @@ class Functions:
             job.abandon()
 
     def _present_job(self) -> FunctionJob:
-        if self._job is not None:
-            self._job.raise_error()
-            if self._job.failed:
-                self.end()
-        if self._job is None:
-            placed = None if self._model is None else Placed(self._model)
-            master, settings = self._begin()
-            self._job = FunctionJob(self, master, settings, placed, self._datasets)
-        return self._job
+        with self._lock:
+            if self._job is not None:
+                self._job.raise_error()
+                if self._job.failed:
+                    self.end()
+            if self._job is None:
+                placed = None if self._model is None else Placed(self._model)
+                master, settings = self._begin()
+                self._job = FunctionJob(self, master, settings, placed, self._datasets)
+            return self._job
 
 
 def _name(function: Any) -> str:

@@ -139,9 +139,7 @@ def _saves_epochs(callback: Any) -> Collection[str]:
 
 
 def _board_of_epochs(callback: Any) -> Collection[str]:
-    # Batches of evaluations are only for summaries that the model's call() writes, on another process.
-    of_training = callback.update_freq != "epoch" or callback._should_trace
-    return [name for name in BATCH_HOOKS if not of_training or not name.startswith("on_train_")]
+    return BATCH_HOOKS if callback.update_freq == "epoch" and not callback._should_trace else ()
 
 
 def _silent(callback: Any) -> Collection[str]:

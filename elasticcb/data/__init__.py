@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticcb.data.array_record import ArrayRecordReader
+    from elasticcb.data.batch_sources.records import Records
     from elasticcb.data.custom import ElasticDLReader
     from elasticcb.data.formats import open_reader
     from elasticcb.data.numpy_arrays import NumpyReader
@@ -27,6 +28,7 @@ _MODULES = {
     "ParquetReader": "parquet",
     "Reader": "reader",
     "RecordStream": "stream",
+    "Records": "batch_sources.records",
     "Source": "reader",
     "TFRecordReader": "tfrecord",
     "TextReader": "text",
@@ -43,6 +45,7 @@ __all__ = [
     "ParquetReader",
     "Reader",
     "RecordStream",
+    "Records",
     "Source",
     "TFRecordReader",
     "TextReader",

@@ -103,7 +103,6 @@ class Servicer:
             "Snapshot": (pb.SnapshotRequest, self._snapshot),
             "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
             "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
-            "Export": (pb.ExportRequest, self._export),
             "LoadState": (pb.LoadStateRequest, self._load_state),
         }
         methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
@@ -111,6 +110,7 @@ class Servicer:
         }
         methods["Initialize"] = (pb.InitializeRequest, self._initialize)
         methods["Save"] = (pb.SaveRequest, self._save)
+        methods["Export"] = (pb.ExportRequest, self._export)
         return methods
 
     def close(self) -> None:
@@ -203,12 +203,14 @@ class Servicer:
         response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
         return Frame(response, {})
 
-    def _export(self, frame: Frame[pb.ExportRequest], model: _Model) -> Frame[Any]:
-        if frame.header.hold:
-            model.peers.call("Export", frame.header)
-            model.held_export = model.parameters.export()
-            return Frame(pb.ExportResponse(version=model.parameters.version), {})
-        part, model.held_export = model.held_export or model.parameters.export(), None
+    def _export(self, frame: Frame[pb.ExportRequest]) -> Frame[Any]:
+        with self._lock:
+            model = self._initialized()
+            if frame.header.hold:
+                model.peers.call("Export", frame.header)
+                model.held_export = model.parameters.export()
+                return Frame(pb.ExportResponse(version=model.parameters.version), {})
+            part, model.held_export = model.held_export or model.parameters.export(), None
         tensors: dict[str, Array] = {}
         for kind, trainable in (("weights", True), ("state", False)):
             blocks = flat(part.weights, model.specs, model.slices, trainable)

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import socket
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ class Call:
     function: bytes
     arguments: bytes  # (args, kwargs)
     values: Mapping[int, bytes]  # by number, of the earlier calls whose results are among the arguments
+    sys_path: tuple[str, ...]  # the caller's modules are found where the caller finds them
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class FunctionWorker:
 
     def _result(self, call: Call) -> Result:
         self._values = call.values
+        sys.path += [folder for folder in call.sys_path if folder not in sys.path]
         try:
             if self._placed is not None:
                 self._placed.pull()
@@ -132,7 +135,7 @@ class FunctionWorker:
             self._placed.error = None
         message = str(error) if isinstance(error, ElasticCBError) else describe(error)
         trace = user_traceback(caught)
-        logger.error("%s() failed: %s\n%s", call.name, message, trace)
+        logger.info("%s() failed: %s\n%s", call.name, message, trace)
         try:
             cause = pickling.dumps(error.with_traceback(None), "The error", self._model)
             pickling.loads(cause, self._model)  # the classes of some can't be made again from their `args`

@@ -20,7 +20,7 @@ from elasticcb.ps.partition import VariableSpec, pack
 from elasticcb.ps_client import PSClient, Push, unpack_weights
 from elasticcb.settings import NonFinite
 from elasticcb.tensors import Array
-from elasticcb.worker.gradients import sort_gradients
+from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,9 @@ class PlacedModel:
         self._indices = {_key(variable): index for index, variable in enumerate(model.weights)}
         self._state = [index for index, spec in enumerate(self._specs) if not spec.trainable]
         self.error: Exception | None = None
-        self._optimizers = model_optimizers(model)
-        for optimizer in self._optimizers:
+        optimizers = model_optimizers(model)
+        self._clipped = clippings(model, self._specs, optimizers, len(cluster.ps_addresses))
+        for optimizer in optimizers:
             apply = functools.partial(self._apply, optimizer, LossScale(optimizer))
             # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
             object.__setattr__(optimizer, "apply", apply)
@@ -97,7 +98,7 @@ class PlacedModel:
         if not found:
             raise ModelFileError(f"The optimizer {optimizer.name!r} was given no gradients: all of them are None.")
         gradients, usable = scale.unscale(found)
-        dense, rows = sort_gradients(gradients, self._specs, self._optimizers)
+        dense, rows = sort_gradients(gradients, self._specs, self._clipped)
         # As inputs, so that in a graph the state is read after, and weights are set before what stands so there.
         state = [tf.identity(self._model.weights[index].value) for index in self._state]
         inputs = [usable, *state, *dense.values(), *(part for pair in rows.values() for part in pair)]

@@ -162,15 +162,15 @@ def test_stock_callback_wants_batches_only_when_its_settings_do(tmp_path: Path) 
     def of_batches(callback: keras.callbacks.Callback) -> set[str]:
         return {name for name in overridden_hooks(callback) if TABLE[name].of_batch}
 
-    both = {"on_train_batch_begin", "on_train_batch_end"}
+    of_board = {"on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin"}
     path = str(tmp_path / "model.keras")
     assert of_batches(k.ModelCheckpoint(path)) == set()
     assert of_batches(k.ModelCheckpoint(path, save_freq=5)) == {"on_train_batch_end"}
     assert of_batches(k.BackupAndRestore(str(tmp_path))) == set()
     assert of_batches(k.BackupAndRestore(str(tmp_path), save_freq=5)) == {"on_train_batch_end"}
     assert of_batches(k.TensorBoard(str(tmp_path))) == set()
-    assert of_batches(k.TensorBoard(str(tmp_path), update_freq=10)) == both
-    assert of_batches(k.TensorBoard(str(tmp_path), update_freq="batch")) == both
+    assert of_batches(k.TensorBoard(str(tmp_path), update_freq=10)) == of_board
+    assert of_batches(k.TensorBoard(str(tmp_path), update_freq="batch")) == of_board
     bar = k.ProgbarLogger()
     assert {"on_train_batch_end", "on_test_batch_end", "on_predict_batch_end"} == of_batches(bar)
     bar.set_params({"verbose": 0, "epochs": 1, "steps": 3})

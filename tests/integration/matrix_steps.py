@@ -144,7 +144,8 @@ def own_steps() -> Given:
             return {"error": self.error.result()}
 
         def predict_step(self, data):
-            return {"twice": 2.0 * self(data[0])}
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return {"twice": 2.0 * self(x)}
 
     model = Steps()
     model.compile(keras.optimizers.Adam(0.01))

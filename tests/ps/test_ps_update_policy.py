@@ -40,6 +40,14 @@ def test_flushing_makes_an_update_of_what_waits():
     assert policy.flush().pushes == ()
 
 
+def test_gradients_that_are_no_use_any_more_do_not_wait():
+    policy = UpdatePolicy(use_async=False, grads_to_wait=3)
+    for worker in (1, 2):
+        policy.decide(PushName(worker, 1), 0, 0)
+    policy.keep({PushName(2, 1)})
+    assert policy.waiting == (PushName(2, 1),)
+
+
 def test_answers_are_kept_for_retries_and_dropped_in_the_end():
     answered: Answered[str] = Answered(keep=2)
     for sequence in (1, 2, 3):
