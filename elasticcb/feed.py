@@ -147,7 +147,8 @@ class FeedPipeline:
             )
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
-        self.dataset = fed.batch(settings.training.minibatch_size).prefetch(2)
+        self._minibatch_size = settings.training.minibatch_size
+        self.dataset = fed.batch(self._minibatch_size).prefetch(2)
 
     @property
     def element_spec(self) -> Any:
@@ -173,10 +174,10 @@ class FeedPipeline:
             ) from error
 
     def first_batch(self) -> Any:
-        """A batch from the start of the data, to build a model with: small unless `feed` drops records."""
+        """A batch from the start of the data, to build a model with."""
         tried = 0
         for source in self.reader.sources():
-            for records in (2, 256, source.count):
+            for records in (self._minibatch_size, 256, source.count):
                 for batch in self.batches(source.name, 0, min(records, source.count)):
                     return batch
             tried += source.count

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
+from keras.src.layers import InputLayer
+from keras.src.models.functional import Functional
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
@@ -60,7 +63,8 @@ def write(root: Any, *beside: Any) -> Written:
     """
     written = Written(None)
     with contextlib.ExitStack() as stack:
-        for item in _reachable([root, *beside]):
+        reachable = list(_reachable([root, *beside]))
+        for item in reachable:
             if isinstance(item, (types.FunctionType, type)):
                 _name(item, written, stack)
                 continue
@@ -79,6 +83,7 @@ def write(root: Any, *beside: Any) -> Written:
                 written.as_it_is.add(GLOBAL_CUSTOM_NAMES[kind])
                 _replace_get_config(item, functools.partial(layer_state.put, item, written.objects), stack)
         with ObjectSharingScope():
+            global_state.set_global_attribute("shared_objects/id_to_config_map", _Layers(reachable))
             written.config = _for_constructors(keras.saving.serialize_keras_object(root), written)
     return written
 
@@ -91,10 +96,24 @@ def read(written: Written) -> Any:
 
 def names(written: Written) -> dict[str, Any]:
     """What Keras has to find by name, to read a config."""
-    return {
+    found = {
         name: _AsItIs(value, written.objects) if name in written.as_it_is else value
         for name, value in written.objects.items()
     }
+    return {**found, "Functional": _Graph}
+
+
+class _Layers(dict[int, Any]):
+    """Makes Keras number all layers when it writes them down, and nothing else, so that one layer stays one.
+
+    Keras itself numbers what it meets a second time, and by then the config of the first time may have been copied.
+    """
+
+    def __init__(self, reachable: list[Any]) -> None:
+        super().__init__({id(item): {} for item in reachable if isinstance(item, keras.Operation)})
+
+    def __setitem__(self, number: int, config: Any) -> None:
+        """Others are not numbered."""
 
 
 class _AsItIs:
@@ -105,6 +124,39 @@ class _AsItIs:
 
     def from_config(self, config: dict[str, Any]) -> Any:
         return layer_state.write(self._kind, config, self._objects)
+
+
+class _Graph:
+    """Stands for Keras's class of functional models.
+
+    Keras numbers the calls of a layer by graph, and looks them up among all its calls: of a layer that graphs share,
+    those of another graph must be out of sight meanwhile.
+    """
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> Any:
+        with _without_calls():
+            return Functional.from_config(config)
+
+
+@contextlib.contextmanager
+def _without_calls() -> Iterator[None]:
+    before = [(layer, layer._inbound_nodes) for layer in _shared_layers()]
+    for layer, _ in before:
+        layer._inbound_nodes = []
+    try:
+        yield
+    finally:
+        for layer in _shared_layers():
+            layer._inbound_nodes = []
+        for layer, nodes in before:
+            layer._inbound_nodes = nodes
+
+
+def _shared_layers() -> list[Any]:
+    """Those read so far that are written down more than once; of inputs there is one call, that made them."""
+    found = (global_state.get_global_attribute("shared_objects/id_to_obj_map") or {}).values()
+    return [item for item in found if isinstance(item, keras.Operation) and not isinstance(item, InputLayer)]
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -127,11 +179,8 @@ def _name(item: Any, written: Written, stack: contextlib.ExitStack) -> None:
     if any(item is known for known in written.objects.values()):
         return
     registered = GLOBAL_CUSTOM_NAMES.get(item)
-    name = base = registered or ("function" if item.__name__ == "<lambda>" else item.__name__)
-    number = 1
-    while name in written.objects:
-        number += 1
-        name = f"{base}#{number}"
+    # A name that nobody has registered: what is registered goes before what a config brings along.
+    name = f"elasticcb>{len(written.objects)}>{'lambda' if item.__name__ == '<lambda>' else item.__name__}"
     written.objects[name] = item
     stack.callback(_restore_name, item, registered)
     GLOBAL_CUSTOM_NAMES[item] = name

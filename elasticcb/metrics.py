@@ -24,6 +24,9 @@ from elasticcb.step_logs import flat_logs, is_overridden, plain_function, record
 logger = logging.getLogger(__name__)
 
 
+_REPLACED = ("compute_metrics", "train_step", "test_step")  # methods of the model, while it is observed
+
+
 class Transport(Enum):
     """How the statistics of a metric get to the master."""
 
@@ -92,6 +95,7 @@ class ModelMetrics:
                 "eval_metrics_fn() gives the same metric object twice; its records would be mixed. Make one "
                 f"object for each of {', '.join(key for key, _, _ in self._selected)}."
             )
+        self._before = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
         self._model_compute_metrics = model.compute_metrics
         model.compute_metrics = self._compute_metrics
         self._compiled_keys: tuple[str, ...] = ()  # names of the results of `compile(metrics=...)`
@@ -102,6 +106,12 @@ class ModelMetrics:
         for step in self._logged:
             if is_overridden(model, f"{step}_step"):
                 setattr(model, f"{step}_step", self._observed(step, plain_function(getattr(model, f"{step}_step"))))
+
+    def release(self) -> None:
+        """Gives the model its own methods back."""
+        for name in _REPLACED:
+            vars(self._model).pop(name, None)
+        vars(self._model).update(self._before)
 
     def _observed(self, step: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(data: Any) -> Any:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from elasticcb import keras_config
 from elasticcb.errors import UsageError
+from elasticcb.optimizer_traits import model_optimizers
 
 # Their state is their config, if their class has one; layers have weights besides.
 _BY_CONFIG = (
@@ -27,6 +28,9 @@ _BY_CONFIG = (
     keras.metrics.Metric,
 )
 
+_PARTS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.Variable)
+_TF_FUNCTION = type(tf.function(lambda: None))
+
 
 def dumps(value: Any, what: str, model: keras.Model | None = None, refers: bool = True) -> bytes:
     """`value`, pickled.
@@ -34,7 +38,7 @@ def dumps(value: Any, what: str, model: keras.Model | None = None, refers: bool 
     Args:
         what: for messages, what the caller knows it as.
         model: stands for itself: references to it, also from callbacks and closures, become references to the
-            model that `loads` is given.
+            model that `loads` is given. So do those to its layers, weights and optimizers.
         refers: False where there may be no such references.
 
     Raises:
@@ -64,17 +68,22 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(file)
         self._model = model
         self._refers = refers
+        self._indices: dict[int, int] | None = None  # in `_parts`, by id
 
-    def persistent_id(self, obj: Any) -> str | None:
-        if obj is not self._model or obj is None:
+    def persistent_id(self, obj: Any) -> int | None:
+        if self._model is None or not isinstance(obj, _PARTS):
             return None
-        if not self._refers:
+        if self._refers:
+            if self._indices is None:
+                self._indices = {id(part): index for index, part in enumerate(_parts(self._model))}
+            return self._indices.get(id(obj))
+        if obj is self._model:
             raise UsageError(
                 "A function or class that the model uses (a loss, a metric, a layer) refers to the model itself, by a "
                 "global variable or a closure. Workers would get a second copy of the model with it. Make it a method "
                 "of the model (compute_loss, compute_metrics, train_step), or give it what it needs instead."
             )
-        return "model"
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.layers.Layer):
@@ -88,6 +97,9 @@ class _Pickler(cloudpickle.Pickler):
             if keras_config.is_as_it_is(type(obj)):
                 return obj.__reduce_ex__(2) if type(obj).__reduce__ is object.__reduce__ else _by_attributes(obj)
             return _from_config, (keras_config.write(obj),)
+        if isinstance(obj, _TF_FUNCTION):  # without its traces, which belong to this process
+            options = {name: getattr(obj, f"_{name}") for name in ("autograph", "jit_compile", "reduce_retracing")}
+            return _tf_function, (obj.python_function, obj.input_signature, options)
         if isinstance(obj, keras.Variable):
             return _variable, (obj.numpy(), obj.dtype, obj.trainable, obj.name)
         if isinstance(obj, tf.Variable):
@@ -104,9 +116,23 @@ class _Unpickler(cloudpickle.pickle.Unpickler):
     def __init__(self, file: Any, model: keras.Model | None) -> None:
         super().__init__(file)
         self._model = model
+        self._parts: list[Any] | None = None
 
-    def persistent_load(self, name: str) -> Any:
-        return self._model
+    def persistent_load(self, index: int) -> Any:
+        if self._model is None:
+            return None
+        if self._parts is None:
+            self._parts = _parts(self._model)
+        return self._parts[index]
+
+
+def _parts(model: keras.Model) -> list[Any]:
+    """A model and what it is made of, in the same order in every process."""
+    return [model, *model_optimizers(model), *model._flatten_layers(include_self=False), *model.weights]
+
+
+def _tf_function(function: Any, input_signature: Any, options: dict[str, Any]) -> Any:
+    return tf.function(function, input_signature=input_signature, **options)
 
 
 def _by_attributes(obj: Any) -> Any:

@@ -118,7 +118,7 @@ class Server:
 
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
-        self.grpc_server.stop(grace_seconds).wait()
+        self.grpc_server.stop(grace_seconds).wait(grace_seconds + 5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +18,14 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = 96
+SCRIPT = "# script"  # first line of a fenced block that is a whole program
 MARKER = "# model file"  # first line of a fenced block that is one; names the data if that isn't data.npz
 
 
-def model_files(page: Path) -> list[str]:
-    """The fenced Python blocks of a page that are whole model files."""
+def model_files(page: Path, marker: str = MARKER) -> list[str]:
+    """The fenced Python blocks of a page that are whole model files, or begin with another marker."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [block for block in blocks if block.startswith(MARKER)]
+    return [block for block in blocks if block.startswith(marker)]
 
 
 def name_of_model(text: str) -> str:
@@ -99,6 +102,19 @@ def test_model_file_of_the_readme_learns_and_is_some_twenty_lines_long(tmp_path)
     )
     assert summary.records_per_epoch == (120,) * 20
     assert summary.metrics["accuracy"] > 0.8
+
+
+SCRIPTS = [(page, number) for page in PAGES for number in range(len(model_files(page, SCRIPT)))]
+
+
+@pytest.mark.parametrize(("page", "number"), SCRIPTS, ids=[f"{page.name}-{number}" for page, number in SCRIPTS])
+def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(page, number, tmp_path):
+    text = model_files(page, SCRIPT)[number]
+    (tmp_path / "program.py").write_text(text)
+    run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    expected = re.findall(r"^# prints: (.*)$", text, re.MULTILINE)
+    assert run.stdout.splitlines() == expected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import operator
@@ -17,6 +16,7 @@ from typing import Any
 import keras
 
 from elasticcb.api import data as data_of
+from elasticcb.api import exits
 from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.functions import Functions
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
@@ -170,7 +170,7 @@ class Cluster:
         self._master = Master(self._settings, self._backend, _say, self._backend.token)
         self._master.start()
         self._master.start_processes()
-        atexit.register(self._close)
+        exits.close_at_exit(self)
 
     def close(self) -> None:
         """Waits for scheduled functions, and ends the processes; the cluster may be started again, with new ones.
@@ -193,7 +193,7 @@ class Cluster:
         if self._given_directory is None and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        atexit.unregister(self._close)
+        exits.forget(self)
 
     def _stop_processes(self) -> None:
         master, self._master, self._backend = self._master, None, None
@@ -483,6 +483,8 @@ class Cluster:
             raise as_the_user_expects(error, self._where_logs_are) from None
         finally:
             job.close()
+            for host in hosts:
+                host.release()
         return summary
 
     @property

@@ -26,6 +26,7 @@ from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import Call, Result
 
 _LEAVE_SECONDS = 30.0  # for workers to be done with the job
+_ABANDON_SECONDS = 5.0  # for the thread that drives a job, which may wait for a server
 _MOST_LOSSES = 3  # of workers, on one function: one more, and the function is what kills them
 
 
@@ -58,6 +59,7 @@ class FunctionJob:
         self.failed = False  # it can't go on
         self._master = master
         self._placed = placed
+        self._start = {} if placed is None else placed.start()
         self._ps: PSClient = None  # type: ignore[assignment]  # until the servers are there; with a model only
         self._queue = TaskQueue(
             records_per_task=1,
@@ -147,6 +149,7 @@ class FunctionJob:
         """Ends the job without waiting for functions; the processes are ended too."""
         self._fail(FunctionError("The cluster was closed before the function was done."))
         self._finish()
+        self._thread.join(_ABANDON_SECONDS)
 
     def _finish(self) -> None:
         with self._master.changed:
@@ -183,7 +186,8 @@ class FunctionJob:
                 return
             # Little patience: this side knows when a server is gone.
             self._ps = PSClient(addresses, placed.variables, placed.may_split, patience_seconds=5.0, token=master.token)
-            self._ps.initialize(placed.weights, "", placed.optimizer_state, placed.version)
+            self._ps.initialize(**self._start)
+            self._start.clear()
             self._learning_rate = self._ps.learning_rate
             cluster = Cluster(addresses, placed.variables, placed.may_split)
         with master.changed:
@@ -361,6 +365,9 @@ class Functions:
         if job is not None:
             try:
                 job.end()
+            except KeyboardInterrupt:
+                job.abandon()
+                raise
             finally:
                 if job.failed:
                     self._stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from elasticcb.errors import UsageError
@@ -12,7 +14,7 @@ from elasticcb.program import Program
 
 
 class Placed:
-    """What the servers begin with: weights, and what optimizers have learned.
+    """What the servers begin with, and what becomes of what they end with.
 
     Args:
         model: built, and with an optimizer.
@@ -31,15 +33,15 @@ class Placed:
         self.model = model
         self.variables = variable_specs(model, _owners(model))
         self.may_split = all(map(may_split, optimizers))
-        self.weights = [variable.numpy() for variable in model.weights]
-        self.version = max(int(optimizer.iterations) if optimizer.built else 0 for optimizer in optimizers)
-        self.optimizer_state = None
-        if self.version:
-            self.optimizer_state = read_optimizers(optimizers, model.weights, self._owner_indices)
+        self._owner_indices = [spec.optimizer for spec in self.variables]
 
-    @property
-    def _owner_indices(self) -> list[int]:
-        return [spec.optimizer for spec in self.variables]
+    def start(self) -> dict[str, Any]:
+        """The present state of the model, as `PSClient.initialize` takes it."""
+        optimizers = model_optimizers(self.model)
+        version = max(int(optimizer.iterations) if optimizer.built else 0 for optimizer in optimizers)
+        state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
+        weights = [variable.numpy() for variable in self.model.weights]
+        return {"weights": weights, "optimizer_state": state, "version": version}
 
     def program(self) -> bytes:
         """The model as it travels to workers and servers."""

@@ -50,7 +50,7 @@ class RemoteValue:
         return pickling.loads(self.data, self._job.model)
 
     def __reduce__(self) -> Any:
-        _sent_to(self.owner, "a value").append(self)
+        _sent_to(self.owner, "A value").append(self)
         return value_here, (self.number,)
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._owner, self._owner.next_number(), self._number)
 
     def __reduce__(self) -> Any:
-        _sent_to(self._owner, "a dataset")
+        _sent_to(self._owner, "A dataset")
         return dataset_here, (self._number,)
 
 
@@ -90,7 +90,7 @@ class PerWorkerIterator:
         )
 
     def __reduce__(self) -> Any:
-        _sent_to(self._owner, "an iterator")
+        _sent_to(self._owner, "An iterator")
         return iterator_here, self._numbers
 
 
@@ -100,8 +100,8 @@ _sending = threading.local()  # while something is pickled: its `owner`, and the
 def _sent_to(owner: Any, what: str) -> list[RemoteValue]:
     to = getattr(_sending, "owner", None)
     if to is not owner:
-        other = "nowhere but to functions" if to is None else "to functions of another one"
-        raise UsageError(f"{what} of a Cluster can be given to functions that it schedules, and {other} it was given")
+        where = "was pickled by itself" if to is None else "was given to a function of another one"
+        raise UsageError(f"{what} of a Cluster {where}. It can be given to functions that the same Cluster schedules.")
     values: list[RemoteValue] = _sending.values
     return values
 

@@ -27,6 +27,7 @@ from elasticcb.settings import CallbackErrors
 logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
+_ADDED = ("batch", "size", "version")  # to the metrics of a batch
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
 
 
@@ -69,6 +70,7 @@ class Dispatcher:
         self.warn = warn
         self._on_error = on_error
         self._times = HookTimes()
+        self._failures: set[str] = set()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
         if model is not None:
@@ -122,8 +124,8 @@ class Dispatcher:
         `on_train_end` those with `after_export` go last.
 
         Args:
-            keras_logs: `logs` of Keras's own callbacks, which write down whatever they get, in place of the last
-                of `args`.
+            keras_logs: `logs` of Keras's own callbacks, in place of the last of `args`; None: the same without what
+                Keras does not give.
             after_export: only of callbacks that have (not) set `after_export`; None: of all.
 
         Raises:
@@ -133,6 +135,7 @@ class Dispatcher:
         methods = self._methods[hook]
         if hook == "on_train_end":
             methods = sorted(methods, key=lambda entry: _after_export(entry[0]))
+        of_keras = _as_keras_gives(hook, args, keras_logs)
         for callback, method in methods:
             if after_export is not None and _after_export(callback) is not after_export:
                 continue
@@ -140,8 +143,7 @@ class Dispatcher:
                 continue
             if TABLE[hook].of_batch and not self._count(callback, hook):
                 continue
-            given = args if keras_logs is None or stock(callback) is None else (*args[:-1], dict(keras_logs))
-            self._guarded(callback, hook, method, given)
+            self._guarded(callback, hook, method, args if stock(callback) is None else of_keras)
             if hook in _ONCE:  # not before: a beginning that failed is tried again with the next task
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
@@ -181,12 +183,27 @@ class Dispatcher:
         is_essential = getattr(callback, "essential", False) or hook not in TABLE
         if self._on_error is CallbackErrors.STOP or is_essential:
             raise error from cause
-        logger.error("%s\n%s", error, error.user_traceback)
-        text = f"{error} The job goes on (--callback_errors=warn).\n{error.user_traceback}"
-        self.warn(CallbackWarning(f"{type(callback).__name__}.{hook} failed", text, errors=1))
+        subject = f"{type(callback).__name__}.{hook} failed"
+        text = f"{error}\n{error.user_traceback}The job goes on: --callback_errors=warn."
+        logger.error(error if subject in self._failures else text)  # a batch hook may fail with every batch
+        self._failures.add(subject)
+        self.warn(CallbackWarning(subject, text, errors=1))
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
         return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
+
+
+def _as_keras_gives(hook: str, args: tuple[Any, ...], logs: Any) -> tuple[Any, ...]:
+    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics.
+
+    They get one dict: ReduceLROnPlateau adds the learning rate to it, for those after it.
+    """
+    if logs is not None:
+        return (*args[:-1], dict(logs))
+    added = ("metrics", "version") if hook == "on_test_end" else _ADDED if TABLE[hook].of_batch else ()
+    if not added or not args or not isinstance(args[-1], Mapping):
+        return args
+    return (*args[:-1], {name: value for name, value in args[-1].items() if name not in added})
 
 
 def _after_export(callback: Any) -> bool:

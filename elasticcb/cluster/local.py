@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO
@@ -125,17 +126,10 @@ def follow_parent(parent_pid: int) -> None:
 
     Call it before anything slow. A parent that is gone already ends the process here.
     """
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    else:
-        import threading
-
-        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:
         os._exit(1)
+    # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
+    threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True).start()
 
 
 def _watch_parent(parent_pid: int) -> None:

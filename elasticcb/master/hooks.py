@@ -13,6 +13,7 @@ import numpy as np
 
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ class MasterHooks:
         if self._callbacks.wants("on_test_end"):
             needs_state = self._callbacks.needs_optimizer_state("on_test_end")
             self._show(self._ps.pull_snapshot(evaluation_round), needs_state)
-            of_metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
-            self._callbacks.call("on_test_end", logs, keras_logs=of_metrics)
+            self._callbacks.call("on_test_end", logs)
             self._carry_out()
             if not self._round_changed:  # else it undid what `on_test_begin` did
                 self._send_changes()
@@ -133,7 +133,7 @@ class MasterHooks:
             self._state = read_optimizers(*self._optimizers())
         elif self._host.optimizer is not None:
             # What TensorBoard calls the step; a schedule's rate comes from it, too.
-            self._host.optimizer.iterations.assign(max(0, self._ps.version + self._iterations_ahead))
+            unwrapped(self._host.optimizer)._iterations.assign(max(0, self._ps.version + self._iterations_ahead))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
         """Those of the model, its variables, and by which of them each is updated."""
@@ -142,7 +142,7 @@ class MasterHooks:
 
     def _note_iterations(self, version: int) -> None:
         if self._host.optimizer is not None:
-            self._iterations_ahead = int(self._host.optimizer.iterations.numpy()) - version
+            self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
 
     def _changed_weights(self) -> list[Array] | None:
         """The model's weights, if they are not those that were shown."""

@@ -2,12 +2,13 @@
 
 The order of things in a training job:
 
-    processes start; the model is built; the servers get its weights
+    processes start; the model is built; the servers get its weights; `on_train_begin` on the master, which may
+    restore weights and the epoch
     while there are training tasks:
         at every `evaluation_steps` versions, or at the end of an epoch: an evaluation round
         at every `checkpoint_steps` versions: a checkpoint
-    waiting gradients are applied, the optimizer finalizes; the last evaluation round; a checkpoint
-    the TRAIN_END task
+    waiting gradients are applied, the optimizer finalizes; the last evaluation round
+    `on_train_end` on the master, which may restore weights; a checkpoint; the TRAIN_END task
     workers leave, servers are stopped
 
 A job that evaluates or predicts has one round, or the prediction tasks, and nothing else.

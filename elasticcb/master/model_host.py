@@ -20,7 +20,7 @@ from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers
+from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers, unwrapped
 from elasticcb.ps_client import Blocks, PSClient, unpack_weights
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
@@ -91,7 +91,7 @@ class ModelHost:
     def version(self) -> int:
         """Of the model that the job starts with: how many updates its optimizer has made."""
         optimizer = self.optimizer
-        return int(optimizer.iterations) if optimizer is not None and self._continues else 0
+        return int(unwrapped(optimizer)._iterations) if optimizer is not None and self._continues else 0
 
     def optimizer_state(self) -> OptimizerState | None:
         """What the optimizers have learned before; None of fresh ones."""
@@ -103,7 +103,7 @@ class ModelHost:
     @property
     def _continues(self) -> bool:
         optimizer = self.optimizer
-        return self.trains and optimizer is not None and optimizer.built and int(optimizer.iterations) > 0
+        return self.trains and optimizer is not None and optimizer.built and int(unwrapped(optimizer)._iterations) > 0
 
     def set_state(self, state: ModelState) -> None:
         """Makes the model and its optimizers hold what the servers hold."""
@@ -112,6 +112,10 @@ class ModelHost:
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+
+    def release(self) -> None:
+        """Leaves the model to its owner, as it was."""
+        self.metrics.release()
 
     @property
     def may_split(self) -> bool:

@@ -6,15 +6,12 @@ and shared by all answers, so that the lock is held for little more than an upda
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from elasticcb import checkpoint
@@ -22,11 +19,11 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
-from elasticcb.ps.parameters import Parameters, Snapshot, flat
-from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout, partition
-from elasticcb.ps.partition import block_sizes as sizes_of
+from elasticcb.ps.parameters import Parameters, flat
+from elasticcb.ps.partition import VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.served_model import Change, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
 from elasticcb.settings import TrainingSettings
 from elasticcb.state_messages import from_tensors, to_tensors
@@ -34,49 +31,6 @@ from elasticcb.tensors import Frame
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
-
-
-class Verdict(NamedTuple):
-    """What is answered to a push, and again to its retry."""
-
-    status: int
-    reason: str = ""
-
-
-class _Staged(NamedTuple):
-    push: Push
-    version: int  # of the weights that it was computed on
-
-
-class _Change(NamedTuple):
-    """What a `LoadState` brings, checked."""
-
-    id: int
-    values: Mapping[int, Array]  # of all variables, or of none
-    optimizers: OptimizerState
-
-
-@dataclass
-class _Model:
-    """What `Initialize` brings."""
-
-    specs: Sequence[VariableSpec]
-    slices: Sequence[Slice]
-    index: int
-    num_ps: int
-    parameters: Parameters
-    reader: PushReader
-    peers: Peers
-    policy: UpdatePolicy
-    staged: dict[PushName, _Staged]  # synchronous mode: pushes that an update may name
-    answered: Answered[Verdict]
-    snapshots: dict[int, Snapshot]  # by evaluation round
-    held: dict[str, checkpoint.Part]  # by a checkpoint's folder, what is to be written there
-    held_export: checkpoint.Part | None = None
-    change: _Change | None = None  # synchronous mode: what waits for the first server's word
-    loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
-    rate_version: int = 0  # rises when the master sets the base rate
-    failure: str = ""  # of an update that only some of the servers have made
 
 
 class Servicer:
@@ -93,7 +47,7 @@ class Servicer:
         self._training = training
         self._make_optimizers = make_optimizers
         self._lock = threading.Lock()
-        self._model: _Model | None = None
+        self._model: ServedModel | None = None
 
     def methods(self) -> dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]]:
         """By method name: the header's type, and the function that answers."""
@@ -125,7 +79,7 @@ class Servicer:
 
         return answer
 
-    def _initialized(self) -> _Model:
+    def _initialized(self) -> ServedModel:
         if self._model is None:
             raise ElasticCBError(
                 "This parameter server holds no model yet; the master has to call Initialize first. It may "
@@ -148,7 +102,7 @@ class Servicer:
             part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
             values, version = part.weights, part.version
         else:
-            values, version = _values(frame.tensors, specs, slices, "Initialize"), request.version
+            values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
         parameters = Parameters(specs, slices, self._make_optimizers, values, version)
         if part is not None:
             parameters.restore_optimizers(part)
@@ -165,7 +119,7 @@ class Servicer:
                     "addresses; in synchronous mode it needs all of them, to pass updates on."
                 )
             use_peers = False
-        model = _Model(
+        model = ServedModel(
             specs=specs,
             slices=slices,
             index=request.index,
@@ -219,7 +173,7 @@ class Servicer:
         tensors |= to_tensors(OptimizerState(part.slots, part.extras, part.shared))
         return Frame(pb.ExportResponse(version=part.version, optimizers=optimizers), tensors)
 
-    def _load_state(self, frame: Frame[pb.LoadStateRequest], model: _Model) -> Frame[Any]:
+    def _load_state(self, frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
         if request.id == model.loaded[0]:  # a retry of what was done
             return Frame(pb.LoadStateResponse(version=model.loaded[1]), {})
@@ -238,30 +192,30 @@ class Servicer:
         if not model.policy.use_async and model.index > 0:
             model.change = change
             return Frame(pb.LoadStateResponse(version=parameters.version), {})
-        with self._all_or_none(model, parameters.version + 1):
+        with model.all_or_none(parameters.version + 1):
             model.peers.call("LoadState", pb.LoadStateRequest(id=request.id, version=parameters.version + 1))
             self._set(change, model)
         return Frame(pb.LoadStateResponse(version=parameters.version), {})
 
     @staticmethod
-    def _read_change(frame: Frame[pb.LoadStateRequest], model: _Model) -> _Change:
+    def _read_change(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Change:
         values: dict[int, Array] = {}
         if any(name.startswith(("weights/", "state/")) for name in frame.tensors):
-            values = _values(frame.tensors, model.specs, model.slices, "LoadState")
+            values = values_of(frame.tensors, model.specs, model.slices, "LoadState")
         state = from_tensors(frame.tensors, frame.header.optimizers)
         model.parameters.check_state(state)
-        return _Change(frame.header.id, values, state)
+        return Change(frame.header.id, values, state)
 
     @staticmethod
-    def _set(change: _Change, model: _Model) -> None:
+    def _set(change: Change, model: ServedModel) -> None:
         version = model.parameters.version + 1
         model.parameters.load(change.values, change.optimizers, version)
         model.change, model.loaded = None, (change.id, version)
-        _drop_stale(model)
+        model.drop_stale()
 
     # -------------------------------------------------------------- training
 
-    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: _Model) -> Frame[Any]:
+    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
         verdict = Verdict(pb.NO_PUSH)
         if request.sequence:
@@ -280,7 +234,7 @@ class Servicer:
         if not request.pull:
             return Frame(response, {})
         if request.snapshot:
-            pulled = _snapshot_of(model, request.snapshot)
+            pulled = model.snapshot_of(request.snapshot)
             response.version, response.state_version = pulled.version, pulled.state_version
         else:
             pulled = parameters.snapshot()
@@ -292,7 +246,7 @@ class Servicer:
             tensors |= {f"state/{dtype}": block for dtype, block in pulled.state.items()}
         return Frame(response, tensors)
 
-    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: _Model) -> Verdict:
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> Verdict:
         name = PushName(request.worker_id, request.sequence)
         verdict = model.answered.find(name)
         if verdict is not None:
@@ -306,7 +260,7 @@ class Servicer:
         model.answered.remember(name, verdict)
         return verdict
 
-    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: _Model) -> Verdict:
+    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: ServedModel) -> Verdict:
         reason = _non_finite(request, push, model)
         if reason:
             return Verdict(pb.NON_FINITE, reason)
@@ -320,41 +274,27 @@ class Servicer:
         present = model.parameters.version
         if follows:
             # Whether it is used, and when, the first server decides.
-            model.staged[name] = _Staged(push.copied(), request.version)
+            model.staged[name] = Staged(push.copied(), request.version)
             return Verdict(pb.ACCEPTED, "staged")
         decision = model.policy.decide(name, request.version, present)
         if decision.action is Action.STALE:
             return Verdict(pb.STALE, decision.reason)
         applied_now = decision.action is Action.APPLY
-        model.staged[name] = _Staged(push if applied_now else push.copied(), request.version)
+        model.staged[name] = Staged(push if applied_now else push.copied(), request.version)
         if decision.action is Action.APPLY:
             self._update(decision.pushes, model)
         return Verdict(pb.ACCEPTED, decision.reason)
 
-    def _update(self, names: Sequence[PushName], model: _Model) -> None:
+    def _update(self, names: Sequence[PushName], model: ServedModel) -> None:
         """Applies the mean of staged pushes, on all servers when this is the first of several."""
         push = model.reader.mean([model.staged.pop(name).push for name in names])
         version = model.parameters.version + 1
-        with self._all_or_none(model, version):
+        with model.all_or_none(version):
             pushes = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
             model.peers.call("Apply", pb.ApplyRequest(pushes=pushes, version=version))
             model.parameters.apply(push)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def _all_or_none(model: _Model, version: int) -> Iterator[None]:
-        """Lets nothing come after a change that not all servers have made."""
-        try:
-            yield
-        except Exception as error:
-            if model.peers:
-                model.failure = (
-                    f"The update to version {version} failed on some of the {model.num_ps} parameter servers: {error} "
-                    "The others may have made it, so training can't go on; start again from the last checkpoint."
-                )
-            raise
-
-    def _apply(self, frame: Frame[pb.ApplyRequest], model: _Model) -> Frame[Any]:
+    def _apply(self, frame: Frame[pb.ApplyRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
         parameters = model.parameters
         if request.version > parameters.version:  # else it is a retry of what was done
@@ -367,10 +307,10 @@ class Servicer:
                     "have been restarted; start the job again from its last checkpoint."
                 )
             parameters.apply(model.reader.mean([model.staged.pop(name).push for name in names]))
-            _drop_stale(model)
+            model.drop_stale()
         return Frame(pb.ApplyResponse(version=parameters.version), {})
 
-    def _finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: _Model) -> Frame[Any]:
+    def _finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
         names = model.policy.flush().pushes
         if names:
             self._update(names, model)
@@ -378,7 +318,7 @@ class Servicer:
         model.staged.clear()
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
 
-    def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: _Model) -> Frame[Any]:
+    def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
         rate = frame.header.learning_rate
         if not math.isfinite(rate):
             raise WireError(f"The learning rate was to be set to {rate}; it must be finite.")
@@ -388,7 +328,7 @@ class Servicer:
 
     # -------------------------------------------------------------- evaluation
 
-    def _snapshot(self, frame: Frame[pb.SnapshotRequest], model: _Model) -> Frame[Any]:
+    def _snapshot(self, frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
         evaluation_round = frame.header.evaluation_round
         if evaluation_round <= 0:
             raise WireError(f"Snapshot names the evaluation round {evaluation_round}; they count from 1.")
@@ -396,61 +336,14 @@ class Servicer:
             model.snapshots.pop(evaluation_round, None)
             return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
         if frame.tensors:
-            model.snapshots[evaluation_round] = self._given_snapshot(frame.tensors, model)
+            model.snapshots[evaluation_round] = model.given_snapshot(frame.tensors)
         elif evaluation_round not in model.snapshots:
             model.peers.call("Snapshot", frame.header)
             model.snapshots[evaluation_round] = model.parameters.snapshot()
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 
-    @staticmethod
-    def _given_snapshot(tensors: Mapping[str, Array], model: _Model) -> Snapshot:
-        """Weights that the master brings, as if they were the present ones."""
-        values = _values(tensors, model.specs, model.slices, "Snapshot")
-        weights, state = (flat(values, model.specs, model.slices, trainable) for trainable in (True, False))
-        return Snapshot(model.parameters.version, model.parameters.state_version, weights, state)
 
-
-def _drop_stale(model: _Model) -> None:
-    """Forgets staged pushes that are too old now: nobody will name them, and those that wait for an update of
-    several are left out of it."""
-    for name, staged in list(model.staged.items()):
-        reason = model.policy.too_old(staged.version, model.parameters.version)
-        if reason:
-            if name in model.policy.waiting:
-                logger.warning("A gradient that waited for an update is dropped: %s", reason)
-            del model.staged[name]
-    model.policy.keep(model.staged)
-
-
-def _values(
-    tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], call: str
-) -> dict[int, Array]:
-    """The slices' arrays in the frame of a call."""
-    values: dict[int, Array] = {}
-    for kind, trainable in (("weights", True), ("state", False)):
-        prefix = f"{kind}/"
-        blocks = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
-        check_blocks(blocks, sizes_of(specs, slices, trainable), f"{call}, {kind}")
-        for part, dtype, offset in layout(specs, slices, trainable):
-            value = blocks[dtype][offset : offset + part.elements]
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                logger.warning("%s: the new value of %s holds NaN or infinity", call, specs[part.variable].path)
-            values[part.variable] = value.reshape(part.shape(specs[part.variable]))
-    return values
-
-
-def _snapshot_of(model: _Model, evaluation_round: int) -> Snapshot:
-    snapshot = model.snapshots.get(evaluation_round)
-    if snapshot is None:
-        kept = ", ".join(map(str, model.snapshots)) or "none"
-        raise ElasticCBError(
-            f"There is no snapshot of evaluation round {evaluation_round} (kept are: {kept}). The round is "
-            "over, or this server was restarted."
-        )
-    return snapshot
-
-
-def _non_finite(request: pb.ExchangeRequest, push: Push, model: _Model) -> str:
+def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> str:
     """Why a push holds NaN or infinity; "" when it does not."""
     what = ""
     if request.non_finite:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -14,14 +14,14 @@ _ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # how the
 
 
 @contextlib.contextmanager
-def trainable_are_not_assigned(trainable: Mapping[str, Any]) -> Iterator[None]:
+def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
     """Refuses a step, traced in the context, that assigns to variables that servers update with gradients.
 
     The assigned value would be lost: the weights after a step are those that the servers come to, from the
     weights before it.
 
     Args:
-        trainable: Keras variables by path.
+        trainable: Keras variables.
 
     Raises:
         ModelFileError: it assigns to one of them.
@@ -31,14 +31,15 @@ def trainable_are_not_assigned(trainable: Mapping[str, Any]) -> Iterator[None]:
     yield
     if tf.executing_eagerly():
         return
-    paths = {id(variable._value.handle): path for path, variable in trainable.items()}
+    paths = {id(variable._value.handle): variable.path for variable in trainable}
     inside = {id(own): paths[id(outer)] for outer, own in graph.captures if id(outer) in paths}
     for operation in graph.get_operations()[before:]:
-        if operation.type.startswith(_ASSIGN) and id(operation.inputs[0]) in inside:
+        path = inside.get(id(operation.inputs[0])) if operation.type.startswith(_ASSIGN) else None
+        if path is not None:
             raise ModelFileError(
-                f"The model's step assigns a value to {inside[id(operation.inputs[0])]!r}, which an optimizer updates as "
-                "well: as keras.layers.SpectralNormalization does with the kernel of its layer. Servers update the "
-                "weights from before the step, so the value would be lost. Only non-trainable variables, and those "
+                f"The model's step assigns a value to {path!r}, which an optimizer updates as well: as "
+                "keras.layers.SpectralNormalization does with the kernel of its layer. Servers update the weights from "
+                "before the step, so the value would be lost. Only non-trainable variables, and those "
                 "that no optimizer is given, can be assigned to: use a constraint of the variable, which the servers "
                 "apply after each update, or compute the changed weight in the layer's call."
             )

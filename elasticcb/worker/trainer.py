@@ -24,7 +24,7 @@ from elasticcb.optimizer_capture import OptimizerCapture
 from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
-from elasticcb.worker.assignments import trainable_are_not_assigned
+from elasticcb.worker.assignments import refused_assignments
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
 
@@ -40,7 +40,9 @@ class TrainResult:
     push: Push
     logs: dict[str, Any]
     states: States
-    overflow: str = ""  # why there is nothing to push: the scaled loss has gradients that are not finite
+    # Why there is nothing to push: the scaled loss has gradients that are not finite. What the step did to
+    # non-trainable variables (moving statistics) is then left out, too; its metrics count, as in `fit`.
+    overflow: str = ""
 
 
 class Trainer:
@@ -147,12 +149,8 @@ class Trainer:
 
     def _model_step(self, batch: Any) -> tuple[Any, dict[int, Any], Any]:
         """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
-        trainable = {
-            spec.path: variable
-            for spec, variable in zip(self._specs, self.model.weights, strict=True)
-            if spec.trainable
-        }
-        with trainable_are_not_assigned(trainable):
+        pairs = zip(self.model.weights, self._specs, strict=True)
+        with refused_assignments([variable for variable, spec in pairs if spec.trainable]):
             logs, updates = self._capture.train_step(batch)
         gradients: dict[int, Any] = {}
         usable = []

@@ -216,9 +216,41 @@ def test_callbacks_of_keras_get_the_logs_that_keras_gives(model) -> None:
         def on_test_end(self, logs=None):
             seen["derived"] = logs
 
+        def on_train_batch_end(self, batch, logs=None):
+            seen["batch"] = logs
+
+    logs = {"mae": 1.0, "metrics": {"mae": 1.0}, "version": 3}
     dispatcher = Dispatcher([Own(), Derived()], Place.MASTER, {}, model)
-    dispatcher.call("on_test_end", {"mae": 1.0, "version": 3}, keras_logs={"mae": 1.0})
-    assert seen == {"own": {"mae": 1.0, "version": 3}, "derived": {"mae": 1.0}}
+    dispatcher.call("on_test_end", logs)
+    assert seen == {"own": logs, "derived": {"mae": 1.0}}
+    dispatcher.call("on_train_batch_end", 3, {"mae": 1.0, "size": 8})
+    assert seen["batch"] == {"mae": 1.0}
+    dispatcher.call("on_train_batch_end", 3, {"mae": 1.0, "size": 8}, keras_logs={"mae": 2.0})
+    assert seen["batch"] == {"mae": 2.0}
+
+
+def test_what_a_callback_adds_to_the_logs_is_there_for_those_after_it(model) -> None:
+    class Adds(keras.callbacks.History):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["learning_rate"] = 0.5
+
+        def on_test_end(self, logs=None):
+            logs["learning_rate"] = 0.5
+
+    class Sees(keras.callbacks.History):
+        def on_epoch_end(self, epoch, logs=None):
+            assert logs["learning_rate"] == 0.5
+
+        def on_test_end(self, logs=None):
+            assert logs["learning_rate"] == 0.5
+
+    class Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            assert logs["learning_rate"] == 0.5
+
+    dispatcher = Dispatcher([Adds(), Sees(), Own()], Place.MASTER, {}, model)
+    dispatcher.call("on_epoch_end", 0, {"loss": 1.0})
+    dispatcher.call("on_test_end", {"loss": 1.0, "version": 3})
 
 
 class Fails(keras.callbacks.Callback):
@@ -238,7 +270,8 @@ def test_error_of_a_hook_can_be_a_warning_after_which_the_others_are_called(mode
     assert [warning.errors for warning in warnings] == [1, 1]
     assert "on the master (model version 40): ValueError: of the user" in warnings[0].text
     assert 'raise ValueError("of the user")' in warnings[0].text
-    assert caplog.text.count('raise ValueError("of the user")') == 2
+    assert caplog.text.count("ValueError: of the user") == 3  # the second time in one line
+    assert caplog.text.count('raise ValueError("of the user")') == 1
 
 
 def test_error_in_what_the_job_is_for_is_never_a_warning(model) -> None:

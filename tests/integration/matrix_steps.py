@@ -134,7 +134,7 @@ def own_steps() -> Given:
             with tf.GradientTape() as tape:
                 loss = ops.mean((y - self(x, training=True)) ** 2)
             variables = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             self.error.update_state(loss)
             return {"error": self.error.result()}
 
@@ -189,7 +189,7 @@ class GAN(keras.Model):
             d_loss = self.loss_fn(truth, self.discriminator(ops.concatenate([real, made])))
             g_loss = self.loss_fn(ones, self.discriminator(made))
         d_weights, g_weights = self.discriminator.trainable_weights, self.generator.trainable_weights
-        self.d_optimizer.apply_gradients(zip(d_tape.gradient(d_loss, d_weights), d_weights))
+        self.d_optimizer.apply_gradients(zip(d_tape.gradient(d_loss, d_weights), d_weights, strict=True))
         self.g_optimizer.apply(g_tape.gradient(g_loss, g_weights), g_weights)
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)

@@ -399,6 +399,20 @@ def test_swap_ema_weights_by_epoch_gives_the_averages_to_the_callbacks_after_it(
     assert_same(final, plain_final)  # the optimizer ends with the averages
 
 
+def test_swap_ema_weights_leaves_alone_the_evaluation_of_a_trained_model(train, tmp_path):
+    summary, _ = train(
+        "keras.callbacks.SwapEMAWeights()", epochs=2, optimizer=AVERAGED, directory=str(tmp_path / "checkpoints")
+    )
+    settings = job_settings(
+        tmp_path / "stock_0.py",
+        tmp_path / "evaluate",
+        command=Command.EVALUATE,
+        validation=str(tmp_path / "test.npz"),
+        directory_for_init=str(tmp_path / "checkpoints"),
+    )
+    assert run_job(settings)[0].metrics["loss"] == pytest.approx(summary.metrics["loss"], rel=1e-5)
+
+
 # ---------------------------------------------------------------- TensorBoard
 
 

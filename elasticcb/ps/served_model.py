@@ -1,0 +1,128 @@
+"""What a parameter server holds beside weights: pushes that wait, answers, snapshots, and its place among others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb import checkpoint
+from elasticcb.errors import ElasticCBError
+from elasticcb.optimizer_state import OptimizerState
+from elasticcb.ps.parameters import Parameters, Snapshot, flat
+from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout
+from elasticcb.ps.partition import block_sizes as sizes_of
+from elasticcb.ps.peers import Peers
+from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
+
+Array = npt.NDArray[Any]
+logger = logging.getLogger(__name__)
+
+
+class Verdict(NamedTuple):
+    """What is answered to a push, and again to its retry."""
+
+    status: int
+    reason: str = ""
+
+
+class Staged(NamedTuple):
+    """A push that waits to be named."""
+
+    push: Push
+    version: int  # of the weights that it was computed on
+
+
+class Change(NamedTuple):
+    """What a `LoadState` brings, checked."""
+
+    id: int
+    values: Mapping[int, Array]  # of all variables, or of none
+    optimizers: OptimizerState
+
+
+@dataclass
+class ServedModel:
+    """What `Initialize` brings."""
+
+    specs: Sequence[VariableSpec]
+    slices: Sequence[Slice]
+    index: int
+    num_ps: int
+    parameters: Parameters
+    reader: PushReader
+    peers: Peers
+    policy: UpdatePolicy
+    staged: dict[PushName, Staged]  # synchronous mode: pushes that an update may name
+    answered: Answered[Verdict]
+    snapshots: dict[int, Snapshot]  # by evaluation round
+    held: dict[str, checkpoint.Part]  # by a checkpoint's folder, what is to be written there
+    held_export: checkpoint.Part | None = None
+    change: Change | None = None  # synchronous mode: what waits for the first server's word
+    loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
+    rate_version: int = 0  # rises when the master sets the base rate
+    failure: str = ""  # of an update that only some of the servers have made
+
+    @contextlib.contextmanager
+    def all_or_none(self, version: int) -> Iterator[None]:
+        """Lets nothing come after a change that not all servers have made."""
+        try:
+            yield
+        except Exception as error:
+            if self.peers:
+                self.failure = (
+                    f"The update to version {version} failed on some of the {self.num_ps} parameter servers: {error} "
+                    "The others may have made it, so training can't go on; start again from the last checkpoint."
+                )
+            raise
+
+    def drop_stale(self) -> None:
+        """Forgets staged pushes that are too old now: nobody will name them, and those that wait for an update of
+        several are left out of it."""
+        for name, staged in list(self.staged.items()):
+            reason = self.policy.too_old(staged.version, self.parameters.version)
+            if reason:
+                if name in self.policy.waiting:
+                    logger.warning("A gradient that waited for an update is dropped: %s", reason)
+                del self.staged[name]
+        self.policy.keep(self.staged)
+
+    def snapshot_of(self, evaluation_round: int) -> Snapshot:
+        """Raises `ElasticCBError` when none is kept."""
+        snapshot = self.snapshots.get(evaluation_round)
+        if snapshot is None:
+            kept = ", ".join(map(str, self.snapshots)) or "none"
+            raise ElasticCBError(
+                f"There is no snapshot of evaluation round {evaluation_round} (kept are: {kept}). The round is "
+                "over, or this server was restarted."
+            )
+        return snapshot
+
+    def given_snapshot(self, tensors: Mapping[str, Array]) -> Snapshot:
+        """Weights that the master brings, as if they were the present ones."""
+        values = values_of(tensors, self.specs, self.slices, "Snapshot")
+        weights, state = (flat(values, self.specs, self.slices, trainable) for trainable in (True, False))
+        return Snapshot(self.parameters.version, self.parameters.state_version, weights, state)
+
+
+def values_of(
+    tensors: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], call: str
+) -> dict[int, Array]:
+    """The slices' arrays in the frame of a call."""
+    values: dict[int, Array] = {}
+    for kind, trainable in (("weights", True), ("state", False)):
+        prefix = f"{kind}/"
+        blocks = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
+        check_blocks(blocks, sizes_of(specs, slices, trainable), f"{call}, {kind}")
+        for part, dtype, offset in layout(specs, slices, trainable):
+            value = blocks[dtype][offset : offset + part.elements]
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                logger.warning("%s: the new value of %s holds NaN or infinity", call, specs[part.variable].path)
+            values[part.variable] = value.reshape(part.shape(specs[part.variable]))
+    return values

@@ -1,0 +1,423 @@
+"""Functions of `Cluster.schedule`, with and without a model that was placed on the servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import elasticcb
+from elasticcb.errors import FunctionError, JobFailedError, NonFiniteError, UsageError
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 64, 8)]
+GATE = threading.Event()
+
+
+def wait_at_gate():
+    assert GATE.wait(60)
+    return "passed"
+
+
+@pytest.fixture
+def gate():
+    """Holds up `wait_at_gate` until it is set; workers that are threads see it."""
+    GATE.clear()
+    yield GATE
+    GATE.set()
+
+
+@pytest.fixture
+def cluster():
+    with elasticcb.Cluster(num_workers=1, num_ps=2, kind="inprocess") as cluster:
+        yield cluster
+
+
+def make_model(optimizer="adam", layers=None):
+    keras.utils.set_random_seed(1)
+    normalization = keras.layers.BatchNormalization()
+    layers = layers or [keras.layers.Dense(8, activation="relu"), normalization, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.Input((4,)), *layers])
+    model.compile(optimizer=optimizer, loss="mse")
+    return model
+
+
+def make_step(model):
+    optimizer = model.optimizer
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return step
+
+
+def raise_error(text="oh"):
+    raise KeyError(text)
+
+
+# ------------------------------------------------------------ functions
+
+
+def test_functions_give_their_values_with_tensors_as_arrays(cluster):
+    value = cluster.schedule(lambda a, *, b: {"sum": tf.constant(a) + b, "text": "x"}, 1, b=2)
+    values = [cluster.schedule(lambda i: i * i, i) for i in range(20)]
+    assert cluster.fetch(values) == [i * i for i in range(20)]
+    fetched = cluster.fetch({"first": value})["first"]
+    assert fetched == {"sum": 3, "text": "x"}
+    assert isinstance(fetched["sum"], np.int32)
+    cluster.join()
+    assert cluster.done()
+
+
+def test_value_may_be_an_argument_of_a_later_function_before_it_is_there(cluster):
+    value = cluster.schedule(lambda: 1)
+    for _ in range(5):
+        value = cluster.schedule(lambda pair: sum(pair), [value, value])
+    assert value.fetch() == 32
+
+
+def test_tf_function_is_traced_once_for_all_its_calls(cluster):
+    @tf.function
+    def add(x):
+        return x + 1.0
+
+    def call(x):
+        add(tf.constant(x))
+        return add.experimental_get_tracing_count()
+
+    values = [cluster.schedule(call, float(i)) for i in range(5)]
+    assert cluster.fetch(values) == [1] * 5
+
+
+def test_error_cancels_what_does_not_run_yet_and_is_raised_by_join(gate):
+    with elasticcb.Cluster(num_workers=2, kind="inprocess") as cluster:
+        held = cluster.schedule(wait_at_gate)
+        failing = cluster.schedule(raise_error)
+        later = cluster.schedule(str, held)
+        with pytest.raises(FunctionError, match=r"str\(\) was cancelled, since raise_error\(\) failed"):
+            later.fetch()
+        gate.set()
+        with pytest.raises(FunctionError, match=r"raise_error\(\) failed on worker [01] .*KeyError: 'oh'") as caught:
+            cluster.join()
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "raise KeyError(text)" in caught.value.user_traceback
+        assert held.fetch() == "passed"  # it was running
+        with pytest.raises(FunctionError, match="'oh'"):
+            failing.fetch()
+        assert cluster.schedule(lambda: 5).fetch() == 5
+
+
+def test_error_is_raised_by_the_next_schedule_which_then_works_again(cluster):
+    value = cluster.schedule(raise_error)
+    with pytest.raises(FunctionError):
+        value.fetch()
+    with pytest.raises(FunctionError, match="'oh'"):
+        cluster.schedule(lambda: 1)
+    assert cluster.schedule(lambda: 1).fetch() == 1
+    with pytest.raises(FunctionError, match="'oh'"):
+        cluster.schedule(lambda x: x, value)
+
+
+def test_end_of_with_waits_for_functions_and_raises_an_error_that_nobody_has_seen():
+    with pytest.raises(FunctionError, match="'oh'"), elasticcb.Cluster(kind="inprocess") as cluster:
+        cluster.schedule(raise_error)
+    with elasticcb.Cluster(kind="inprocess") as cluster:
+        value = cluster.schedule(lambda: 1)
+    assert value.fetch() == 1
+    with elasticcb.Cluster(kind="inprocess") as cluster, pytest.raises(FunctionError):
+        cluster.schedule(raise_error).fetch()
+
+
+def test_what_a_function_returns_and_can_not_be_sent_is_an_error_of_it(cluster):
+    cluster.schedule(threading.Lock)
+    with pytest.raises(FunctionError, match=r"What \w+\(\) returned can't be sent"):
+        cluster.join()
+
+
+# ------------------------------------------------------------ datasets
+
+
+def test_iterator_goes_on_through_the_dataset_of_its_worker(cluster):
+    dataset = cluster.create_per_worker_dataset(lambda: tf.data.Dataset.range(100).batch(2))
+    first, second = iter(dataset), iter(dataset)
+
+    def take(iterator):
+        return next(iterator).numpy().tolist()
+
+    values = [cluster.schedule(take, iterator) for iterator in (first, first, second)]
+    assert cluster.fetch(values) == [[0, 1], [2, 3], [0, 1]]
+    compiled = tf.function(lambda iterator: next(iterator))
+    assert cluster.schedule(compiled, first).fetch().tolist() == [4, 5]
+
+
+def test_dataset_is_made_once_on_each_worker(gate):
+    with elasticcb.Cluster(num_workers=2, kind="inprocess") as cluster:
+        iterator = iter(cluster.create_per_worker_dataset(lambda: range(10)))
+
+        def take(iterator, wait):
+            return next(iterator), wait()
+
+        blocked = cluster.schedule(take, iterator, wait_at_gate)
+        values = [cluster.schedule(take, iterator, int) for _ in range(3)]
+        assert cluster.fetch(values) == [(0, 0), (1, 0), (2, 0)]
+        gate.set()
+        assert blocked.fetch() == (0, "passed")
+
+
+# ------------------------------------------------------------ a placed model
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["eager", "tf.function"])
+@pytest.mark.parametrize(
+    "optimizer", [keras.optimizers.Adam, keras.optimizers.SGD, lambda: keras.optimizers.Lamb(global_clipnorm=0.5)]
+)
+def test_loop_of_one_worker_ends_where_the_same_loop_in_keras_ends(cluster, wrap, optimizer):
+    placed, plain = make_model(optimizer()), make_model(optimizer())
+    cluster.place(placed)
+    step, own_step = wrap(make_step(placed)), wrap(make_step(plain))
+    for _ in range(2):
+        values = [cluster.schedule(step, x, y) for x, y in BATCHES]
+        cluster.join()
+        losses = [own_step(x, y).numpy() for x, y in BATCHES]
+        np.testing.assert_allclose(cluster.fetch(values), losses, rtol=1e-5)
+    for weight, own in zip(placed.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, own, rtol=1e-5, atol=1e-6)
+    assert int(placed.optimizer.iterations) == 2 * len(BATCHES)
+    for variable, own in zip(placed.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_allclose(variable.numpy(), own.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_several_updates_in_one_function_see_each_other(cluster):
+    placed, plain = make_model("sgd"), make_model("sgd")
+    cluster.place(placed)
+    step, own_step = make_step(placed), make_step(plain)
+
+    @tf.function
+    def steps(x, y):
+        return [step(x, y) for _ in range(3)]
+
+    values = cluster.schedule(steps, *BATCHES[0]).fetch()
+    np.testing.assert_allclose(values, [own_step(*BATCHES[0]).numpy() for _ in range(3)], rtol=1e-5)
+
+
+def test_gradients_of_rows_update_those_rows_alone(cluster):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Input((1,), dtype="int32"), keras.layers.Embedding(10, 3)])
+    model.compile("adam", "mse")
+    before = model.get_weights()[0]
+    cluster.place(model)
+    step = tf.function(make_step(model))
+    cluster.schedule(step, tf.constant([[1], [4], [4]]), 0.0)
+    cluster.join()
+    between = model.get_weights()[0]
+    assert sorted({*np.argwhere(between != before)[:, 0]}) == [1, 4]
+    cluster.schedule(step, tf.constant([[7]]), 0.0)
+    cluster.join()
+    # Moments of all rows would have moved 1 and 4 again.
+    assert sorted({*np.argwhere(model.get_weights()[0] != between)[:, 0]}) == [7]
+
+
+class Pair(keras.Model):
+    """Two networks, each with an optimizer of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.left, self.right = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def build(self, shape):
+        self.left.build(shape)
+        self.right.build(shape)
+
+    def call(self, x):
+        return self.left(x) + self.right(x)
+
+    def compile(self, left, right):
+        super().compile()
+        self.left_optimizer, self.right_optimizer = left, right
+
+
+def make_pair():
+    keras.utils.set_random_seed(1)
+    pair = Pair()
+    pair.build((None, 4))
+    pair.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01))
+    pair.left_optimizer.build(pair.left.trainable_variables)
+    pair.right_optimizer.build(pair.right.trainable_variables)
+    return pair
+
+
+def make_steps_of_pair(pair):
+    def step(x, y):
+        for layer, optimizer in ((pair.left, pair.left_optimizer), (pair.right, pair.right_optimizer)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((pair(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return loss
+
+    return step
+
+
+def test_two_optimizers_in_turns_do_what_they_do_in_keras(cluster):
+    placed, plain = make_pair(), make_pair()
+    cluster.place(placed)
+    step, own_step = make_steps_of_pair(placed), make_steps_of_pair(plain)
+    for x, y in BATCHES:
+        cluster.schedule(step, x, y)
+        own_step(x, y)
+    cluster.join()
+    for weight, own in zip(placed.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, own, rtol=1e-5, atol=1e-6)
+
+
+def test_learning_rate_that_the_caller_sets_holds_for_what_is_scheduled_after_it(cluster):
+    model = make_model("sgd", [keras.layers.Dense(1)])
+    cluster.place(model)
+    step = make_step(model)
+    cluster.schedule(step, *BATCHES[0])
+    model.optimizer.learning_rate = 0.0
+    cluster.join()
+    trained = model.get_weights()
+    assert float(model.optimizer.learning_rate) == 0.0
+    cluster.schedule(step, *BATCHES[1])
+    cluster.join()
+    assert all((old == new).all() for old, new in zip(trained, model.get_weights(), strict=True))
+
+
+def test_fit_goes_on_where_functions_ended_and_functions_where_fit_ended(cluster):
+    placed, plain = make_model(), make_model()
+    cluster.place(placed)
+    step, own_step = make_step(placed), make_step(plain)
+    for _ in range(2):
+        cluster.schedule(step, *BATCHES[0])
+        cluster.fit(placed, X, Y, shuffle=False, verbose=0)
+        own_step(*BATCHES[0])
+        plain.fit(X, Y, shuffle=False, verbose=0)
+    for weight, own in zip(placed.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, own, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_that_is_not_finite_fails_the_function_and_leaves_the_weights(cluster):
+    model = make_model()
+    before = model.get_weights()
+    cluster.place(model)
+    cluster.schedule(tf.function(make_step(model)), X[:8] * np.nan, Y[:8])
+    with pytest.raises(FunctionError, match=r"the gradient of '.*' holds NaN or infinity") as caught:
+        cluster.join()
+    assert isinstance(caught.value.__cause__, NonFiniteError)
+    assert all((old == new).all() for old, new in zip(before, model.get_weights(), strict=True))
+
+
+# ------------------------------------------------------------ mistakes
+
+
+def test_mistakes_are_told_before_anything_is_sent(cluster):
+    with pytest.raises(UsageError, match=r"`schedule` takes a function\. Received: 5"):
+        cluster.schedule(5)
+    with pytest.raises(UsageError, match=r"Argument 2 of max\(\) can't be sent"):
+        cluster.schedule(max, 1, threading.Lock())
+    lock = threading.Lock()
+
+    def locked():
+        return lock
+
+    with pytest.raises(UsageError, match="The function locked can't be sent"):
+        cluster.schedule(locked)
+    with pytest.raises(UsageError, match="takes a function that makes a dataset"):
+        cluster.create_per_worker_dataset(tf.data.Dataset.range(3))
+    with pytest.raises(UsageError, match="Give the iterator to a function"):
+        next(iter(cluster.create_per_worker_dataset(list)))
+    with pytest.raises(UsageError, match="`fetch` takes what `schedule` has returned"):
+        cluster.fetch([1])
+    cluster.join()
+
+
+def test_value_of_another_cluster_is_refused(cluster):
+    value = cluster.schedule(lambda: 1)
+    with elasticcb.Cluster(kind="inprocess") as other:
+        with pytest.raises(UsageError, match="of another Cluster"):
+            other.fetch(value)
+        with pytest.raises(UsageError, match="A value of a Cluster was given to a function of another one"):
+            other.schedule(str, value)
+
+
+def test_closed_cluster_schedules_nothing_until_it_is_started_again(cluster):
+    cluster.close()
+    with pytest.raises(UsageError, match="The cluster is closed"):
+        cluster.schedule(lambda: 1)
+    cluster.start()
+    assert cluster.schedule(lambda: 1).fetch() == 1
+
+
+def test_model_that_can_not_be_placed_is_refused(cluster):
+    with pytest.raises(UsageError, match="is not built"):
+        cluster.place(keras.Sequential([keras.layers.Dense(1)]))
+    with pytest.raises(UsageError, match="has no optimizer"):
+        cluster.place(keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)]))
+    with pytest.raises(UsageError, match=r"takes a keras\.Model"):
+        cluster.place("model")
+    pair = Pair()
+    pair.build((None, 4))
+    pair.compile(keras.optimizers.SGD(), keras.optimizers.SGD())
+    with pytest.raises(UsageError, match=r"none that trains '.*'.*optimizer.build\(variables\)"):
+        cluster.place(pair)
+    with pytest.raises(UsageError, match="use_async=True"):
+        elasticcb.Cluster(use_async=False).place(make_model())
+
+
+# ------------------------------------------------------------ processes that die
+
+
+def wait_for(condition, seconds=120):
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path):
+    def work(folder, number):
+        import os
+        import pathlib
+        import time
+
+        with open(pathlib.Path(folder, f"runs-{number}"), "a") as file:
+            file.write(f"{os.getpid()}\n")
+        while not pathlib.Path(folder, "go").exists():
+            time.sleep(0.01)
+        return number * number
+
+    with elasticcb.Cluster(num_workers=2) as cluster:
+        values = [cluster.schedule(work, str(tmp_path), number) for number in range(8)]
+        wait_for(lambda: len(list(tmp_path.glob("runs-*"))) == 2)
+        os.kill(int((tmp_path / "runs-0").read_text()), signal.SIGKILL)
+        (tmp_path / "go").touch()
+        cluster.join()
+        assert cluster.fetch(values) == [number * number for number in range(8)]
+    runs = [len((tmp_path / f"runs-{number}").read_text().splitlines()) for number in range(8)]
+    assert runs == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_function_that_kills_its_workers_fails_and_the_next_ones_get_new_processes():
+    def die():
+        import os
+
+        os._exit(3)
+
+    with elasticcb.Cluster(max_worker_restarts=0) as cluster:
+        value = cluster.schedule(die)
+        with pytest.raises(JobFailedError, match=r"die\(\) could not be run: .*exit code 3"):
+            cluster.join()
+        with pytest.raises(JobFailedError):
+            value.fetch()
+        assert cluster.schedule(lambda: 5).fetch() == 5
