@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.models.functional import Functional
 
 # What Keras (and this project, while a model trains) sets on a layer in the place of its methods.
 METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test_step", "predict_step", "get_config"})
@@ -83,7 +84,7 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
     inner: list[Any] = []
     base, given = _keras_base(kind), config["base"]
     if "class_name" in given:
-        network = keras.saving.deserialize_keras_object(given)
+        network = Functional.from_config(given["config"])
         base.__init__(layer, network._inputs_struct, network._outputs_struct, name=network.name)
         inner, _ = _inner_layers(layer)
     elif base is keras.Sequential:

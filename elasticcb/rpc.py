@@ -190,7 +190,7 @@ class Connection:
     def shared_frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Frame[Any]]:
         """As `frame_call`, with the arrays in shared memory when the server is on this machine. Calls of one
         connection wait for each other."""
-        send = self.channel.unary_unary(f"/{service}/{method}")
+        send = self.channel.unary_unary(f"/{service}/{method}", None, None)
         memory = self._memory_of(service)
 
         def call(frame: Frame[Any], timeout: float, metadata: Any = ()) -> Frame[Any]:
@@ -208,7 +208,7 @@ class Connection:
 
     def _memory_of(self, service: str) -> ClientMemory:
         if service not in self._memories:
-            attach = self.channel.unary_unary(f"/{service}/{_ATTACH}")
+            attach = self.channel.unary_unary(f"/{service}/{_ATTACH}", None, None)
             self._memories[service] = ClientMemory(
                 lambda message: attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
             )

@@ -33,7 +33,10 @@ class Spec(Protocol):
         """The model, compiled if it is to be trained."""
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
-        """A new optimizer."""
+        """A new optimizer, the model's `optimizer`."""
+
+    def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """New optimizers, all that the model has; `make_optimizer` needs no model for its one."""
 
     def make_eval_metrics(self) -> dict[str, Any]:
         """Metrics besides those of the model."""

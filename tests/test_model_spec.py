@@ -68,7 +68,7 @@ def write(tmp_path):
             directory=str(tmp_path),
             model=ModelSettings(zoo=str(tmp_path), definition=f"{name}.custom_model"),
             data=DataSettings(training=data, validation=data, prediction=data),
-            training=TrainingSettings(minibatch_size=4),
+            training=TrainingSettings(minibatch_size=2),
         )
 
     yield write
@@ -230,7 +230,7 @@ class TestMistakes:
                 "gives no labels, which `loss` needs",
             ),
             ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches: .*Leave `cache` out"),
-            ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats: .*--num_epochs"),
+            ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats: .*the number of epochs"),
             ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "makes batches"),
             ({"feed": "def feed(d, mode, metadata): return d.ignore_errors()"}, "training", "ignores errors"),
             (

@@ -35,6 +35,7 @@ def serve():
         connection = Connection(server.address, "the echo server", 5.0)
         opened.extend([connection.close, server.stop])
         method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+        start.connection = connection
         return lambda **tensors: connection.call(method, Frame(pb.ExchangeRequest(), tensors))
 
     yield start
@@ -102,14 +103,10 @@ def test_no_name_is_left_in_memory_while_calls_go_on(serve):
 
 
 def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
-    functions = []
-    call = serve(lambda request: functions[-1](request))
-    functions.append(echo)
+    call = serve(echo)
     call(a=np.ones(50_000))
-    call(a=np.ones(50_000))
-    # What a new server would answer: it has attached nothing.
-    memory = [cell.cell_contents for cell in call.__closure__ if isinstance(cell.cell_contents, Connection)][0]
-    memory._memories[SERVICE]._key = b"\0" * 16
+    # As a new server would see it: a key that it has not attached.
+    serve.connection._memories[SERVICE]._key = b"\0" * 16
     np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
     np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
 

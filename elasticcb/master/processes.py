@@ -100,7 +100,7 @@ class Processes:
             return
         if decision.kind is Consequence.FAIL:
             raise JobFailedError(decision.reason + "." + self._last_words(decision.role, decision.index))
-        logger.warning("%s", decision.reason)
+        logger.info("%s", decision.reason)
         self._say(decision.reason)
 
     def _last_words(self, role: Role, index: int) -> str:

@@ -395,9 +395,13 @@ def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path
             file.write(f"{os.getpid()}\n")
         while not pathlib.Path(folder, "go").exists():
             time.sleep(0.01)
+        step(*BATCHES[number])
         return number * number
 
+    model = make_model()
+    step = make_step(model)
     with elasticcb.Cluster(num_workers=2) as cluster:
+        cluster.place(model)
         values = [cluster.schedule(work, str(tmp_path), number) for number in range(8)]
         wait_for(lambda: len(list(tmp_path.glob("runs-*"))) == 2)
         os.kill(int((tmp_path / "runs-0").read_text()), signal.SIGKILL)
@@ -406,6 +410,7 @@ def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path
         assert cluster.fetch(values) == [number * number for number in range(8)]
     runs = [len((tmp_path / f"runs-{number}").read_text().splitlines()) for number in range(8)]
     assert runs == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert int(model.optimizer.iterations) == 8  # the one that was killed had made no update
 
 
 def test_function_that_kills_its_workers_fails_and_the_next_ones_get_new_processes():
