@@ -15,7 +15,7 @@ import keras
 
 from elasticcb import keras_config, pickling
 from elasticcb.data.batches import BatchSource
-from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.master_client import MasterClient
 from elasticcb.model_archive import restore_model, save_model
 from elasticcb.model_spec import ModelSpec, building
@@ -48,6 +48,7 @@ class Program:
         Raises:
             UsageError: the model, or something else, can't be pickled.
         """
+        names = ", ".join(type(callback).__name__ for callback in self.callbacks)
         optimizers = model_optimizers(self.model)
         for optimizer in optimizers:
             _check_is_sent_whole(optimizer)
@@ -60,7 +61,7 @@ class Program:
             optimizers=pickling.dumps(keras_config.write(optimizers), "An optimizer", self.model, refers=False),
             exclusions=[_exclusions(optimizer) for optimizer in optimizers],
             sources=pickling.dumps(dict(self.sources), "The data"),
-            callbacks=pickling.dumps(list(self.callbacks), "A callback", self.model),
+            callbacks=pickling.dumps(list(self.callbacks), f"A callback ({names})", self.model),
         )
         return cast(bytes, cloudpickle.dumps(parts))
 
@@ -190,8 +191,14 @@ def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _constraint_classes(model: keras.Model) -> bytes:
-    kinds = {type(variable.constraint) for variable in model.weights}
-    own = {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
+    used = [variable.constraint for variable in model.weights if variable.constraint is not None]
+    for constraint in used:
+        if keras_config.is_as_it_is(type(constraint)) and vars(constraint):
+            raise UsageError(
+                f"The constraint {type(constraint).__name__} has attributes ({', '.join(vars(constraint))}) and no "
+                "get_config() that says with which arguments servers can make it. Give it one."
+            )
+    own = {type(item).__name__: type(item) for item in used if not type(item).__module__.startswith("keras.")}
     named = {keras.saving.get_registered_name(kind): kind for kind in own.values()}
     return pickling.dumps({**own, **named}, "A constraint", model, refers=False)
 
@@ -207,10 +214,10 @@ def _exclusions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
 
 
 def _check_is_sent_whole(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises `ModelFileError` for a learning rate that Keras's config leaves out."""
+    """Raises `UsageError` for a learning rate that Keras's config leaves out."""
     rate = _inner(optimizer)._learning_rate
     if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
-        raise ModelFileError(
+        raise UsageError(
             f"The learning rate of {optimizer.name!r} is a function, which Keras can't serialize. Make it a "
             "keras.optimizers.schedules.LearningRateSchedule."
         )

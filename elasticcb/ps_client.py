@@ -335,9 +335,9 @@ class PSClient:
         self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
         return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
 
-    def finish_training(self) -> int:
-        """Applies gradients that wait for more, and finalizes the optimizer; returns the version after it."""
-        return self._first_then_others("FinishTraining", pb.FinishTrainingRequest)
+    def finish_training(self, finalize: bool = True) -> int:
+        """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
+        return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the base rate on every server."""

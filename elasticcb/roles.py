@@ -199,12 +199,15 @@ class _Farewell:
             logger.debug("The master is gone already")
 
 
-def make_backend(kind: ClusterKind, directory: str, log_level: str, say: Callable[[str], None]) -> ClusterBackend:
+def make_backend(
+    kind: ClusterKind, directory: str, log_level: str, say: Callable[[str], None], needs_token: bool = False
+) -> ClusterBackend:
     """Where the processes of a cluster run; its token is that of the environment, or a new one.
 
     Args:
         directory: logs go to `logs` below it.
         say: shows a line to the user.
+        needs_token: also for processes that are started by hand, since they are sent pickles.
     """
     if kind is ClusterKind.EXTERNAL:
         backend: ClusterBackend = ExternalCluster(say)
@@ -217,8 +220,9 @@ def make_backend(kind: ClusterKind, directory: str, log_level: str, say: Callabl
         )
     else:
         backend = LocalCluster(directory, log_level)
-    # People who start processes by hand choose a token if they want one.
-    backend.token = token_of_environment() or ("" if kind is ClusterKind.EXTERNAL else secrets.token_hex(16))
+    # People who start processes by hand choose a token, unless what is sent must not go without one.
+    optional = kind is ClusterKind.EXTERNAL and not needs_token
+    backend.token = token_of_environment() or ("" if optional else secrets.token_hex(16))
     return backend
 
 

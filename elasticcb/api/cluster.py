@@ -56,7 +56,7 @@ class Cluster:
         num_workers: processes that compute gradients, evaluate and predict.
         num_ps: processes that hold the weights and apply gradients.
         kind: "local": processes of this machine; "inprocess": threads of this process, for debugging; "external":
-            started by hand (`elasticcb worker`, `elasticcb ps`), which must see `directory` under the same path.
+            started by hand, by the commands that `start` shows; they must see `directory` under the same path.
         directory: for logs, and for arrays on their way to the workers; None makes one that is removed at the end.
         use_async: apply each gradient when it comes; False waits for `grads_to_wait` of them.
         grads_to_wait: gradients per update, in synchronous mode.
@@ -157,7 +157,7 @@ class Cluster:
     def start(self) -> None:
         """Starts the processes, which import TensorFlow while this one goes on. Does nothing when they run."""
         self._closed = False
-        if self._backend is not None and not self._backend.poll():
+        if self._functions.begun or (self._backend is not None and not self._backend.poll()):
             return
         self._stop_processes()
         if self._directory is None:
@@ -166,7 +166,9 @@ class Cluster:
             else:
                 self._directory = Path(self._given_directory).absolute()
                 self._directory.mkdir(parents=True, exist_ok=True)
-        self._backend = make_backend(self._settings.kind, str(self._directory), self._log_level, _say)
+        self._backend = make_backend(
+            self._settings.kind, str(self._directory), self._log_level, _say, needs_token=True
+        )
         self._master = Master(self._settings, self._backend, _say, self._backend.token)
         self._master.start()
         self._master.start_processes()

@@ -3,294 +3,20 @@ ClusterCoordinator has them; here they are tasks of the queue."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import pickle
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
 from elasticcb import pickling
+from elasticcb.api.function_job import FunctionJob, name_of
 from elasticcb.api.placed import Placed
-from elasticcb.api.remote import PerWorkerDataset, RemoteValue, sending_to
-from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
-from elasticcb.master.master import Cluster, Master
-from elasticcb.master.roster import Role
-from elasticcb.master.task_queue import TaskQueue
-from elasticcb.ps_client import PSClient
+from elasticcb.api.remote import PerWorkerDataset, RemoteValue
+from elasticcb.errors import UsageError
+from elasticcb.master.master import Master
 from elasticcb.settings import JobSettings
-from elasticcb.worker.functions import Call, Result
-
-_LEAVE_SECONDS = 30.0  # for workers to be done with the job
-_ABANDON_SECONDS = 5.0  # for the thread that drives a job, which may wait for a server
-_MOST_LOSSES = 3  # of workers, on one function: one more, and the function is what kills them
-
-
-@dataclass
-class _Scheduled:
-    value: RemoteValue
-    function: bytes
-    arguments: bytes
-    needed: list[RemoteValue]
-    learning_rate: float | None  # the caller's, when it was scheduled
-    missing: set[int] = field(default_factory=set)  # of those needed, the numbers of what is not there yet
-
-
-class FunctionJob:
-    """A job of functions: from the first one to the next `fit`, or whatever else ends it.
-
-    Args:
-        owner: the cluster; gives `next_number()`.
-        master: of the cluster, started.
-        settings: of the job.
-        placed: the model whose weights the servers are to hold.
-        datasets: what makes per-worker datasets, pickled, by number.
-    """
-
-    def __init__(
-        self, owner: Any, master: Master, settings: JobSettings, placed: Placed | None, datasets: dict[int, bytes]
-    ) -> None:
-        self.owner = owner
-        self.model: keras.Model | None = None if placed is None else placed.model
-        self.failed = False  # it can't go on
-        self._master = master
-        self._placed = placed
-        self._start = {} if placed is None else placed.start()
-        self._ps: PSClient = None  # type: ignore[assignment]  # until the servers are there; with a model only
-        self._queue = TaskQueue(
-            records_per_task=1,
-            minibatch_size=1,
-            lease_seconds=settings.training.lease_seconds,
-            max_losses=_MOST_LOSSES,
-        )
-        self._error: Exception | None = None  # the first one, until it is raised by `raise_error`
-        self._told = False  # by `fetch`
-        self._open: dict[int, RemoteValue] = {}
-        self._inbox: list[_Scheduled] = []
-        self._dependents: dict[int, list[_Scheduled]] = {}
-        self._over = False
-        self._ready = threading.Event()
-        master.begin_job(settings, b"" if placed is None else placed.program())
-        master.datasets = datasets
-        self._thread = threading.Thread(target=self._run, name="functions", daemon=True)
-        self._thread.start()
-
-    # ------------------------------------------------------------ for the caller
-
-    def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RemoteValue:
-        """Raises `UsageError` when something can't be sent, and errors of functions before as `raise_error`."""
-        name = _name(function)
-        with sending_to(self.owner) as needed:
-            function_data = pickling.dumps(function, f"The function {name}", self.model)
-            arguments = self._pickled_arguments(name, args, kwargs)
-        for value in needed:
-            if value.error is not None:
-                raise value.error
-        value = RemoteValue(self, self.owner.next_number(), name)
-        rate = None if self._placed is None else self._placed.learning_rate
-        with self._master.changed:
-            self.raise_error()
-            self._open[value.number] = value
-            self._inbox.append(_Scheduled(value, function_data, arguments, needed, rate))
-            self._master.changed.notify_all()
-        return value
-
-    def _pickled_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        try:
-            return pickling.dumps((args, kwargs), f"The arguments of {name}()", self.model)
-        except UsageError:
-            for key, value in [*enumerate(args, 1), *kwargs.items()]:
-                pickling.dumps(value, f"Argument {key} of {name}()", self.model)
-            raise
-
-    def done(self) -> bool:
-        """Whether no function waits or runs."""
-        return not self._open
-
-    def join(self) -> None:
-        """Waits for all functions; raises as `raise_error`."""
-        with self._master.changed:
-            self._master.changed.wait_for(self.done)
-        self.collect()
-        self.raise_error()
-
-    def collect(self) -> None:
-        """Makes the caller's model hold what the servers hold."""
-        self._ready.wait()
-        if self._placed is not None and not self.failed:
-            self._placed.set_state(self._ps.export())
-
-    def raise_error(self) -> None:
-        """Raises what the first failing function raised, or why the job failed; once."""
-        with self._master.changed:
-            error, self._error, self._told = self._error, None, False
-        if error is not None:
-            raise error
-
-    def has_told(self, error: Exception) -> None:
-        """The caller knows of it."""
-        self._told = self._told or error is self._error
-
-    def end(self) -> None:
-        """Waits for all functions, and ends the job; raises an error that the caller does not know of."""
-        with self._master.changed:
-            self._master.changed.wait_for(self.done)
-        self.collect()
-        self._finish()
-        self._thread.join()
-        if not self._told:
-            self.raise_error()
-
-    def abandon(self) -> None:
-        """Ends the job without waiting for functions; the processes are ended too."""
-        self._fail(FunctionError("The cluster was closed before the function was done."))
-        self._finish()
-        self._thread.join(_ABANDON_SECONDS)
-
-    def _finish(self) -> None:
-        with self._master.changed:
-            self._over = self._master.over = True
-            self._queue.finish()
-            self._master.changed.notify_all()
-
-    # ------------------------------------------------------------ the thread that drives the job
-
-    def _run(self) -> None:
-        try:
-            self._begin()
-            while not self._over:
-                self._turn()
-            if not self.failed:
-                self._master.wait_until(lambda: not self._master.roster.busy(Role.WORKER), _LEAVE_SECONDS)
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._ready.set()
-            if self._ps is not None:
-                self._ps.close()
-
-    def _begin(self) -> None:
-        master, placed = self._master, self._placed
-        cluster = Cluster((), (), False)
-        if placed is not None:
-            with master.changed:
-                while not self._over and not master.roster.complete(Role.PS, master.job):
-                    master.tend()
-                    master.wait()
-                addresses = [member.address for member in master.roster.up(Role.PS)]
-            if self._over:
-                return
-            # Little patience: this side knows when a server is gone.
-            self._ps = PSClient(addresses, placed.variables, placed.may_split, patience_seconds=5.0, token=master.token)
-            self._ps.initialize(**self._start)
-            self._start.clear()
-            self._learning_rate = self._ps.learning_rate
-            cluster = Cluster(addresses, placed.variables, placed.may_split)
-        with master.changed:
-            master.queue, master.cluster = self._queue, cluster
-            master.changed.notify_all()
-        self._ready.set()
-
-    def _turn(self) -> None:
-        master = self._master
-        with master.changed:
-            master.tend()
-            if not self._inbox and not master.results:
-                master.wait()
-            inbox, self._inbox = self._inbox, []
-            results, master.results = master.results, {}
-            self._take(results)
-        for scheduled in inbox:
-            rate = scheduled.learning_rate
-            if rate is not None and rate != self._learning_rate:
-                self._ps.set_learning_rate(rate)
-                self._learning_rate = rate
-            with master.changed:
-                if scheduled.value.number in self._open:  # else it was cancelled
-                    self._hand_out_or_wait(scheduled)
-                    master.changed.notify_all()
-
-    def _hand_out_or_wait(self, scheduled: _Scheduled) -> None:
-        scheduled.missing = {value.number for value in scheduled.needed if not value.done()}
-        for number in scheduled.missing:
-            self._dependents.setdefault(number, []).append(scheduled)
-        if not scheduled.missing:
-            self._hand_out(scheduled)
-
-    def _hand_out(self, scheduled: _Scheduled) -> None:
-        number = scheduled.value.number
-        values = {value.number: value.data or b"" for value in scheduled.needed}
-        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(sys.path))
-        self._master.calls[number] = pickle.dumps(call)
-        self._queue.add_function(number)
-
-    def _take(self, results: dict[int, bytes]) -> None:
-        failed: RemoteValue | None = None
-        for number, data in results.items():
-            value = self._open.pop(number)
-            result: Result = pickle.loads(data)
-            if result.error:
-                value.settle(error=self._error_of(value.name, result))
-                failed = failed or value
-            else:
-                value.settle(result.value)
-            for scheduled in self._dependents.pop(number, []):
-                scheduled.missing.discard(number)
-                if not scheduled.missing and failed is None:
-                    self._hand_out(scheduled)
-        if failed is not None:
-            self._cancel(failed)
-        if results:
-            self._master.changed.notify_all()
-
-    def _error_of(self, name: str, result: Result) -> FunctionError:
-        error = FunctionError(
-            f"{name}() failed on {result.where}: {result.error}\n\n{result.traceback.rstrip()}", result.traceback
-        )
-        if result.cause:
-            with contextlib.suppress(Exception):  # a class that only workers can import
-                error.__cause__ = pickling.loads(result.cause, self.model)
-        return error
-
-    def _cancel(self, failed: RemoteValue) -> None:
-        """All functions that don't run yet, since `failed` raised an error."""
-        if self._error is None:
-            self._error = failed.error
-        self._queue.cancel_functions()
-        running = {lease.task.function for lease in self._queue.leases()}
-        for number in [number for number in self._open if number not in running]:
-            value = self._open.pop(number)
-            value.settle(error=FunctionError(f"{value.name}() was cancelled, since {failed.name}() failed before it."))
-            self._master.calls.pop(number, None)
-        self._inbox.clear()
-        self._dependents.clear()
-
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, ElasticCBError) and error.user_traceback:
-            error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
-        with self._master.changed:
-            error = self._with_names(error)
-            self.failed = True
-            if self._open or not self._over:
-                self._error, self._told = error, False
-            for value in self._open.values():
-                value.settle(error=error)
-            self._open.clear()
-            self._master.changed.notify_all()
-
-    def _with_names(self, error: Exception) -> Exception:
-        """An error of the job, with the name of the function that ended it, or of the first that is not done."""
-        if not isinstance(error, JobFailedError) or not self._open:
-            return error
-        failure = self._queue.failure
-        ended = self._open.get(failure.task.function) if failure is not None else None
-        first = ended or next(iter(self._open.values()))
-        more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
-        return JobFailedError(f"{first.name}(){more} could not be run: {error}", error.user_traceback)
 
 
 class Functions:
@@ -310,6 +36,11 @@ class Functions:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # while a job begins
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a job of functions, which looks after the processes."""
+        return self._job is not None
+
     def next_number(self) -> int:
         return next(self._numbers)
 
@@ -326,7 +57,7 @@ class Functions:
             )
         job = self._present_job()
         number = self.next_number()
-        self._datasets[number] = pickling.dumps(dataset_fn, f"The function {_name(dataset_fn)}", job.model)
+        self._datasets[number] = pickling.dumps(dataset_fn, f"The function {name_of(dataset_fn)}", job.model)
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:
@@ -389,8 +120,3 @@ class Functions:
                 master, settings = self._begin()
                 self._job = FunctionJob(self, master, settings, placed, self._datasets)
             return self._job
-
-
-def _name(function: Any) -> str:
-    function = getattr(function, "func", function)  # of a functools.partial
-    return str(getattr(function, "__name__", type(function).__name__))

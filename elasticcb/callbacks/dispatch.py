@@ -105,12 +105,13 @@ class Dispatcher:
         """Whether a callback reads or writes the optimizer's state in `hook`."""
         return any(needs_optimizer_state(callback, hook) for callback, _ in self._methods[hook])
 
-    def readers(self, hook: str, batches: int) -> list[Any]:
-        """The callbacks that may look at the model in a batch hook within the next so many batches."""
+    def readers(self, hook: str, batches: int = 1) -> list[Any]:
+        """The callbacks that may look at the model's weights in a hook; in a batch hook, within so many batches."""
         return [
             callback
             for callback, _ in self._methods[hook]
-            if self._is_due(callback, hook, batches) and reads_model(callback, hook, batches)
+            if (not TABLE[hook].of_batch or self._is_due(callback, hook, batches))
+            and reads_model(callback, hook, batches)
         ]
 
     def note_batch(self, seconds: float) -> None:

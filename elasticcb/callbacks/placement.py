@@ -127,11 +127,13 @@ class Stock:
         place: where all of its hooks run.
         idle: hooks that do nothing with the settings of this object.
         saves: hooks that save or swap the optimizer's state.
+        reads: whether the other hooks look at weights; for hooks of batches only those in `saves` do.
     """
 
     place: Place = Place.MASTER
     idle: Callable[[Any], Collection[str]] = lambda callback: ()
     saves: Collection[str] = ()
+    reads: Callable[[Any], bool] = lambda callback: True
 
 
 def _saves_epochs(callback: Any) -> Collection[str]:
@@ -146,19 +148,23 @@ def _silent(callback: Any) -> Collection[str]:
     return BATCH_HOOKS if not callback.verbose else ()
 
 
+def _never(callback: Any) -> bool:
+    return False
+
+
 _SAVER = ("on_epoch_end", "on_train_batch_end")
 
 STOCK: dict[str, Stock] = {
     "BackupAndRestore": Stock(idle=_saves_epochs, saves=("on_train_begin", *_SAVER)),
-    "CSVLogger": Stock(),
-    "EarlyStopping": Stock(),
-    "History": Stock(),
-    "LearningRateScheduler": Stock(),
+    "CSVLogger": Stock(reads=_never),
+    "EarlyStopping": Stock(reads=lambda callback: callback.restore_best_weights),
+    "History": Stock(reads=_never),
+    "LearningRateScheduler": Stock(reads=_never),
     "ModelCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
     "OrbaxCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
-    "ProgbarLogger": Stock(idle=_silent),
-    "ReduceLROnPlateau": Stock(),
-    "RemoteMonitor": Stock(),
+    "ProgbarLogger": Stock(idle=_silent, reads=_never),
+    "ReduceLROnPlateau": Stock(reads=_never),
+    "RemoteMonitor": Stock(reads=_never),
     "SwapEMAWeights": Stock(saves=[row.name for row in _ROWS if not row.of_batch]),
     "TensorBoard": Stock(idle=_board_of_epochs),
     "TerminateOnNaN": Stock(Place.WORKER),
@@ -265,10 +271,12 @@ def needs_optimizer_state(callback: Any, hook: str) -> bool:
 
 
 def reads_model(callback: Any, hook: str, batches: int) -> bool:
-    """Whether `hook`, a batch hook, may look at the model within the next so many batches."""
+    """Whether `hook` may look at the model's weights; a batch hook, within the next so many batches."""
     row = stock(callback)
     if row is None:
         return True
+    if not TABLE[hook].of_batch:
+        return row.reads(callback)
     if hook not in row.saves:
         return False
     seen = getattr(callback, "_batches_seen_since_last_saving", None)

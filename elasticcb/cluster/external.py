@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.rpc import TOKEN_VARIABLE, token_of_environment
 
 
 class ExternalCluster(ClusterBackend):
@@ -20,7 +21,9 @@ class ExternalCluster(ClusterBackend):
         self._say = say
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        self._say(f"Waiting for: elasticcb {role} --master {master_address} --index {index}")
+        known = self.token == token_of_environment()
+        token = f"{TOKEN_VARIABLE}={f'${TOKEN_VARIABLE}' if known else self.token} " if self.token else ""
+        self._say(f"Waiting for: {token}elasticcb {role} --master {master_address} --index {index}")
 
     def poll(self) -> list[Exit]:
         return []

@@ -51,10 +51,13 @@ class MasterHooks:
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Calls a hook of training or prediction; `options` are those of `Dispatcher.call`."""
         if self._callbacks.wants(hook):
-            self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+            reads = bool(self._callbacks.readers(hook))
+            if reads:
+                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
             self._callbacks.call(hook, *args, **options)
             self._carry_out()
-            self._send_changes()
+            if reads:
+                self._send_changes()
 
     def begin_round(self, evaluation_round: int) -> int:
         """Calls `on_test_begin`, and makes the servers keep the weights of the round; returns their version.
@@ -63,18 +66,24 @@ class MasterHooks:
         """
         self._round_changed = False
         weights = None
-        if self._callbacks.wants("on_test_begin"):
+        if self._callbacks.readers("on_test_begin"):
             self._show(self._ps.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
             self._callbacks.call("on_test_begin", {})
             self._carry_out()
             weights = self._changed_weights()
             self._round_changed = weights is not None
             self._forget()
+        else:
+            self._callbacks.call("on_test_begin", {})
+            self._carry_out()
         return self._ps.snapshot(evaluation_round, weights)
 
     def end_round(self, evaluation_round: int, logs: dict[str, Any]) -> None:
         """Calls `on_test_end` on the weights of the round, which the servers then forget."""
-        if self._callbacks.wants("on_test_end"):
+        if not self._callbacks.readers("on_test_end"):
+            self._callbacks.call("on_test_end", logs)
+            self._carry_out()
+        else:
             needs_state = self._callbacks.needs_optimizer_state("on_test_end")
             self._show(self._ps.pull_snapshot(evaluation_round), needs_state)
             self._callbacks.call("on_test_end", logs)

@@ -71,6 +71,8 @@ class Job:
         self._master = master
         self._make_host = make_host or _host_of_model_file
         self._make_program = make_program
+        # `fit` finalizes the optimizer (EMA) after the last epoch's evaluation; a command evaluates what it exports.
+        self._evaluates_as_keras = make_program is not None
         self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._last_epoch_logs: dict[str, Any] = {}
@@ -304,8 +306,8 @@ class Job:
     def _act_on(self, milestones: list[Milestone]) -> None:
         kinds = {milestone.kind for milestone in milestones}
         if MilestoneKind.TRAINING_DONE in kinds:
-            # Before the last epoch's round, which so sees the final weights.
-            self._master.reached_version(self._ps.finish_training())
+            # Before the last epoch's round.
+            self._master.reached_version(self._ps.finish_training(finalize=not self._evaluates_as_keras))
         for milestone in milestones:
             if milestone.kind is MilestoneKind.EPOCH_DONE:
                 self._epoch_done(milestone.number)
@@ -368,6 +370,8 @@ class Job:
         self._end_training()
 
     def _end_training(self) -> None:
+        if self._evaluates_as_keras:
+            self._master.reached_version(self._ps.finish_training())
         # Before the checkpoint and the export, which so have the weights that a callback restored.
         self._hooks.call("on_train_end", self._last_epoch_logs, after_export=False)
         if self._checkpoints.wanted:

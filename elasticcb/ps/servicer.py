@@ -314,8 +314,9 @@ class Servicer:
         names = model.policy.flush().pushes
         if names:
             self._update(names, model)
-        model.parameters.finalize()
         model.staged.clear()
+        if frame.header.finalize:
+            model.parameters.finalize()
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
 
     def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:

@@ -17,6 +17,7 @@ from elasticcb.callbacks.placement import (
     hooks_at,
     needs_optimizer_state,
     overridden_hooks,
+    reads_model,
 )
 from elasticcb.errors import ModelFileError
 
@@ -259,3 +260,17 @@ def test_runs_on_refuses_other_places(place: object) -> None:
 def test_runs_on_refuses_what_is_no_class() -> None:
     with pytest.raises(ModelFileError, match="decorates the class of a callback"):
         runs_on("master")(keras.callbacks.Callback())  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("callback", "reads"),
+    [
+        (keras.callbacks.History(), False),
+        (keras.callbacks.EarlyStopping(), False),
+        (keras.callbacks.EarlyStopping(restore_best_weights=True), True),
+        (keras.callbacks.ModelCheckpoint("x.keras"), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None), True),
+    ],
+)
+def test_weights_are_fetched_for_callbacks_that_look_at_them(callback, reads):
+    assert reads_model(callback, "on_epoch_end", 1) is reads

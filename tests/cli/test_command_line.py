@@ -13,10 +13,10 @@ import pytest
 import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
+from elasticcb.cli.option import ALL
 from elasticcb.cli.options import options_of
 from elasticcb.cli.reference import update
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
-from elasticcb.settings import Command
 
 REPOSITORY = Path(elasticcb.__file__).parent.parent
 
@@ -66,7 +66,7 @@ def test_checking_flags_imports_neither_tensorflow_nor_keras_nor_grpc():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", list(Command))
+@pytest.mark.parametrize("command", sorted(ALL))
 def test_help_is_grouped_and_states_every_flag_with_its_default(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     assert main([command.value, "--help"]) == ExitCode.DONE

@@ -292,7 +292,7 @@ def resnet() -> Given:
     return Given(model, normal(6, 6, 1), integers(3))
 
 
-@case("Layers", "`Embedding` with `mask_zero`, `LSTM`")
+@case("Layers", "`Embedding` with `mask_zero`, `LSTM` (gradients of rows)")
 def masked_lstm() -> Given:
     # Each row once per batch: of embeddings, see docs/parameter_servers.md.
     x = np.stack([np.random.default_rng(i).permutation(BATCH * 5).reshape(BATCH, 5) + 1 for i in range(4)])
@@ -318,7 +318,7 @@ def wrapped_layers() -> Given:
     return Given(compiled(model), normal(4, 2), normal(1))
 
 
-@case("Layers", "stateful RNN (its state goes on from batch to batch on its worker, as in `fit`)")
+@case("Layers", "stateful RNN (its state goes on from batch to batch on its worker; each call begins with a fresh one)")
 def stateful_rnn() -> Given:
     model = keras.Sequential([keras.Input((4, 2), batch_size=BATCH), layers.GRU(3, stateful=True), layers.Dense(1)])
     return Given(compiled(model), normal(4, 2), normal(1))
@@ -372,11 +372,11 @@ def ragged() -> Given:
     return Given(compiled(Words()), tf.data.Dataset.from_tensor_slices((words, normal(1))).batch(BATCH))
 
 
-@case("Layers", "sparse inputs")
+@case("Layers", "sparse inputs (gradients of rows: see [parameter_servers.md](parameter_servers.md#gradients-of-rows))")
 def sparse() -> Given:
     model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), layers.Dense(1)])
     x = normal(6) * (integers(3, 6) == 0)
-    return Given(compiled(model), tf.sparse.from_dense(x), normal(1))
+    return Given(compiled(model, optimizer="sgd"), tf.sparse.from_dense(x), normal(1))
 
 
 @case("Layers", "frozen layers and variables, also set after they were made")

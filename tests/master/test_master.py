@@ -6,7 +6,7 @@ import pytest
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import JobFailedError, JobOverError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
@@ -86,6 +86,31 @@ def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
     master.get_task(join(master), (), 0.0)
     master.tend()
     assert len(master.queue.leases()) == 1
+
+
+def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
+    master = make_master(lines)
+    worker = join(master)
+    master.begin_job(master.settings)
+    master.queue = make_queue()
+    for call in (lambda: master.program_of(1), lambda: master.wait_for_cluster(worker, 60.0), lambda: join(master)):
+        with pytest.raises(JobOverError, match="Job 1 is over; the present one is 2"):
+            call()
+    assert master.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
+    assert master.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
+    assert master.get_task(worker, (), 60.0).kind is DecisionKind.TASK
+
+
+def test_the_result_of_a_function_is_kept_once(lines):
+    master = make_master(lines)
+    master.queue = TaskQueue(records_per_task=1, minibatch_size=1)
+    worker = join(master)
+    master.calls[7] = b"call"
+    master.queue.add_function(7)
+    lease = master.get_task(worker, (), 0.0).lease
+    for result in (b"first", b"again"):
+        assert master.report_done(worker, lease.id, 0, {}, {}, 0, 0, result=result).accepted
+    assert (master.results, master.calls) == ({7: b"first"}, {})
 
 
 def test_the_version_never_goes_back(lines):

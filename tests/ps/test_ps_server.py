@@ -194,7 +194,7 @@ def test_the_last_gradients_are_applied_when_training_finishes(cluster):
     one = cluster(use_async=False, grads_to_wait=3)
     before = one.values()
     one.push({2: np.ones(6, np.float32)}, sequence=1)
-    answer = one.call(0, "FinishTraining", Frame(pb.FinishTrainingRequest(), {}))
+    answer = one.call(0, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
     assert answer.header.version == 1
     np.testing.assert_allclose(one.values()[2], before[2] - 0.5, rtol=1e-5)
 
@@ -225,7 +225,7 @@ def test_all_servers_take_a_synchronous_gradient_or_none_does(cluster):
     push(1, 3, 1)
     assert all(np.array_equal(a, b) for a, b in zip(two.values(), held, strict=True))
     for index in (0, 1):
-        two.call(index, "FinishTraining", Frame(pb.FinishTrainingRequest(), {}))
+        two.call(index, "FinishTraining", Frame(pb.FinishTrainingRequest(finalize=True), {}))
     np.testing.assert_allclose(two.values()[0], held[0] - 0.5 * gradients(13, CUT)[0], rtol=1e-4, atol=1e-5)
     assert [two.push({}, index, pull=True).header.version for index in (0, 1)] == [2, 2]
 

@@ -1,0 +1,374 @@
+"""Keras models, optimizers and their options on a cluster end where Keras's own `fit` ends.
+
+The tables of docs/keras_support.md are these: `python tests/integration/test_matrix.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import elasticcb
+import matrix_steps  # noqa: F401  (adds to CASES)
+from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
+from matrix_models import BATCH, CASES, Plain, compiled, dense, normal
+from matrix_optimizers import (
+    CLASSES,
+    NOT_TO_TRAIN_WITH,
+    OPTIONS,
+    SCHEDULES,
+    exported_classes,
+    exported_schedules,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "keras_support.md"
+EPOCHS = 2
+SAME = 1e-6  # between an evaluation on a cluster, and one of the weights that came back
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with elasticcb.Cluster(1, 1, use_async=False, log_level="WARNING") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def two_workers():
+    with elasticcb.Cluster(2, 2, kind="inprocess", log_level="WARNING") as cluster:
+        yield cluster
+
+
+def assert_close(found, expected, tolerance, what=""):
+    """Within `tolerance` of the largest value, or of 1% for what is all but zero."""
+    for ours, theirs in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+        ours, theirs = np.asarray(ours, "float64"), np.asarray(theirs, "float64")
+        scale = max(np.abs(theirs).max(initial=0), 1e-2)
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale, err_msg=what)
+
+
+def assert_histories_equal(found, expected, tolerance):
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        assert_close(found[name], values, tolerance, name)
+
+
+def reset_states(model):
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            layer.reset_state()
+
+
+# ---------------------------------------------------------------- one synchronous worker
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_ends_where_fit_ends(cluster, name):
+    case = CASES[name]
+    given = case.make()
+    parts = [part for part in (given.x, given.y, given.sample_weight) if part is not None]
+    fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0, "sample_weight": given.sample_weight, **given.options}
+    fit["validation_data"] = tuple(parts) if len(parts) > 1 else given.x
+    if not isinstance(given.x, tf.data.Dataset):
+        fit["batch_size"] = BATCH
+    expected, model = given.model, case.make().model
+    history = expected.fit(given.x, given.y, **fit).history
+    found = cluster.fit(model, given.x, given.y, **fit).history
+    assert_histories_equal(found, history, case.tolerance)
+    assert_close(model.get_weights(), expected.get_weights(), case.tolerance)
+    test = {"batch_size": fit.get("batch_size"), "sample_weight": given.sample_weight, "verbose": 0}
+    reset_states(model)
+    logs = model.evaluate(given.x, given.y, return_dict=True, **test)
+    assert_close(cluster.evaluate(model, given.x, given.y, return_dict=True, **test), logs, max(SAME, case.tolerance))
+    reset_states(model)
+    predictions = model.predict(given.x, batch_size=fit.get("batch_size"), verbose=0)
+    found = cluster.predict(model, given.x, batch_size=fit.get("batch_size"), verbose=0)
+    assert keras.tree.map_structure(np.shape, found) == keras.tree.map_structure(np.shape, predictions)
+    assert_close(found, predictions, max(SAME, case.tolerance))
+
+
+X, Y = normal(6), normal(1)
+FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+
+def fresh(make_optimizer):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    model = dense(optimizer=make_optimizer())
+    if isinstance(model.optimizer, keras.optimizers.ScheduleFreeAdamW):
+        # Keras's `fit` builds it in a way that leaves out the weights that it starts from.
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def optimizer_variables(model):
+    """Without the scale of the loss, which is the worker's."""
+    return [
+        variable.numpy()
+        for variable in model.optimizer.variables
+        if not variable.path.endswith(("dynamic_scale", "step_counter"))
+    ]
+
+
+MAKERS = {name: case.make for name, case in CLASSES.items()}
+MAKERS |= {name: lambda make=make: keras.optimizers.SGD(make()) for name, make in SCHEDULES.items()}
+MAKERS |= OPTIONS
+TOLERANCES = {name: case.tolerance for name, case in CLASSES.items()}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_optimizer_ends_where_fit_ends(cluster, name):
+    expected, model = fresh(MAKERS[name]), fresh(MAKERS[name])
+    history = expected.fit(X, Y, epochs=EPOCHS, **FIT).history
+    found = cluster.fit(model, X, Y, epochs=EPOCHS, **FIT).history
+    tolerance = TOLERANCES.get(name, 1e-5)
+    assert_histories_equal(found, history, tolerance)
+    assert_close(model.get_weights(), expected.get_weights(), tolerance)
+    assert_close(optimizer_variables(model), optimizer_variables(expected), tolerance)
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations) > 0
+
+
+def test_every_optimizer_and_schedule_that_keras_exports_is_in_the_tables():
+    assert exported_classes() == {*CLASSES, *NOT_TO_TRAIN_WITH}
+    assert exported_schedules() == {*SCHEDULES}
+
+
+# ---------------------------------------------------------------- two asynchronous workers, two servers
+
+
+@pytest.mark.parametrize("name", ["functional", "subclass_of_models", "resnet", "masked_lstm", "statistics"])
+def test_two_workers_train_and_evaluate_as_the_weights_that_come_back(two_workers, name):
+    given = CASES[name].make()
+    fit = {"epochs": 12, "batch_size": 4, "verbose": 0, "sample_weight": given.sample_weight}
+    losses = two_workers.fit(given.model, given.x, given.y, **fit).history["loss"]
+    assert losses[-1] < 0.97 * losses[0]
+    test = {"batch_size": 4, "sample_weight": given.sample_weight, "verbose": 0, "return_dict": True}
+    expected = given.model.evaluate(given.x, given.y, **test)
+    found = two_workers.evaluate(given.model, given.x, given.y, **test)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=SAME, err_msg=key)
+
+
+# ---------------------------------------------------------------- one fit after another
+
+GOES_ON = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "schedule": lambda: keras.optimizers.Adam(SCHEDULES["ExponentialDecay"]()),
+    "weights kept whole": lambda: keras.optimizers.Adafactor(0.05),
+    "accumulated gradients": CLASSES["SGD"].make,
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_second_fit_goes_on_where_the_first_ended(cluster, name):
+    expected, model = fresh(GOES_ON[name]), fresh(GOES_ON[name])
+    expected.fit(X, Y, epochs=4, **FIT)
+    cluster.fit(model, X, Y, epochs=2, **FIT)
+    assert int(model.optimizer.iterations) == 2 * len(X) // BATCH
+    cluster.fit(model, X, Y, epochs=4, initial_epoch=2, **FIT)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-5)
+    assert_close(optimizer_variables(model), optimizer_variables(expected), 1e-5)
+    assert int(model.optimizer.iterations) == 4 * len(X) // BATCH
+
+
+def test_fit_here_goes_on_where_one_on_the_cluster_ended_and_the_other_way_round(cluster):
+    expected, model = fresh(CLASSES["Adam"].make), fresh(CLASSES["Adam"].make)
+    expected.fit(X, Y, epochs=3, **FIT)
+    cluster.fit(model, X, Y, **FIT)
+    model.fit(X, Y, **FIT)
+    cluster.fit(model, X, Y, **FIT)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-5)
+
+
+def test_weights_and_learning_rate_that_are_set_between_two_fits_count(cluster):
+    expected, model = fresh(CLASSES["SGD"].make), fresh(CLASSES["SGD"].make)
+    for own, fit in ((expected, expected.fit), (model, lambda *data, **options: cluster.fit(model, *data, **options))):
+        fit(X, Y, **FIT)
+        own.set_weights([0.5 * value for value in own.get_weights()])
+        own.optimizer.learning_rate = 0.01
+        own.optimizer.variables[-1].assign(keras.ops.zeros_like(own.optimizer.variables[-1]))
+        fit(X, Y, **FIT)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-5)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
+
+
+def test_a_model_is_saved_with_its_optimizer_and_goes_on_when_it_is_loaded(cluster, tmp_path):
+    expected, model = fresh(CLASSES["Adam"].make), fresh(CLASSES["Adam"].make)
+    expected.fit(X, Y, epochs=2, **FIT)
+    cluster.fit(model, X, Y, **FIT)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert int(loaded.optimizer.iterations) == len(X) // BATCH
+    cluster.fit(loaded, X, Y, **FIT)
+    assert_close(loaded.get_weights(), expected.get_weights(), 1e-5)
+
+
+def test_the_callers_model_keeps_its_own_methods(cluster):
+    model = CASES["own_steps"].make().model
+    before = set(vars(model))
+    cluster.fit(model, X, Y, **FIT)
+    assert not {"train_step", "test_step", "compute_metrics"} & (set(vars(model)) - before)
+    model.fit(X, Y, **FIT)
+
+
+# ---------------------------------------------------------------- what is not supported
+
+
+class Twice(Plain):
+    def train_step(self, data):
+        x, y = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class Sometimes(Plain):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients, variables = tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        tf.cond(loss > 0, lambda: self.optimizer.apply(gradients, variables), lambda: None)
+        return {"loss": loss}
+
+
+class Locked(Plain):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Broken(Plain):
+    def get_config(self):
+        raise ValueError("no config of this one")
+
+
+class Meter:
+    def off(self, y, y_pred):
+        return keras.ops.abs(y - y_pred)
+
+
+def refers_to_itself():
+    model = dense()
+    model.compile("sgd", lambda y, y_pred: keras.ops.mean((y - y_pred) ** 2) * len(model.layers))
+    return model
+
+
+def clipped_and_accumulated():
+    return dense(optimizer=keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2))
+
+
+# What: (a model, the error, what it says, why).
+UNSUPPORTED = {
+    "a `train_step` that updates a variable twice": (
+        lambda: compiled(Twice()),
+        ElasticCBError,
+        "a variable can be updated once per step",
+        "servers apply the gradients after the step",
+    ),
+    "an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (
+        lambda: compiled(Sometimes()),
+        ElasticCBError,
+        "where its gradients can't be taken out of",
+        "gradients leave the step as outputs",
+    ),
+    "`global_clipnorm` with `gradient_accumulation_steps` on several servers": (
+        clipped_and_accumulated,
+        JobFailedError,
+        "Use one parameter server",
+        "each server has a part of the accumulated gradients",
+    ),
+    "a learning rate that is a function": (
+        lambda: dense(optimizer=keras.optimizers.SGD(lambda: 0.1)),
+        UsageError,
+        "Make it a keras.optimizers.schedules.LearningRateSchedule",
+        "Keras can't serialize it",
+    ),
+    "a loss, metric or layer that refers to the model by a global variable or a closure": (
+        refers_to_itself,
+        UsageError,
+        "refers to the model itself",
+        "workers would get a second copy",
+    ),
+    "a bound method as a loss or metric": (
+        lambda: dense(metrics=[Meter().off]),
+        UsageError,
+        "which workers can't be sent without a second copy of the object",
+        "workers would get a second copy",
+    ),
+    "attributes that belong to one process (locks, files, connections)": (
+        lambda: compiled(Locked()),
+        UsageError,
+        "leave out what belongs to this process alone",
+        "they can't be pickled",
+    ),
+    "a `get_config` that fails": (
+        lambda: compiled(Broken()),
+        UsageError,
+        "Give its class .* a get_config\\(\\)",
+        "the class says how it is sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_what_is_not_supported_says_so(what):
+    make, kind, message, _ = UNSUPPORTED[what]
+    with (
+        elasticcb.Cluster(1, 2, kind="inprocess", log_level="ERROR") as cluster,
+        pytest.raises(kind, match=message),
+    ):
+        cluster.fit(make(), X, Y, **FIT)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def tables() -> dict[str, str]:
+    """The generated parts of the page, by name."""
+    models = ["| | supported | equal to `fit` within |", "|---|---|---|"]
+    group = ""
+    for case in sorted(
+        CASES.values(), key=lambda case: [*dict.fromkeys(c.group for c in CASES.values())].index(case.group)
+    ):
+        if case.group != group:
+            group = case.group
+            models.append(f"| **{group}** | | |")
+        models.append(f"| {case.what} | yes | {case.tolerance:g} |")
+    optimizers = ["| | supported | equal to `fit` within | |", "|---|---|---|---|"]
+    optimizers += [f"| `{name}` | yes | {case.tolerance:g} | {case.what} |" for name, case in sorted(CLASSES.items())]
+    optimizers += [f"| `{name}` | no | | {why} |" for name, why in NOT_TO_TRAIN_WITH.items()]
+    options = ["| | supported | equal to `fit` within |", "|---|---|---|"]
+    options += [f"| `schedules.{name}` | yes | 1e-05 |" for name in sorted(SCHEDULES)]
+    options += [f"| {name} | yes | 1e-05 |" for name in OPTIONS]
+    missing = ["| | why | error | it says |", "|---|---|---|---|"]
+    for what, (_, kind, message, why) in UNSUPPORTED.items():
+        shown = message.replace("\\", "").replace(".*", "…")
+        missing.append(f"| {what} | {why} | `{kind.__name__}` | {shown} |")
+    parts = {"models": models, "optimizers": optimizers, "options": options, "unsupported": missing}
+    return {name: "\n".join(lines) for name, lines in parts.items()}
+
+
+def with_tables(text: str) -> str:
+    for name, table in tables().items():
+        block = f"<!-- {name} -->\n\n{table}\n\n<!-- end -->"
+        text = re.sub(rf"<!-- {name} -->\n.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
+
+
+def test_page_has_these_tables():
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"<!-- {name} -->" in text for name in tables())
+    assert with_tables(text) == text, "run: python tests/integration/test_matrix.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

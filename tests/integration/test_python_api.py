@@ -1,0 +1,314 @@
+"""`elasticcb.Cluster` next to `keras.Model`: the same calls, with the same results, words and errors."""
+
+import re
+
+import keras
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow as tf
+
+import elasticcb
+from elasticcb.errors import JobFailedError, UsageError
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+LABELS = (Y[:, 0] > 0).astype("int32")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", use_async=False) as cluster:
+        yield cluster
+
+
+class Keras:
+    """`keras.Model` with the methods of a cluster."""
+
+    def fit(self, model, *args, **kwargs):
+        return model.fit(*args, **kwargs)
+
+    def evaluate(self, model, *args, **kwargs):
+        return model.evaluate(*args, **kwargs)
+
+    def predict(self, model, *args, **kwargs):
+        return model.predict(*args, **kwargs)
+
+
+def make(outputs=1, loss="mse", metrics=("mae",), compiled=True):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(outputs)])
+    if compiled:
+        model.compile("adam", loss, metrics=list(metrics))
+    return model
+
+
+def classifier():
+    return make(2, keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
+
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+
+
+def generator():
+    for start in range(0, 64, 16):
+        yield X[start : start + 16], Y[start : start + 16]
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return X[index * 16 : index * 16 + 16], Y[index * 16 : index * 16 + 16]
+
+
+def zero_division(labels, predictions):
+    raise ZeroDivisionError("in the loss")
+
+
+# ------------------------------------------------------------ the same results
+
+CALLS = {
+    "arrays": lambda on: on.fit(make(), X, Y, epochs=2, shuffle=False),
+    "a last batch that is short": lambda on: on.fit(make(), X[:50], Y[:50], shuffle=False, batch_size=20),
+    "lists": lambda on: on.fit(make(), X, Y, batch_size=64, shuffle=False, epochs=2, callbacks=[]),
+    "pandas": lambda on: on.fit(make(), pd.DataFrame(X), pd.Series(Y[:, 0]), shuffle=False),
+    "tensors": lambda on: on.fit(make(), tf.constant(X), tf.constant(Y), shuffle=False),
+    "tf.data": lambda on: on.fit(make(), dataset(), epochs=2),
+    "endless tf.data": lambda on: on.fit(make(), dataset().repeat(), steps_per_epoch=3, epochs=3),
+    "generator": lambda on: on.fit(make(), generator(), steps_per_epoch=4),
+    "PyDataset": lambda on: on.fit(make(), Sequence(), epochs=2, shuffle=False),
+    "validation_split": lambda on: on.fit(make(), X, Y, shuffle=False, validation_split=0.25, epochs=2),
+    "validation_data": lambda on: on.fit(make(), X, Y, shuffle=False, validation_data=(X[:9], Y[:9])),
+    "validation dataset": lambda on: on.fit(make(), X, Y, shuffle=False, validation_data=dataset()),
+    "validation_batch_size, validation_steps": lambda on: on.fit(
+        make(), X, Y, shuffle=False, validation_data=(X, Y), validation_batch_size=8, validation_steps=3
+    ),
+    "validation_freq": lambda on: on.fit(
+        make(), X, Y, shuffle=False, validation_data=(X, Y), epochs=5, validation_freq=2
+    ),
+    "list of validation_freq": lambda on: on.fit(
+        make(), X, Y, shuffle=False, validation_data=(X, Y), epochs=3, validation_freq=[1, 3]
+    ),
+    "initial_epoch": lambda on: on.fit(make(), X, Y, shuffle=False, epochs=4, initial_epoch=2),
+    "nothing left to do": lambda on: on.fit(make(), X, Y, shuffle=False, epochs=2, initial_epoch=2),
+    "no epochs": lambda on: on.fit(make(), X, Y, epochs=0),
+    "NumPy's numbers": lambda on: on.fit(make(), X, Y, shuffle=False, epochs=np.int64(2)),
+    "steps_per_epoch with arrays": lambda on: on.fit(make(), X, Y, shuffle=False, steps_per_epoch=1, epochs=2),
+    "class_weight": lambda on: on.fit(classifier(), X, LABELS, shuffle=False, class_weight={0: 1.0, 1: 3.0}),
+    "sample_weight": lambda on: on.fit(make(), X, Y, shuffle=False, sample_weight=np.arange(64) / 64),
+    "one callback": lambda on: on.fit(
+        make(), X, Y, shuffle=False, epochs=9, callbacks=keras.callbacks.EarlyStopping("mae", patience=0, min_delta=9)
+    ),
+    "evaluate": lambda on: on.evaluate(make(), X, Y),
+    "evaluate, as a dict": lambda on: on.evaluate(make(), dataset(), return_dict=True, steps=2),
+    "evaluate, loss alone": lambda on: on.evaluate(make(metrics=()), X, Y),
+    "evaluate, with weights": lambda on: on.evaluate(make(), X, Y, sample_weight=np.arange(64) / 64),
+    "predict": lambda on: on.predict(make(), X, batch_size=10),
+    "predict without compile": lambda on: on.predict(make(compiled=False), dataset().map(lambda x, y: x)),
+    "predict, some steps": lambda on: on.predict(make(), X, batch_size=8, steps=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("name", CALLS)
+def test_call_gives_what_keras_gives(name, cluster):
+    expected, given = CALLS[name](Keras()), CALLS[name](cluster)
+    if isinstance(expected, keras.callbacks.History):
+        assert given.epoch == expected.epoch
+        assert {key: len(values) for key, values in given.history.items()} == {
+            key: len(values) for key, values in expected.history.items()
+        }
+        assert {key: given.params[key] for key in expected.params} == expected.params
+        expected, given = expected.history, given.history
+    keras.tree.map_structure(lambda new, old: np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-6), given, expected)
+
+
+def test_weights_optimizer_and_history_are_in_the_model_afterwards_and_a_second_fit_goes_on(cluster):
+    ours, theirs = make(), make()
+    for _ in range(2):
+        history = cluster.fit(ours, X, Y, epochs=2, shuffle=False, verbose=0)
+        theirs.fit(X, Y, epochs=2, shuffle=False, verbose=0)
+        assert ours.history is history
+        assert int(ours.optimizer.iterations) == int(theirs.optimizer.iterations)
+        for new, old in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+            np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-6)
+    assert ours.predict(X, verbose=0).shape == (64, 1)
+
+
+def test_shuffled_fit_sees_each_record_once_per_epoch_in_another_order_each_time(cluster):
+    class Seen(keras.callbacks.Callback):
+        orders: list = []
+
+    def keep(labels, predictions):
+        tf.py_function(lambda rows: Seen.orders.append(rows.numpy().ravel().tolist()), [labels], [])
+        return tf.reduce_mean(tf.square(labels - predictions), -1)
+
+    rows = np.arange(64, dtype="float32")[:, None]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), keep, run_eagerly=True)
+    Seen.orders.clear()
+    cluster.fit(model, rows, rows, epochs=2, batch_size=16, verbose=0)
+    batches = [batch for batch in Seen.orders if len(batch) == 16]
+    first, second = np.concatenate(batches[-8:-4]), np.concatenate(batches[-4:])
+    assert sorted(first) == sorted(second) == rows[:, 0].tolist()
+    assert first.tolist() != second.tolist() != rows[:, 0].tolist()
+
+
+def test_same_seed_gives_the_same_shuffled_training(cluster):
+    histories = []
+    for _ in range(2):
+        model = make()
+        histories.append(cluster.fit(model, X, Y, epochs=2, batch_size=16, verbose=0).history)
+    np.testing.assert_allclose(histories[0]["loss"], histories[1]["loss"], rtol=1e-5)
+
+
+# ------------------------------------------------------------ the same output
+
+
+def shown(text):
+    """Lines as a terminal leaves them, without times and digits that depend on rounding."""
+    text = re.sub(r"\x1b\[[\d;]*m|\x08", "", text).replace("\r", "\n")
+    text = re.sub(r"\d+(ms|us|s)(/step|/epoch)?", "TIME", text)
+    lines = [re.sub(r"(\d\.\d{2})\d+", r"\1", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line.startswith("Epoch") or re.match(r"(\d+)/\1 ", line)]
+
+
+@pytest.mark.parametrize("verbose", [0, 1, 2, "auto"])
+def test_output_is_that_of_keras(verbose, cluster, capsys):
+    outputs = []
+    for on in (Keras(), cluster):
+        model = make()
+        on.fit(model, X, Y, epochs=2, shuffle=False, validation_split=0.25, verbose=verbose)
+        on.evaluate(model, X, Y, verbose=verbose)
+        on.predict(model, X, verbose=verbose)
+        outputs.append(capsys.readouterr().out)
+    expected, given = map(shown, outputs)
+    assert bool(outputs[0]) == bool(outputs[1]) == bool(verbose)
+    # A bar is drawn anew as often as time allows: what counts is the last of each.
+    assert list(dict.fromkeys(given))[-1:] == list(dict.fromkeys(expected))[-1:]
+    assert set(expected) <= set(given)
+
+
+# ------------------------------------------------------------ the same errors
+
+MISTAKES = {
+    "not compiled": lambda on: on.fit(make(compiled=False), X, Y),
+    "not compiled, evaluate": lambda on: on.evaluate(make(compiled=False), X, Y),
+    "different lengths": lambda on: on.fit(make(), X, Y[:10]),
+    "different lengths of weights": lambda on: on.fit(make(), X, Y, sample_weight=np.ones(3)),
+    "validation_split of 1": lambda on: on.fit(make(), X, Y, validation_split=1.0),
+    "validation_split of one row": lambda on: on.fit(make(), X[:1], Y[:1], validation_split=0.1),
+    "validation_split of a dataset": lambda on: on.fit(make(), dataset(), validation_split=0.1),
+    "validation_split of a generator": lambda on: on.fit(make(), generator(), validation_split=0.1),
+    "y with a dataset": lambda on: on.fit(make(), dataset(), Y),
+    "y with a generator": lambda on: on.fit(make(), generator(), Y),
+    "y with a PyDataset": lambda on: on.fit(make(), Sequence(), Y),
+    "sample_weight with a dataset": lambda on: on.fit(make(), dataset(), sample_weight=Y),
+    "class_weight and sample_weight": lambda on: on.fit(
+        make(), X, Y, class_weight={0: 1.0}, sample_weight=np.ones(64)
+    ),
+    "validation data of four parts": lambda on: on.fit(make(), X, Y, validation_data=(1, 2, 3, 4)),
+    "validation data that is none": lambda on: on.fit(make(), X, Y, validation_data=3.5),
+    "validation_freq of a string": lambda on: on.fit(make(), X, Y, validation_data=(X, Y), validation_freq="a"),
+    "x of a string": lambda on: on.fit(make(), "abc", Y),
+    "epochs of a float": lambda on: on.fit(make(), X, Y, epochs=1.5),
+    "epochs of a string": lambda on: on.fit(make(), X, Y, epochs="3"),
+    "initial_epoch of a string": lambda on: on.fit(make(), X, Y, epochs=3, initial_epoch="1"),
+    "loss that raises": lambda on: on.fit(make(loss=zero_division), X, Y),
+    "labels of a wrong shape": lambda on: on.fit(make(), X, np.ones((64, 3, 2))),
+    "callback that raises": lambda on: on.fit(
+        make(), X, Y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs["none"])]
+    ),
+}
+
+
+def raised(call, on):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever Keras raises
+        call(on)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_answered_as_by_keras(name, cluster):
+    expected, given = raised(MISTAKES[name], Keras()), raised(MISTAKES[name], cluster)
+    assert type(given) is type(expected)
+    words = [re.sub(r"sequential_\d+|dense_\d+|_\d+/|node \S+|0x\w+", "", str(error)) for error in (given, expected)]
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("initial_epoch=-1", lambda on: on.fit(make(), X, Y, initial_epoch=-1)),
+        ("batch_size=-2", lambda on: on.fit(make(), X, Y, batch_size=-2)),
+        ("at least one batch", lambda on: on.fit(make(), X[:0], Y[:0])),
+        ("at least one batch", lambda on: on.evaluate(make(), X[:0], Y[:0])),
+        ("at least one batch", lambda on: on.predict(make(), dataset().take(0))),
+        ("steps_per_epoch=None", lambda on: on.fit(make(), dataset().repeat())),
+        ("validation_steps=None", lambda on: on.fit(make(), X, Y, validation_data=dataset().repeat())),
+        ("`steps_per_epoch` must", lambda on: on.fit(make(), lambda context: dataset())),
+    ],
+)
+def test_what_keras_lets_pass_or_never_ends_is_an_error_with_words(words, call, cluster):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call(cluster)
+
+
+@pytest.mark.parametrize(("callbacks", "words"), [([3], "Received: 3"), ([keras.callbacks.CSVLogger], r"CSVLogger\(\)")])
+def test_callback_that_is_none_is_refused(callbacks, words, cluster):
+    with pytest.raises(TypeError, match=words):
+        cluster.fit(make(), X, Y, callbacks=callbacks)
+
+
+def test_error_of_the_user_shows_the_users_own_frames(cluster):
+    error = raised(MISTAKES["loss that raises"], cluster)
+    names = [frame.name for frame in pytest.ExceptionInfo.from_exception(error).traceback]
+    assert names[-1] == "zero_division"
+    assert "one_step_on_data" not in names
+    assert error.__cause__ is None
+
+
+class RaisesOnWorker(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise LookupError("no such thing")
+
+
+def test_error_in_a_hook_on_a_worker_names_hook_and_line_once_and_the_cluster_works_again(cluster):
+    with pytest.raises(JobFailedError, match="on_train_batch_end") as caught:
+        cluster.fit(make(), X, Y, callbacks=[RaisesOnWorker()], verbose=0)
+    text = str(caught.value)
+    assert text.count('raise LookupError("no such thing")') == 1
+    assert "test_python_api.py" in text
+    assert "It was tried" not in text
+    assert len(text.splitlines()) < 25
+    assert cluster.fit(make(), X, Y, verbose=0).history["loss"]
+
+
+def test_nan_in_the_loss_ends_the_call(cluster):
+    with pytest.raises(JobFailedError, match="NaN"):
+        cluster.fit(make(), X * np.nan, Y, verbose=0)
+
+
+class HoldsAFile(keras.callbacks.Callback):
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.file.write("x")
+
+
+def test_callback_that_cannot_be_pickled_is_named(cluster, tmp_path):
+    with (tmp_path / "file").open("w") as file, pytest.raises(UsageError, match="HoldsAFile") as caught:
+        cluster.fit(make(), X, Y, callbacks=[HoldsAFile(file)], verbose=0)
+    assert "not opened for reading" in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_ps": 1.5}, {"kind": "cloud"}, {"non_finite": "no"}])
+def test_cluster_refuses_what_it_does_not_know(arguments):
+    (name,) = arguments
+    with pytest.raises(UsageError, match=f"`{name}`.*Received: {name}="):
+        elasticcb.Cluster(**arguments)

@@ -1,0 +1,280 @@
+"""`elasticcb.Cluster` with real processes: scripts, threads, signals, processes that are killed or started by hand."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+
+import elasticcb
+from elasticcb.errors import ConnectionLostError, JobFailedError
+from elasticcb.master_client import MasterClient
+
+X = np.arange(2000, dtype="float32")[:, None]
+
+
+class Count(keras.metrics.Metric):
+    """How many records there were, and the sum of their labels."""
+
+    def __init__(self, name="count", **options):
+        super().__init__(name=name, **options)
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, labels, predictions, sample_weight=None):
+        self.total.assign_add(tf.cast(tf.shape(labels)[0], "float32"))
+
+    def merge_state(self, metrics):
+        self.total.assign_add(sum(metric.total for metric in metrics))
+
+    def result(self):
+        return self.total
+
+
+def make():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-9), "mse", metrics=[Count()])
+    return model
+
+
+def processes(role):
+    return [child for child in psutil.Process().children() if role in child.cmdline()]
+
+
+class KillsOnce(keras.callbacks.Callback):
+    """Kills the first process of a role when the first batches of an epoch have come in."""
+
+    def __init__(self, role):
+        super().__init__()
+        self.role = role
+        self.done = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1 and not self.done:
+            self.done = True
+            processes(self.role)[0].kill()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Started by a thread that has ended since."""
+    made = elasticcb.Cluster(num_workers=2)
+    thread = threading.Thread(target=made.start)
+    thread.start()
+    thread.join()
+    yield made
+    made.close()
+    assert not processes("worker") + processes("ps")
+    assert not os.path.exists(made.directory or "-")
+
+
+def test_killed_worker_is_replaced_and_every_record_counts(cluster, capsys):
+    history = cluster.fit(make(), X, X, epochs=3, batch_size=10, verbose=0, callbacks=[KillsOnce("worker")])
+    assert len(history.history["count"]) == 3
+    assert min(history.history["count"]) >= len(X)  # those that were under way may count again
+    assert history.history["count"][0] == history.history["count"][2] == len(X)
+
+
+def test_fit_runs_in_another_thread(cluster):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(cluster.fit(make(), X, X, batch_size=100, verbose=0)))
+    thread.start()
+    thread.join()
+    assert found[0].history["count"] == [len(X)]
+
+
+def test_policies_and_optimizers_of_each_call_are_its_own(cluster):
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+        model.compile("adam", "mse")
+        assert np.isfinite(cluster.fit(model, X / 2000, X / 2000, batch_size=100, verbose=0).history["loss"]).all()
+    finally:
+        keras.config.set_dtype_policy(before)
+    model = make()
+    cluster.fit(model, X, X, batch_size=100, verbose=0)
+    assert {weight.dtype for weight in model.weights} == {"float32"}
+    assert int(model.optimizer.iterations) == 20
+
+
+def test_killed_server_ends_the_call_with_words_and_the_next_call_works(cluster):
+    with pytest.raises(JobFailedError, match=r"parameter server 0 .*SIGKILL"):
+        cluster.fit(make(), X, X, epochs=50, batch_size=10, verbose=0, callbacks=[KillsOnce("ps")])
+    assert cluster.fit(make(), X, X, batch_size=100, verbose=0).history["count"] == [len(X)]
+
+
+def test_second_call_at_the_same_time_is_refused(cluster):
+    class Nested(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            cluster.evaluate(make(), X, X)
+
+    with pytest.raises(elasticcb.errors.UsageError, match="busy"):
+        cluster.fit(make(), X, X, batch_size=1000, verbose=0, callbacks=[Nested()])
+
+
+# ------------------------------------------------------------ scripts
+
+
+def start(text, folder, *arguments):
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.Popen(
+        [sys.executable, str(path), *arguments],
+        cwd=elsewhere,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def read_until(process, word):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if word in line:
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
+def children(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tmp_path):
+    (tmp_path / "beside.py").write_text(
+        textwrap.dedent(
+            """
+            import keras
+
+            class Twice(keras.layers.Layer):
+                def call(self, x):
+                    return 2 * x
+            """
+        )
+    )
+    script = start(
+        """
+        import sys
+        import elasticcb, keras, numpy as np, tensorflow as tf
+        from beside import Twice
+
+        class Product(keras.layers.Layer):
+            def __init__(self, units, **options):
+                super().__init__(**options)
+                self.units = units
+
+            def build(self, shape):
+                self.kernel = self.add_weight(shape=(shape[-1], self.units))
+
+            def call(self, x):
+                return x @ self.kernel
+
+        def distance(labels, predictions):
+            return tf.reduce_mean(tf.abs(labels - predictions), -1)
+
+        class Batches(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.last = batch
+
+            def on_epoch_end(self, epoch, logs=None):
+                print("epoch", epoch, sorted(logs))
+
+        class Rows(keras.utils.PyDataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                x = np.full((8, 4), index, "float32")
+                return x, x[:, :1]
+
+        def make_dataset(context):
+            x = np.ones((8, 4), "float32")
+            return tf.data.Dataset.from_tensors((x, x[:, :1])).repeat()
+
+        model = keras.Sequential([Product(3), Twice(), keras.layers.Dense(1)])
+        model.compile("adam", distance, metrics=["mae"])
+        cluster = elasticcb.Cluster()
+        for data in (Rows(), make_dataset):
+            cluster.fit(model, data, steps_per_epoch=4, verbose=0, callbacks=[Batches()])
+        print("predicted", cluster.predict(model, Rows(), verbose=0).shape, flush=True)
+        sys.stdin.readline()
+        """,
+        tmp_path,
+    )
+    output = read_until(script, "predicted (32, 1)")
+    assert output.count("epoch 0 ['loss', 'mae']") == 2
+    family = children(script)
+    assert len(family) == 2
+    assert script.wait(30) == 0
+    assert not psutil.wait_procs(family, 10)[1]
+    assert not list((tmp_path / "temporary").glob("elasticcb-*"))
+    assert "Traceback" not in script.stdout.read()
+
+
+def test_interrupt_gives_keyboard_interrupt_with_the_weights_so_far_and_a_killed_caller_leaves_no_process(tmp_path):
+    script = start(
+        """
+        import elasticcb, keras, numpy as np
+
+        class Tell(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if epoch == 1:
+                    print("now", flush=True)
+
+        x = np.ones((640, 4), "float32")
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        first = model.get_weights()[0]
+        with elasticcb.Cluster() as cluster:
+            try:
+                cluster.fit(model, x, x[:, :1], epochs=100000, verbose=0, callbacks=[Tell()])
+            except KeyboardInterrupt:
+                moved = (model.get_weights()[0] != first).any()
+                print("interrupted", moved, int(model.optimizer.iterations) >= 40, flush=True)
+            cluster.fit(model, x, x[:, :1], epochs=100000, verbose=0, callbacks=[Tell()])
+        """,
+        tmp_path,
+    )
+    read_until(script, "now")
+    os.killpg(script.pid, signal.SIGINT)
+    output = read_until(script, "now")
+    assert "interrupted True True" in output
+    assert "Traceback" not in output
+    family = children(script)
+    assert len(family) == 2
+    script.kill()
+    assert not psutil.wait_procs(family, 10)[1]
+
+
+def test_processes_started_by_hand_need_the_token_that_the_cluster_shows(tmp_path, caplog):
+    started = []
+    cluster = elasticcb.Cluster(kind="external", directory=tmp_path)
+    cluster.start()
+    try:
+        commands = re.findall(r"Waiting for: (\w+)=(\w+) elasticcb (.*)", caplog.text)
+        assert sorted(command.split()[0] for _, _, command in commands) == ["ps", "worker"]
+        with pytest.raises(ConnectionLostError, match="ELASTICCB_JOB_TOKEN"):
+            next(MasterClient(commands[0][2].split()[2]).jobs())
+        for name, token, command in commands:
+            environment = os.environ | {name: token}
+            started.append(subprocess.Popen([sys.executable, "-m", "elasticcb", *command.split()], env=environment))
+        assert cluster.fit(make(), X, X, batch_size=100, verbose=0).history["count"] == [len(X)]
+    finally:
+        cluster.close()
+        ended = [process.wait(30) for process in started]
+    assert ended == [0, 0]
