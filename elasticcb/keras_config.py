@@ -237,8 +237,8 @@ def _check_methods(arguments: Any) -> None:
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
             raise UsageError(
                 f"`compile` was given the method {value.__qualname__} of an object, which workers can't be sent "
-                "without a second copy of the object. Give it a function, or override compute_loss or compute_metrics of the "
-                "model."
+                "without a second copy of the object. Give it a function, or override compute_loss or compute_metrics "
+                "of the model."
             )
 
 
@@ -253,7 +253,7 @@ def _for_constructors(config: Any, written: Written) -> Any:
     name = config.get("registered_name") or ""
     kind = written.objects.get(name) if isinstance(name, str) and name not in written.as_it_is else None
     if isinstance(kind, type) and issubclass(kind, keras.layers.Layer) and isinstance(config.get("config"), dict):
-        takes = inspect.signature(kind.__init__).parameters
+        takes = inspect.signature(kind).parameters
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in takes.values()):
             config["config"] = {
                 key: value

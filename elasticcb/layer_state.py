@@ -19,9 +19,18 @@ METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test
 # What stays where it is: results of the caller's, and arguments of the constructor.
 _LEFT_OUT = frozenset({"history", "stop_training", "_auto_config", "_auto_config_error_args"})
 _PLAIN = (bool, int, float, str, type(None))
-_BY_CONFIG = (keras.Operation, keras.losses.Loss, keras.metrics.Metric, keras.Initializer, keras.DTypePolicy)
-_BY_CONFIG += (keras.regularizers.Regularizer, keras.constraints.Constraint, keras.random.SeedGenerator)
-_BY_CONFIG += (keras.optimizers.Optimizer, keras.optimizers.schedules.LearningRateSchedule)
+_BY_CONFIG = (
+    keras.Operation,
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.Initializer,
+    keras.DTypePolicy,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+    keras.random.SeedGenerator,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 
 
 def put(item: Any, objects: dict[str, Any]) -> dict[str, str]:
@@ -79,7 +88,8 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
     """
     if "__object__" in config:
         return objects[config["__object__"]]
-    layer: Any = kind.__new__(kind)
+    new: Any = kind.__new__
+    layer: Any = new(kind)
     added = [keras.saving.deserialize_keras_object(item) for item in config["layers"]]
     inner: list[Any] = []
     base, given = _keras_base(kind), config["base"]

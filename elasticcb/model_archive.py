@@ -109,8 +109,9 @@ def _learning_layers(model: keras.Model) -> Iterator[tuple[int, keras.layers.Lay
 def _save_layer(archive: zipfile.ZipFile, name: str, layer: keras.layers.Layer) -> None:
     values: dict[str, Any] = {}
     layer.save_own_variables(values)
+    arrays: dict[str, Any] = {key: np.asarray(value) for key, value in values.items()}
     buffer = io.BytesIO()
-    np.savez(buffer, **{key: np.asarray(value) for key, value in values.items()})
+    np.savez(buffer, **arrays)
     archive.writestr(f"{name}/variables.npz", buffer.getvalue())
     with tempfile.TemporaryDirectory() as folder:
         if hasattr(layer, "save_assets"):

@@ -34,7 +34,7 @@ class OptimizerCapture:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.optimizers = model_optimizers(model)
-        self._given: list[tuple[int, Any, Any]] = []  # (optimizer, gradient, variable)
+        self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, graph)
         for index in range(len(self.optimizers)):
             self._replace_apply(index)
 
@@ -49,8 +49,10 @@ class OptimizerCapture:
                     f"The optimizer {optimizer.name!r} was given {len(grads)} gradients for "
                     f"{len(trainable_variables)} variables; there must be one for each, or None."
                 )
+            graph = _graph()
             self._given += [
-                (index, gradient, variable) for gradient, variable in zip(grads, trainable_variables, strict=True)
+                (index, gradient, variable, graph)
+                for gradient, variable in zip(grads, trainable_variables, strict=True)
             ]
 
         # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
@@ -76,10 +78,10 @@ class OptimizerCapture:
         # Now, since layers may have been built in the step.
         indices = {_key(variable): index for index, variable in enumerate(self._model.weights)}
         updates: dict[int, Update] = {}
-        for optimizer, gradient, variable in given:
+        for optimizer, gradient, variable, graph in given:
             if gradient is None:
                 continue
-            self._check_graph(optimizer, gradient)
+            self._check_graph(optimizer, graph)
             index = indices.get(_key(variable))
             if index is None:
                 raise ModelFileError(
@@ -110,10 +112,8 @@ class OptimizerCapture:
             "the others)."
         )
 
-    def _check_graph(self, optimizer: int, gradient: Any) -> None:
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        graph = None if tf.executing_eagerly() else getattr(values, "graph", None)
-        if graph is not None and graph is not tf.compat.v1.get_default_graph():
+    def _check_graph(self, optimizer: int, graph: Any) -> None:
+        if graph is not _graph():
             raise ModelFileError(
                 f"The optimizer {self._named(optimizer)} is applied inside a tf.cond, a loop or a function of its own "
                 "(@tf.function, keras.ops.cond), where its gradients can't be taken out of. Call it from train_step "
@@ -157,6 +157,11 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+def _graph() -> Any:
+    """That is being traced; None where nothing is."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _key(variable: Any) -> int:

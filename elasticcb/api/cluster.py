@@ -289,7 +289,7 @@ class Cluster:
             training = TrainingSettings(**self._of_batches(sources))
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary = self._run(Command.EVALUATE, call, model, sources, listed, training, params)
-        return dict(summary.metrics) if return_dict else model._flatten_metrics_in_order(summary.metrics)
+        return dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
 
     def predict(
         self,

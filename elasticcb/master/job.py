@@ -409,7 +409,7 @@ class Job:
         self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._epoch_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
-                values = {f"val_{name}": value for name, value in self._report.metrics.items()}
+                values = {f"val_{name}": value for name, value in sorted(self._report.metrics.items())}
                 self._end_epoch(epoch, {**self._epoch_logs.pop(epoch), **values})
         following = rounds.finish(self._master.version).round
         if following is not None:

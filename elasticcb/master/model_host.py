@@ -158,6 +158,6 @@ class ModelHost:
     output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Training loss and metrics over the summed states of an epoch's tasks."""
+        """Training loss and metrics over the summed states of an epoch's tasks, in Keras's order."""
         self.metrics.load(states)
-        return self.metrics.results(states, "train")
+        return dict(sorted(self.metrics.results(states, "train").items()))

@@ -1,0 +1,194 @@
+"""Models as bytes: what comes back is the same model, whatever it is made of."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from elasticcb import pickling
+from elasticcb.errors import UsageError
+from elasticcb.model_archive import restore_model, save_model
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+def restored(model):
+    """A copy by way of bytes, with the weights."""
+    model(X)
+    copy = restore_model(save_model(model))
+    copy(X)
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def assert_same(copy, model):
+    assert type(copy).__name__ == type(model).__name__
+    assert len(copy.weights) == len(model.weights)
+    np.testing.assert_allclose(copy(X), model(X), rtol=1e-6)
+
+
+class Both(keras.Model):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def call(self, x):
+        return ops.mean(self.first(x), -1, keepdims=True) + self.second(x)
+
+
+def test_a_layer_in_two_functional_models_stays_one():
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(2)(inputs)
+    model = Both(keras.Model(inputs, hidden), keras.Model(inputs, layers.Dense(4)(hidden)))
+    copy = restored(model)
+    assert_same(copy, model)
+    assert copy.first.layers[1] is copy.second.layers[1]
+
+
+def test_a_layer_that_a_graph_and_a_model_within_it_call_stays_one():
+    shared = keras.Sequential([keras.Input((4,)), layers.Dense(4, "tanh")])
+    inner_inputs = keras.Input((4,))
+    inner = keras.Model(inner_inputs, shared(inner_inputs))
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Add()([inner(shared(inputs)), shared(shared(shared(inputs)))]))
+    assert_same(restored(model), model)
+
+
+def test_a_model_given_to_a_layer_twice_stays_one():
+    part = keras.Sequential([layers.Dense(4)])
+    model = Both(part, part)
+    copy = restored(model)
+    assert_same(copy, model)
+    assert copy.first is copy.second
+
+
+def test_a_sequential_class_that_makes_its_layers_does_not_make_them_twice():
+    class Stack(keras.Sequential):
+        def __init__(self, units):
+            super().__init__([layers.Dense(units), layers.Dense(1)])
+            self.units = units
+
+    model = Stack(3)
+    copy = restored(model)
+    assert_same(copy, model)
+    assert copy.units == 3
+
+
+def test_a_functional_class_with_a_constructor_and_layers_of_its_own():
+    class Scaled(keras.Model):
+        def __init__(self, units, activation):
+            inputs = keras.Input((4,))
+            super().__init__(inputs, layers.Dense(units, activation)(inputs))
+            self.last = layers.Dense(1)
+            self.factors = {"a": (2.0, 3)}
+
+        def call(self, x):
+            return self.factors["a"][0] * self.last(super().call(x))
+
+    model = Scaled(3, lambda x: 2 * x)
+    assert_same(restored(model), model)
+
+
+def test_classes_below_keras_layers_with_a_constructor_of_their_own():
+    class Wide(layers.Dense):
+        def __init__(self):
+            super().__init__(3, activation="tanh")
+            self.factor = 2.0
+
+        def call(self, x):
+            return self.factor * super().call(x)
+
+    class Recurrent(layers.LSTM):
+        def __init__(self, units):
+            super().__init__(units)
+
+    wide = Wide()
+    wide.factor = 5.0
+    model = keras.Sequential([wide, layers.Reshape((3, 1)), Recurrent(2)])
+    assert_same(restored(model), model)
+
+
+def test_weights_in_lists_and_in_the_order_in_which_they_were_made():
+    class Mixed(layers.Layer):
+        def build(self, shape):
+            b = self.add_weight((4,), "ones", name="b")
+            a = self.add_weight((4,), "zeros", name="a")
+            self.a, self.b = a, b
+            self.more = [self.add_weight((4,), "ones", name=f"more{i}") for i in range(2)]
+            self.count = self.add_weight((), "zeros", trainable=False, name="count")
+
+        def call(self, x):
+            return x * self.b + self.a + self.more[0] - self.more[1] + self.count
+
+    model = keras.Sequential([Mixed()])
+    model(X)
+    model.set_weights([np.full(v.shape, i + 2.0) for i, v in enumerate(model.weights)])
+    copy = restored(model)
+    assert_same(copy, model)
+    assert [v.name for v in copy.weights] == [v.name for v in model.weights]
+
+
+def test_what_is_frozen_stays_frozen():
+    model = Both(layers.Dense(2), layers.Dense(4))
+    model(X)
+    model.first.trainable = False
+    model.second.bias.trainable = False
+    copy = restored(model)
+    assert [v.path for v in copy.trainable_weights] == [v.path for v in model.trainable_weights]
+    assert len(copy.trainable_weights) == 1
+
+
+def test_how_a_model_is_compiled_comes_back():
+    def scaled(factor):
+        return lambda y, y_pred: factor * ops.mean((y - y_pred) ** 2, -1)
+
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
+    model.compile(keras.optimizers.Adam(0.02), [scaled(1.0), scaled(10.0)], loss_weights=[1.0, 0.5])
+    y = [np.ones((8, 1)), np.zeros((8, 1))]
+    expected = model.evaluate(X, y, verbose=0)
+    copy = restored(model)
+    assert copy.evaluate(X, y, verbose=0) == pytest.approx(expected, rel=1e-6)
+    assert float(copy.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+def test_saving_leaves_the_model_and_its_functions_as_they_were():
+    double = lambda x: 2 * x  # noqa: E731
+    model = Both(layers.Dense(2, double), layers.Lambda(double, output_shape=(4,)))
+    model(X)
+    before = set(vars(model)), set(vars(model.first))
+    save_model(model)
+    assert (set(vars(model)), set(vars(model.first))) == before
+    assert double.__name__ == "<lambda>"
+    assert keras.saving.get_registered_name(Both) == "Both"
+
+
+def test_a_model_that_a_function_refers_to_travels_with_its_weights():
+    teacher = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    teacher.set_weights([np.full((4, 1), 0.5), np.ones(1)])
+
+    def distance(y, y_pred):
+        return ops.abs(teacher(y) - y_pred)
+
+    copy = pickling.loads(pickling.dumps(distance, "A function"))
+    np.testing.assert_allclose(copy(X, 0.0), distance(X, 0.0), rtol=1e-6)
+
+
+def test_a_function_that_refers_to_the_model_itself_is_refused():
+    model = Both(layers.Dense(2), layers.Dense(4))
+    model.compile("sgd", lambda y, y_pred: ops.mean(y - y_pred) * len(model.weights))
+    model(X)
+    with pytest.raises(UsageError, match="refers to the model itself"):
+        save_model(model)
+
+
+def test_what_cannot_be_pickled_is_named():
+    model = Both(layers.Dense(2), layers.Dense(4))
+    model.lock = threading.Lock()
+    model(X)
+    with pytest.raises(UsageError, match="lock"):
+        save_model(model)
