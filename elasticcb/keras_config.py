@@ -88,10 +88,17 @@ def write(root: Any, *beside: Any) -> Written:
     return written
 
 
-def read(written: Written) -> Any:
-    """What `write` was given."""
+def read(written: Written, layers: dict[int, Any] | None = None) -> Any:
+    """What `write` was given.
+
+    Args:
+        layers: takes the layers, by the `id` that they had where they were written.
+    """
     with ObjectSharingScope(), keras.saving.custom_object_scope(names(written)):
-        return keras.saving.deserialize_keras_object(written.config, safe_mode=False)
+        made = keras.saving.deserialize_keras_object(written.config, safe_mode=False)
+        if layers is not None:
+            layers.update(global_state.get_global_attribute("shared_objects/id_to_obj_map"))
+        return made
 
 
 def names(written: Written) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
     known: dict[int, Any] = {}
     for kind, items in (("variable", variables), ("layer", [*inner, *added]), ("metric", metrics)):
         known.update({id(item): {f"__{kind}__": index} for index, item in enumerate(items)})
-    left_out = _own_names() | METHODS | _LEFT_OUT
+    left_out = own_names() | METHODS | _LEFT_OUT
     attributes = {
         name: _encoded(value, known, objects)
         for name, value in vars(layer).items()
@@ -147,7 +147,7 @@ def _inner_layers(layer: Any) -> tuple[list[Any], list[Any]]:
 
 
 @functools.cache
-def _own_names() -> frozenset[str]:
+def own_names() -> frozenset[str]:
     """Attributes that Keras gives every layer and model."""
 
     class Layer(keras.layers.Layer):

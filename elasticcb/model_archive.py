@@ -11,14 +11,13 @@ import tempfile
 import types
 import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from elasticcb import keras_config, pickling
+from elasticcb import keras_config, layer_state, pickling
 from elasticcb.errors import UsageError
 
 _NAME = "The model's own classes and functions"
@@ -47,10 +46,17 @@ def save_model(model: keras.layers.Layer) -> bytes:
     compiled = written.config.pop("compile_config", None) or None
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        saved = {"written": written, "compile": compiled, "attributes": attributes, "frozen": _trainable(model)}
+        learning = {str(id(layer)): layer for layer in model._flatten_layers() if _learns(layer)}
+        saved = {
+            "written": written,
+            "compile": compiled,
+            "attributes": attributes,
+            "frozen": _trainable(model),
+            "learned": list(learning),
+        }
         archive.writestr("model", pickling.dumps(saved, _NAME, model, refers=False))
-        for index, layer in _learning_layers(model):
-            _save_layer(archive, f"layers/{index}", layer)
+        for number, layer in learning.items():
+            _save_layer(archive, f"layers/{number}", layer)
     return buffer.getvalue()
 
 
@@ -66,10 +72,12 @@ def restore_model(data: bytes, compile: bool = True) -> Any:
         with warnings.catch_warnings():
             # It tells of layers that are built by their first call; that one follows.
             warnings.filterwarnings("ignore", message="`build\\(\\)` was called on layer")
-            model = keras_config.read(written)
-        for index, layer in _learning_layers(model):
-            _restore_layer(archive, f"layers/{index}", layer)
-        _set_trainable(model, saved["frozen"])
+            layers: dict[int, Any] = {}
+            model = keras_config.read(written, layers)
+        for number, layer in layers.items():
+            if str(number) in saved["learned"]:
+                _restore_layer(archive, f"layers/{number}", layer)
+        _set_trainable(model, layers, saved["frozen"])
         if compile and saved["compile"] is not None:
             with keras.saving.custom_object_scope(keras_config.names(written)):
                 _compile(model, saved["compile"], saved["attributes"])
@@ -79,31 +87,27 @@ def restore_model(data: bytes, compile: bool = True) -> Any:
 # ---------------------------------------------------------------- what is frozen
 
 
-def _trainable(model: keras.layers.Layer) -> tuple[list[bool], list[bool]]:
+def _trainable(model: keras.layers.Layer) -> tuple[dict[int, bool], list[bool]]:
     """Of layers, and of weights: each can be frozen apart from the other."""
-    return [layer._trainable for layer in model._flatten_layers()], [
+    return {id(layer): layer._trainable for layer in model._flatten_layers()}, [
         getattr(variable, "_trainable", True) for variable in model.weights
     ]
 
 
-def _set_trainable(model: keras.layers.Layer, trainable: tuple[list[bool], list[bool]]) -> None:
-    layers, weights = trainable
-    found = list(model._flatten_layers())
-    if len(found) == len(layers):
-        for layer, value in zip(found, layers, strict=True):
-            layer._trainable = value
-    if len(model.weights) == len(weights):
-        for variable, value in zip(model.weights, weights, strict=True):
+def _set_trainable(model: Any, layers: dict[int, Any], trainable: tuple[dict[int, bool], list[bool]]) -> None:
+    for number, value in trainable[0].items():
+        if number in layers:
+            layers[number]._trainable = value
+    if len(model.weights) == len(trainable[1]):
+        for variable, value in zip(model.weights, trainable[1], strict=True):
             variable.trainable = value
 
 
 # ---------------------------------------------------------------- what layers learn by `adapt`
 
 
-def _learning_layers(model: keras.Model) -> Iterator[tuple[int, keras.layers.Layer]]:
-    for index, layer in enumerate(model._flatten_layers()):
-        if hasattr(layer, "adapt") or hasattr(layer, "save_assets"):
-            yield index, layer
+def _learns(layer: keras.layers.Layer) -> bool:
+    return hasattr(layer, "adapt") or hasattr(layer, "save_assets")
 
 
 def _save_layer(archive: zipfile.ZipFile, name: str, layer: keras.layers.Layer) -> None:
@@ -155,7 +159,7 @@ def _compiled_attributes(model: keras.Model) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(model).items()
-        if isinstance(value, kinds) and not name.startswith("_") and not hasattr(keras.Model, name)
+        if isinstance(value, kinds) and name not in layer_state.own_names() and not hasattr(keras.Model, name)
     }
 
 

@@ -138,7 +138,7 @@ def test_what_is_frozen_stays_frozen():
     model.first.trainable = False
     model.second.bias.trainable = False
     copy = restored(model)
-    assert [v.path for v in copy.trainable_weights] == [v.path for v in model.trainable_weights]
+    assert [v.name for v in copy.trainable_weights] == [v.name for v in model.trainable_weights]
     assert len(copy.trainable_weights) == 1
 
 

@@ -166,9 +166,7 @@ class Cluster:
             else:
                 self._directory = Path(self._given_directory).absolute()
                 self._directory.mkdir(parents=True, exist_ok=True)
-        self._backend = make_backend(
-            self._settings.kind, str(self._directory), self._log_level, _say, needs_token=True
-        )
+        self._backend = make_backend(self._settings.kind, str(self._directory), self._log_level, _say, needs_token=True)
         self._master = Master(self._settings, self._backend, _say, self._backend.token)
         self._master.start()
         self._master.start_processes()
@@ -289,7 +287,9 @@ class Cluster:
             training = TrainingSettings(**self._of_batches(sources))
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary = self._run(Command.EVALUATE, call, model, sources, listed, training, params)
-        return dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
+        return (
+            dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
+        )
 
     def predict(
         self,

@@ -26,7 +26,8 @@ class Call:
         self.name = name
         self.folder = folder
         self._service = service
-        # From TensorFlow, as Keras does when it shuffles: Python's and NumPy's generators are the model's and the user's.
+        # From TensorFlow, as Keras does when it shuffles: a draw from Python's generator would change the weights that
+        # a model begins with.
         self._seed = int(tf.random.uniform((), maxval=tf.int32.max, dtype=tf.int32))
         self._sources: list[BatchSource] = []
 
@@ -39,8 +40,9 @@ class Call:
         )
         self._sources.append(source)
         if source.num_batches is not None and source.num_batches < 1:
+            use = " to validate on" if purpose == "validation" else ""
             raise ValueError(
-                f"`{self.name}` needs at least one batch of data{' to validate on' if purpose == 'validation' else ''}. "
+                f"`{self.name}` needs at least one batch of data{use}. "
                 f"Received: batch_size={options.get('batch_size')}, and data of which that makes {source.num_batches} "
                 "batches."
             )
