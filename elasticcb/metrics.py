@@ -205,16 +205,40 @@ class ModelMetrics:
         for metric in self.units().values():
             metric.reset_state()
 
-    def state_tensors(self) -> dict[str, list[Any]]:
-        """The present states as tensors, of all units that do not send outputs."""
+    def state_tensors(self, outputs_too: bool = False) -> dict[str, list[Any]]:
+        """The present states as tensors, of all units that do not send outputs, or of all."""
         return {
             unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables]
             for unit in self._units()
-            if self._transport(unit) is not Transport.OUTPUTS
+            if outputs_too or self._transport(unit) is not Transport.OUTPUTS
         }
 
+    def training_units(self) -> frozenset[str]:
+        """The units in the logs of training. Outputs of training batches don't travel: the states of a metric that
+        needs them are added up, if its `reset_state` leaves zeros. Resets all."""
+        self.reset()
+        names = set()
+        for unit in self._units():
+            if self._transport(unit) is not Transport.OUTPUTS:
+                names.add(unit.name)
+            elif not any(np.any(np.asarray(variable.value)) for variable in unit.metric.variables):
+                names.add(unit.name)
+                logger.info("In training the states of the metric %r are added up over batches.", unit.name)
+            else:
+                logger.warning(
+                    "The metric %r (%s) is left out of the logs of training: its reset_state() leaves other values than "
+                    "zero, so its states can't be added up over the batches of several workers.",
+                    unit.name, type(unit.metric).__name__,
+                )  # fmt: skip
+        return frozenset(names)
+
+    @property
+    def merging_units(self) -> frozenset[str]:
+        """The units whose states are put together by the metric itself."""
+        return frozenset(name for name, transport in self.transports().items() if transport is Transport.MERGE)
+
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """The state of one unit over the records of several tasks."""
+        """The state of one unit over the records of several tasks, or batches."""
         metric = self.units()[name]
         if self.transports()[name] is not Transport.MERGE:
             return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]

@@ -176,3 +176,20 @@ def _compile(model: keras.Model, config: dict[str, Any], attributes: dict[str, A
     for name, value in attributes.items():
         if getattr(model, name, None) is None:
             setattr(model, name, value)
+
+
+# ---------------------------------------------------------------- models within what is pickled
+
+
+def _reduce(layer: keras.layers.Layer) -> Any:
+    return _restore_with_weights, (save_model(layer), [variable.numpy() for variable in layer.weights])
+
+
+def _restore_with_weights(data: bytes, values: list[Any]) -> Any:
+    layer = restore_model(data)
+    if values:
+        layer.set_weights(values)
+    return layer
+
+
+pickling.register(keras.layers.Layer, _reduce)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib
 import io
 import types
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import keras
-import numpy as np
 import tensorflow as tf
 
 from elasticcb import keras_config
@@ -63,6 +63,14 @@ def loads(data: bytes, model: keras.Model | None = None) -> Any:
     return _Unpickler(io.BytesIO(data), model).load()
 
 
+def register(kind: type, reduce: Callable[[Any], Any]) -> None:
+    """Objects of `kind` are pickled as `reduce` says, in the manner of `__reduce__`."""
+    _reducers[kind] = reduce
+
+
+_reducers: dict[type, Callable[[Any], Any]] = {}
+
+
 class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: Any, model: keras.Model | None, refers: bool) -> None:
         super().__init__(file)
@@ -86,11 +94,9 @@ class _Pickler(cloudpickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, keras.layers.Layer):
-            from elasticcb.model_archive import save_model  # which pickles, too
-
-            values = [variable.numpy() for variable in obj.weights]
-            return _restore_layer, (save_model(obj), values)
+        for kind, reduce in _reducers.items():
+            if isinstance(obj, kind):
+                return reduce(obj)
         if isinstance(obj, keras.random.SeedGenerator):
             return _from_config, (keras_config.write(obj),)
         if isinstance(obj, _BY_CONFIG):
@@ -153,12 +159,3 @@ def _from_config(written: keras_config.Written) -> Any:
 
 def _variable(value: Any, dtype: str, trainable: bool, name: str) -> keras.Variable:
     return keras.Variable(value, dtype=dtype, trainable=trainable, name=name)
-
-
-def _restore_layer(data: bytes, values: list[np.ndarray]) -> keras.layers.Layer:
-    from elasticcb.model_archive import restore_model
-
-    layer = restore_model(data)
-    if values:
-        layer.set_weights(values)
-    return layer

@@ -174,3 +174,16 @@ def test_outputs_keep_their_structure_on_the_way(structure):
     tf.nest.assert_same_structure(twice, arrived)
     for sent, received in zip(tf.nest.flatten(twice), tf.nest.flatten(arrived), strict=True):
         np.testing.assert_array_equal(sent, received)
+
+
+def test_training_logs_leave_out_what_can_neither_be_added_up_nor_merged(caplog):
+    class FromOne(LastLabel):
+        def reset_state(self):
+            self.last.assign(1.0)
+
+    model, metrics = make({"last": LastLabel(), "largest": Largest(), "one": FromOne()})
+    model.test_step((X, Y))
+    assert {"last", "largest", "loss"} <= metrics.training_units()
+    assert "one" not in metrics.training_units()
+    assert "FromOne" in caplog.text
+    assert metrics.merging_units == {"largest"}

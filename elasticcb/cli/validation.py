@@ -17,7 +17,7 @@ from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
 from elasticcb.errors import UsageError
-from elasticcb.settings import ClusterKind, Command
+from elasticcb.settings import Command
 
 # What a command can't do without, and why.
 NEEDED: dict[Command, dict[str, str]] = {

@@ -146,6 +146,7 @@ class Job:
         logger.info("The servers hold the model, version %d", self._ps.version)
         with master.changed:
             master.version = self._report.start_version = self._ps.version
+            master.merging_units = self._host.metrics.merging_units
             master.rounds = EvaluationRounds(
                 evaluation_steps=training.evaluation_steps,
                 start_version=self._ps.version,

@@ -99,7 +99,8 @@ class Master:
         self.version = 0
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
-        self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics, summed by epoch
+        self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics by epoch: sums, or see below
+        self.merging_units: frozenset[str] = frozenset()  # of these, the states of each task
         self.calls: dict[int, bytes] = {}  # FUNCTION: by number, what to call, while it is not done
         self.results: dict[int, bytes] = {}  # FUNCTION: by number, what came of it, until that is taken
         self.predictions: dict[int, dict[str, Any]] = {}  # by first unit of a task: arrays by path
@@ -388,6 +389,9 @@ class Master:
         total = self.epoch_states.setdefault(epoch, {})
         for name, values in states.items():
             before = total.get(name)
+            if name in self.merging_units:
+                total[name] = [*(before or ()), values]
+                continue
             total[name] = [
                 np.asarray(value, np.float64) + (before[i] if before is not None else 0)
                 for i, value in enumerate(values)

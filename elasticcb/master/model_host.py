@@ -16,7 +16,7 @@ from elasticcb.feed import Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master.evaluation import Merged
 from elasticcb.metric_messages import unflatten_outputs
-from elasticcb.metrics import ModelMetrics, Transport
+from elasticcb.metrics import ModelMetrics
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
@@ -139,7 +139,7 @@ class ModelHost:
     @property
     def merges_by_itself(self) -> bool:
         """Whether some metric's states don't simply add up."""
-        return Transport.MERGE in self.metrics.transports().values()
+        return bool(self.metrics.merging_units)
 
     def set_weights(self, blocks: Blocks, client: PSClient) -> None:
         """Makes the model hold pulled weights."""
@@ -158,6 +158,11 @@ class ModelHost:
     output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Training loss and metrics over the summed states of an epoch's tasks, in Keras's order."""
+        """Training loss and metrics over the states of an epoch's tasks, in Keras's order."""
+        merging = self.metrics.merging_units
+        states = {
+            name: self.metrics.merge_states(name, values) if name in merging else values
+            for name, values in states.items()
+        }
         self.metrics.load(states)
         return dict(sorted(self.metrics.results(states, "train").items()))

@@ -58,7 +58,7 @@ class Failure:
             what = f"The {self.task.type.value} task"
         else:
             what = (
-                f"{self.task.type.value} task {self.task.id}, records [{self.shard.start}, {self.shard.end}) "
+                f"{self.task.type.value} task {self.task.id}, [{self.shard.start}, {self.shard.end}) "
                 f"of {self.shard.name!r},"
             )
         lines = [f"{what} failed on worker {self.worker}: {self.error} ({_GIVEN_UP[self.event]})"]
@@ -67,7 +67,7 @@ class Failure:
             for number, attempt in enumerate(self.attempts, 1):
                 error = f": {attempt.error}" if attempt.error else ""
                 lines.append(
-                    f"  {number}. worker {attempt.worker}, records [{attempt.shard.start}, "
+                    f"  {number}. worker {attempt.worker}, [{attempt.shard.start}, "
                     f"{attempt.shard.end}): {attempt.event.value}{error}"
                 )
         return "\n".join(lines)

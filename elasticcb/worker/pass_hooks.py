@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -62,8 +60,8 @@ class PassHooks:
             self._round_tasks.append(states)
         elif task.type == pb.TRAINING and self._epoch is not None:
             for name, values in states.items():
-                before = self._epoch_states.get(name, [np.zeros_like(value) for value in values])
-                self._epoch_states[name] = [old + new for old, new in zip(before, values, strict=True)]
+                before = [self._epoch_states[name]] if name in self._epoch_states else []
+                self._epoch_states[name] = self._metrics.merge_states(name, [*before, values])
 
     def end(self) -> None:
         """No task comes any more."""

@@ -167,7 +167,7 @@ class Trainer:
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
         logs, found, usable = self._inner_step(batch)
-        states = self._metrics.state_tensors()
+        states = self._metrics.state_tensors(outputs_too=True)
         self._check_updated(found)
         dense, rows = sort_gradients(found, self._specs, self._clipped)
         gradients = [self._pack(server, dense) for server in self._partition]

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.errors import (
@@ -70,6 +68,7 @@ class Worker:
         self._counts_progress = False
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
+        self._batch_states: dict[str, list[Any]] = {}  # of its training batches
         self._outputs: list[Any] = []
         self._pass = (0, 0, 0)  # task type, epoch and evaluation round of the present task
         self._batches: Counter[tuple[int, int, int]] = Counter()  # that ran here, by pass
@@ -96,6 +95,7 @@ class Worker:
         self._metrics.reset()
         logger.info("The model is built")
         self._transports = self._metrics.transports()
+        self._training_units = self._metrics.training_units()
         self._client.register(pb.WORKER, self._index)
         cluster = self._client.wait_for_cluster()
         self._progress = ProgressReporter(self._client)
@@ -183,7 +183,7 @@ class Worker:
         self._skip_rest = False
         self._units_done = 0  # records, or batches, of the present task
         self._report = pb.ReportTaskRequest(lease=event.task.lease)
-        self._states, self._outputs = {}, []
+        self._states, self._batch_states, self._outputs = {}, {}, []
         if self._settings.command is Command.TRAIN:
             self._call("on_train_begin", {})
         self._begin_pass(event.task)
@@ -260,6 +260,10 @@ class Worker:
         if self._task.type == pb.EVALUATION:
             self._states = {
                 name: [tensor.numpy() for tensor in values] for name, values in self._metrics.state_tensors().items()
+            }
+        elif self._task.type == pb.TRAINING:
+            self._states = {
+                name: self._metrics.merge_states(name, batches) for name, batches in self._batch_states.items()
             }
         self._report.version = self._ps.version
         if self._task.type == pb.PREDICTION:
@@ -369,11 +373,10 @@ class Worker:
         self._call("on_predict_batch_end", index, {"predictions": predictions})
 
     def _add_states(self, states: States) -> None:
-        """Adds a training batch's metric states to the task's, where they add up."""
+        """Keeps a training batch's metric states until the task's end."""
         for name, values in states.items():
-            if self._transports[name] is Transport.SUM:
-                total = self._states.setdefault(name, [np.zeros_like(value) for value in values])
-                self._states[name] = [old + new for old, new in zip(total, values, strict=True)]
+            if name in self._training_units:
+                self._batch_states.setdefault(name, []).append(values)
 
     def _show(self, blocks: Blocks) -> None:
         """Makes `callback.model` hold `blocks`."""
