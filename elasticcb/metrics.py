@@ -226,8 +226,8 @@ class ModelMetrics:
                 logger.info("In training the states of the metric %r are added up over batches.", unit.name)
             else:
                 logger.warning(
-                    "The metric %r (%s) is left out of the logs of training: its reset_state() leaves other values than "
-                    "zero, so its states can't be added up over the batches of several workers.",
+                    "The metric %r (%s) is left out of the logs of training: its reset_state() leaves other values "
+                    "than zero, so its states can't be added up over the batches of several workers.",
                     unit.name, type(unit.metric).__name__,
                 )  # fmt: skip
         return frozenset(names)
