@@ -14,10 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from elasticcb.errors import WireError
-from elasticcb.shared_memory import Segment, needed
+from elasticcb.errors import ConnectionLostError, WireError
+from elasticcb.shared_memory import Segment, aligned_copy, is_supported, needed
 from elasticcb.tensors import Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,8 @@ class ClientMemory:
     """The client's side of one connection; one call at a time.
 
     Args:
-        attach: sends a message to the server's `Attach`; raises when that refuses.
+        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` when that may be there later, and
+            another error when it refuses.
     """
 
     def __init__(self, attach: Callable[[bytes], Any]) -> None:
@@ -44,7 +43,7 @@ class ClientMemory:
         self._segment: Segment | None = None
         self._key = b""
         self._wanted = 0  # bytes of a half that the frames up to now would have needed
-        self._usable = True
+        self._usable = is_supported()
 
     def encode(self, frame: Frame[Any]) -> bytes:
         """The bytes to send for a request."""
@@ -66,7 +65,7 @@ class ClientMemory:
         segment = self._segment
         frame = decode_header(data, header_type, lambda offset, size: segment.read(offset, size, answer=True))
         # The next answer takes the same place.
-        return Frame(frame.header, {name: np.array(array) for name, array in frame.tensors.items()})
+        return Frame(frame.header, {name: aligned_copy(array) for name, array in frame.tensors.items()})
 
     def forget(self) -> None:
         """Begins with a new segment: the server may still write into this one, or does not know it."""
@@ -92,6 +91,8 @@ class ClientMemory:
         try:
             self._attach(json.dumps({"path": segment.path, "half": segment.half, "key": key.hex()}).encode())
             self._segment, self._key = segment, key
+        except ConnectionLostError:
+            segment.close()  # the call that follows waits for the server
         except Exception as error:
             self._usable = False
             segment.close()
@@ -141,9 +142,3 @@ class ServerMemory:
         encoded, arrays = encode_header(frame)
         segment.write(arrays, answer=True)
         return encoded
-
-    def close(self) -> None:
-        with self._lock:
-            for segment in self._segments.values():
-                segment.close()
-            self._segments.clear()

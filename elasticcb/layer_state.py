@@ -162,7 +162,12 @@ def own_names() -> frozenset[str]:
     model.compile("sgd", "mse", metrics=["mae"])
     inputs = keras.Input((1,))
     names: set[str] = set()
-    probes = [Layer(), model, keras.Model(inputs, inputs), keras.Sequential([inputs, keras.layers.Identity()])]
+    probes = [
+        Layer(),
+        model,
+        keras.Model(inputs, keras.layers.Identity()(inputs)),
+        keras.Sequential([inputs, keras.layers.Identity()]),
+    ]
     for probe in probes:
         probe(np.zeros((1, 1), "float32"))
         names |= vars(probe).keys()

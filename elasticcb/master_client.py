@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
 from elasticcb.rpc import Connection
@@ -215,6 +217,10 @@ class ProgressReporter:
                 return
 
     def stop(self) -> None:
+        """Ends the reporting; warnings of the last hooks are still sent."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
+        if self._warnings and self._error is None:
+            with contextlib.suppress(ElasticCBError):
+                self.send()

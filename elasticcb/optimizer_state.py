@@ -92,9 +92,7 @@ def write_optimizers(
 
     Raises `ElasticCBError`, before anything is changed, when the state is of another optimizer or model.
     """
-    import keras
-
-    from elasticcb.optimizer_traits import unwrapped
+    from elasticcb.optimizer_traits import MultiOptimizer, unwrapped
 
     targets: list[tuple[Any, Array]] = []
     differences: list[str] = []
@@ -132,7 +130,7 @@ def write_optimizers(
     for target, value in targets:
         target.assign(value)
     for optimizer in map(unwrapped, model_optimizers):
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer):  # it counts for itself
+        if isinstance(optimizer, MultiOptimizer):  # it counts for itself
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
 
 

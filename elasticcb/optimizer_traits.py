@@ -24,9 +24,12 @@ _ELEMENTWISE = frozenset(
     }
 )
 
+# Keras has these two since 3.14 or so; older ones are supported. Nothing is an instance of ().
+MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+_ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
 
 # Elementwise too, but of use only when rows without a gradient take part in each update: it averages over steps.
-_ELEMENTWISE_BUT_NOT_LAZY = frozenset({keras.optimizers.ScheduleFreeAdamW})
+_ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -39,7 +42,7 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
 def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether variables may be cut between servers: clipping by a variable's norm needs it whole."""
     optimizer = unwrapped(optimizer)
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MultiOptimizer):
         return all(map(may_split, optimizer.optimizers))
     elementwise = is_elementwise(optimizer) or type(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
     return elementwise and optimizer.clipnorm is None
@@ -95,7 +98,7 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> kera
     """What holds the learning rate that can be set; None where a schedule rules it, or each of the optimizers inside
     a MultiOptimizer has its own."""
     optimizer = unwrapped(optimizer)
-    if optimizer is None or isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if optimizer is None or isinstance(optimizer, MultiOptimizer):
         return None
     return optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizer_traits import unwrapped
+from elasticcb.optimizer_traits import MultiOptimizer, unwrapped
 
 
 class Leaf(NamedTuple):
@@ -42,7 +42,7 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
         variables: of the model that it updates, or what has their paths, shapes and dtypes; by index.
     """
     optimizer = unwrapped(optimizer)
-    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if not isinstance(optimizer, MultiOptimizer):
         return [Leaf(str(place), optimizer, dict(variables))]
     inner = list(optimizer.optimizers)
     groups: list[dict[int, Any]] = [{} for _ in inner]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -111,6 +112,7 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
             kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
             with contextlib.suppress(JobOverError):
                 kind(settings, client, index, open_spec(settings, client)).run()
+            gc.collect()  # models are cycles, which would hold memory through the jobs that follow
 
 
 def run_ps(
@@ -143,6 +145,7 @@ def run_ps(
                     else:
                         server.begin_job(settings, make_optimizers)
                     client.register(pb.PS, index, server.address)
+                gc.collect()  # of the last job's model and optimizers, which are cycles
         finally:
             if server is not None:
                 server.stop()

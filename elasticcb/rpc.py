@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from elasticcb import errors
-from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError, WireError
 from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
 from elasticcb.tensors import Frame, encode_frame, frame_decoder
 
@@ -63,8 +63,17 @@ _jitter = random.Random()
 
 
 def token_of_environment() -> str:
-    """The job's token, as whoever started this process gave it; "" if there is none."""
-    return os.environ.get(TOKEN_VARIABLE, "")
+    """The job's token, as whoever started this process gave it; "" if there is none.
+
+    Raises `UsageError` for one that no call can carry.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UsageError(
+            f"The environment variable {TOKEN_VARIABLE} holds characters that no call can carry (it is not shown "
+            "here). Expected letters, digits and signs of ASCII, without spaces."
+        )
+    return token
 
 
 class _TokenCheck(grpc.ServerInterceptor):
@@ -197,9 +206,9 @@ class Connection:
             with memory.lock:
                 try:
                     answer = send(memory.encode(frame), timeout=timeout, metadata=metadata)
-                except grpc.RpcError as error:
+                except BaseException as error:  # after an interrupt, too, the server may still answer into it
                     memory.forget()
-                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
                         raise
                     answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
                 return memory.decode(answer, response_type)
@@ -209,9 +218,15 @@ class Connection:
     def _memory_of(self, service: str) -> ClientMemory:
         if service not in self._memories:
             attach = self.channel.unary_unary(f"/{service}/{_ATTACH}", None, None)
-            self._memories[service] = ClientMemory(
-                lambda message: attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
-            )
+
+            def show(message: bytes) -> None:
+                try:
+                    attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
+                except grpc.RpcError as error:
+                    self.raise_unless_transient(error)
+                    raise ConnectionLostError(f"{self._name} at {self.address} does not answer.") from None
+
+            self._memories[service] = ClientMemory(show)
         return self._memories[service]
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:

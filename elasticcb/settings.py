@@ -143,7 +143,7 @@ class JobSettings:
     log_level: str = "INFO"
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(dataclasses.asdict(self), default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
@@ -156,6 +156,13 @@ class JobSettings:
                 f"These job settings can't be read ({error}). All processes of a job must run the same "
                 "release of elasticcb."
             ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy, as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{value!r} (of type {type(value).__name__}) can't be a setting")
 
 
 # Fields that are not JSON values themselves.

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
-import tempfile
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,15 +37,15 @@ class Segment:
         self.path = path
         self.half = half
         self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
         self._memory = mmap.mmap(descriptor, 2 * half)
         self._bytes = np.frombuffer(self._memory, np.uint8)
 
     @classmethod
     def create(cls, half: int) -> Segment:
-        """A new one, readable by this user alone. Raises `OSError` when there is no room."""
+        """A new one, readable by this user alone. Raises `OSError` when there is no room, or no such memory."""
         half = -(-half // mmap.PAGESIZE) * mmap.PAGESIZE
-        folder = _FOLDER if os.path.isdir(_FOLDER) else tempfile.gettempdir()
-        path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(16)}")
+        path = os.path.join(_FOLDER, f"{_PREFIX}{secrets.token_hex(16)}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Pages that can't be had would otherwise end the process when they are first written.
@@ -61,7 +61,7 @@ class Segment:
     def attach(cls, path: str, half: int) -> Segment:
         """One that another process made. Raises `WireError` when it is not there, or no segment."""
         name = os.path.basename(path)
-        if not name.startswith(_PREFIX) or os.path.dirname(path) not in (_FOLDER, tempfile.gettempdir()):
+        if not name.startswith(_PREFIX) or os.path.dirname(path) != _FOLDER:
             raise WireError(f"{path!r} is not the name of a shared segment.")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -104,9 +104,22 @@ class Segment:
         return self._bytes[begin : begin + size].data
 
     def close(self) -> None:
-        """Lets go of it; the memory is freed when nobody uses a view of it any more."""
-        del self._bytes, self._memory
-        os.close(self._descriptor)
+        """Lets go of it; the memory is freed when nobody uses it, or a view of it, any more."""
+        self._close()
+
+
+def is_supported() -> bool:
+    """Whether this system has files in memory whose pages can be reserved: Linux has."""
+    return os.path.isdir(_FOLDER) and hasattr(os, "posix_fallocate")
+
+
+def aligned_copy(array: Array) -> Array:
+    """A copy that TensorFlow takes without another one."""
+    memory = np.empty(array.nbytes + SHARED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % SHARED_ALIGNMENT
+    copy: Array = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def needed(arrays: Iterable[Any]) -> int:

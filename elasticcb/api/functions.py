@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -23,11 +24,13 @@ class Functions:
     """The functions of a cluster, which begins a job for them when there is none.
 
     Args:
-        begin: starts the processes; gives master and settings of a new job.
+        begin: starts the processes; gives master and settings of a new job, and keeps others out while it begins.
         stop: ends the processes.
     """
 
-    def __init__(self, begin: Callable[[], tuple[Master, JobSettings]], stop: Callable[[], None]) -> None:
+    def __init__(
+        self, begin: Callable[[], AbstractContextManager[tuple[Master, JobSettings]]], stop: Callable[[], None]
+    ) -> None:
         self._begin = begin
         self._stop = stop
         self._job: FunctionJob | None = None
@@ -63,8 +66,12 @@ class Functions:
     def place(self, model: keras.Model) -> None:
         Placed(model)  # raises what is wrong with it
         self.end()
-        self._model = model
-        self._present_job()
+        before, self._model = self._model, model
+        try:
+            self._present_job()
+        except BaseException:
+            self._model = before
+            raise
 
     def join(self) -> None:
         if self._job is not None:
@@ -117,6 +124,6 @@ class Functions:
                     self.end()
             if self._job is None:
                 placed = None if self._model is None else Placed(self._model)
-                master, settings = self._begin()
-                self._job = FunctionJob(self, master, settings, placed, self._datasets)
+                with self._begin() as (master, settings):
+                    self._job = FunctionJob(self, master, settings, placed, self._datasets)
             return self._job

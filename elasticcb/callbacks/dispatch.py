@@ -97,6 +97,10 @@ class Dispatcher:
         """Whether any callback implements `hook` and runs it in this process. Ask before costly `logs`."""
         return bool(self._methods[hook])
 
+    def names(self, hooks: Iterable[str]) -> list[str]:
+        """The classes of the callbacks that run any of `hooks` in this process, sorted."""
+        return sorted({type(callback).__name__ for hook in hooks for callback, _ in self._methods[hook]})
+
     def is_due(self, hook: str) -> bool:
         """Whether the next call of a batch hook reaches any callback; `every` lets some pass."""
         return any(self._is_due(callback, hook, 1) for callback, _ in self._methods[hook])

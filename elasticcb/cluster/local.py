@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -78,16 +79,19 @@ class LocalCluster(ClusterBackend):
 
     def stop(self, grace_seconds: float) -> None:
         deadline = time.monotonic() + grace_seconds
-        for process in self._processes.values():
-            if grace_seconds:
-                process.terminate()
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        processes = list(self._processes.values())
         self._processes.clear()
+        try:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # also when the user interrupts the wait
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         try:

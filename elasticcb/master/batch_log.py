@@ -68,11 +68,15 @@ class BatchLog:
             else:
                 self._unordered.append(event)
 
-    def take(self, training: Collection[int]) -> list[NumberedBatch]:
-        """What can't be overtaken any more while `training` are the workers with training tasks."""
+    def __len__(self) -> int:
+        """Batches that wait."""
+        return len(self._waiting) + len(self._unordered)
+
+    def take(self, training: Collection[int], most: int | None = None) -> list[NumberedBatch]:
+        """What can't be overtaken any more while `training` are the workers with training tasks; `most` at once."""
         certain = min((self._reported.get(worker, -1) for worker in training), default=None)
-        taken, self._unordered = self._unordered, []
-        while self._waiting:
+        taken, self._unordered = self._unordered[:most], self._unordered[most:] if most else []
+        while self._waiting and len(taken) != most:
             version = self._waiting[0][0]
             if certain is not None and version > certain and len(self._waiting) <= self._limit:
                 break

@@ -48,6 +48,7 @@ class Epochs:
         self.done = not layout or initial_epoch >= num_epochs  # all tasks that there will ever be are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
+        self.ended_by_source: set[int] = set()  # epochs in which the source had no more to give
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
@@ -128,6 +129,7 @@ class Epochs:
 
     def source_ended(self, epoch: int) -> None:
         """The source gives no more in `epoch`: no further task of it is made."""
+        self.ended_by_source.add(epoch)
         if epoch == self.current:
             self._order = ShardOrder(ShardLayout((), 1, 1))
 

@@ -72,8 +72,7 @@ class EvaluationRounds:
     What asks for a round while one is running is remembered, and becomes one round after it.
 
     Args:
-        evaluation_steps: model versions between rounds; 0: one round at the end of each epoch. At the
-            end of training there is always one, unless the last round saw exactly the same version.
+        evaluation_steps: model versions between rounds; 0: one round at the end of each epoch.
         start_version: the version that training starts from; the first round is due
             `evaluation_steps` later.
         merge: joins the states that the tasks of a round sent for one metric; by default they are added
@@ -128,9 +127,11 @@ class EvaluationRounds:
         self._pending_epoch = epoch
         return self._ask(RoundReason.EPOCH_END, version)
 
-    def training_ended(self, version: int) -> RoundDecision:
-        """The last training task is done; `version` is the model's last."""
+    def training_ended(self, version: int, evaluates: bool = True) -> RoundDecision:
+        """The last training task is done; `version` is the model's last. `evaluates`: one more round is to see it."""
         self._training_ended = True
+        if not evaluates:
+            return RoundDecision(None, "rounds are held for epochs alone")
         if version == self._last_version:
             return RoundDecision(None, f"round {self._next_id - 1} saw the last version, {version}")
         return self._ask(RoundReason.TRAINING_END, version)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint import find_latest
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.answers import Milestone, MilestoneKind
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
 _LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
+_BATCHES_PER_TURN = 100  # that callbacks hear of before the master looks after its processes again
+_LARGE_BACKLOG = 20_000  # batches that callbacks have not heard of
 
 
 class Job:
@@ -71,13 +74,16 @@ class Job:
         self._master = master
         self._make_host = make_host or _host_of_model_file
         self._make_program = make_program
-        # `fit` finalizes the optimizer (EMA) after the last epoch's evaluation; a command evaluates what it exports.
+        # `fit` evaluates at the end of epochs alone, and finalizes the optimizer (EMA) after that; a command evaluates
+        # what it exports.
         self._evaluates_as_keras = make_program is not None
         self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._last_epoch_logs: dict[str, Any] = {}
         self._ps: PSClient = None  # type: ignore[assignment]  # until `_connect`
+        self._begun = False  # the servers hold the model, and workers take tasks
         self._over = False
+        self._more_batches = False  # for callbacks to hear of, at once
 
     def run(self) -> Summary:
         """Returns when the job is done.
@@ -101,9 +107,9 @@ class Job:
         self._master.say_warnings()
         return self._report.summary(self._queue)
 
-    def model_state(self) -> ModelState:
-        """What the servers hold now."""
-        return self._ps.export()
+    def model_state(self) -> ModelState | None:
+        """What the servers hold now; None before they hold the model."""
+        return self._ps.export() if self._begun else None
 
     def close(self) -> None:
         """Ends the connections to the servers."""
@@ -164,6 +170,7 @@ class Job:
                 batch_events=self._follows_batches,
                 predictions=self._host.collects_predictions,
             )
+            self._begun = True
             master.changed.notify_all()
 
     def _begin(self) -> None:
@@ -238,7 +245,7 @@ class Job:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
         saved = ""
         try:
-            if self._master.cluster is not None and self._settings.command is Command.TRAIN:
+            if self._begun and self._settings.command is Command.TRAIN:
                 self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
                 self._drain()
                 if self._checkpoints.wanted:
@@ -267,7 +274,7 @@ class Job:
             master.tend()
             milestones = self._queue.take_milestones()
             idle = not milestones and not self._checkpoints.is_due(self._master.version) and not self._round_due()
-            if idle:
+            if idle and not self._more_batches:
                 master.wait()
         self._master.say_warnings()
         self._deliver_batches()
@@ -284,7 +291,11 @@ class Job:
         if self._follows_batches:
             with self._master.changed:
                 training = {lease.worker for lease in self._queue.leases() if lease.task.type is TaskType.TRAINING}
-                batches = self._master.batch_log.take(training)
+                batches = self._master.batch_log.take(training, _BATCHES_PER_TURN)
+                waiting = len(self._master.batch_log)
+            self._more_batches = len(batches) == _BATCHES_PER_TURN
+            if waiting > _LARGE_BACKLOG:
+                self._master.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
             self._hooks.batches(batches)
 
     def _end_batches(self, kind: Pass, number: int) -> None:
@@ -335,6 +346,8 @@ class Job:
 
     def _epoch_done(self, epoch: int) -> None:
         self._end_batches(Pass.TRAINING, epoch)
+        if self._queue.ran_out(epoch):
+            self._host.warn_of_missing_data()
         logs = self._host.training_logs(self._master.epoch_states.pop(epoch, {}))
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
         decision = None
@@ -363,12 +376,11 @@ class Job:
 
     def _training_done(self) -> None:
         self._report.phase = "finishing"
-        if self._evaluates and self._settings.training.validation_freq == 1:
-            rounds = self._master.rounds
-            self._begin_round(rounds.training_ended(self._master.version).round)
-            if not rounds.all_done:
-                return  # the end of the last round goes on from here
-        self._end_training()
+        rounds = self._master.rounds
+        evaluates = self._evaluates and not self._evaluates_as_keras
+        self._begin_round(rounds.training_ended(self._master.version, evaluates).round)
+        if rounds.all_done:
+            self._end_training()  # else the end of the last round goes on from there
 
     def _end_training(self) -> None:
         if self._evaluates_as_keras:
@@ -432,6 +444,15 @@ def _host_of_model_file(settings: JobSettings) -> Any:
     from elasticcb.master.model_host import ModelHost
 
     return ModelHost(settings)
+
+
+def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:
+    text = (
+        f"{waiting} batches wait in memory for callbacks on the master, which take longer than the batches: "
+        f"{', '.join(names)}. Workers go on; the end of the epoch waits for the callbacks. Limit their hooks of "
+        "batches with elasticcb.callbacks.every(n)."
+    )
+    return CallbackWarning("callbacks on the master are slow", text)
 
 
 def _shown(value: Any) -> str:

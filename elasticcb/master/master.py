@@ -36,6 +36,7 @@ from elasticcb.settings import ClusterSettings, JobSettings
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
+_LATE = "it is of a job that is over"
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,13 @@ class Master:
 
     def shut_down(self, grace_seconds: float) -> None:
         """Ends all processes, by and by."""
-        self.close()
-        if not self._backend.watches:
-            self.wait_until(lambda: not any(self.roster.up(role) for role in Role), grace_seconds)
-        self._backend.stop(grace_seconds)
-        self.stop()
+        try:
+            self.close()
+            if not self._backend.watches:
+                self.wait_until(lambda: not any(self.roster.up(role) for role in Role), grace_seconds)
+            self._backend.stop(grace_seconds)
+        finally:
+            self.stop()
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Waits for processes to end their work, and notes those that end themselves; gives up after `seconds`."""
@@ -174,6 +177,8 @@ class Master:
     def tend(self) -> None:
         """Looks after processes and leases. Raises what ends the job."""
         with self.changed:
+            if self.closing:  # and nothing may be started any more
+                raise JobFailedError("The cluster was closed before the job was done.")
             if self.error is not None:
                 raise self.error
             if self.queue is not None:
@@ -190,6 +195,12 @@ class Master:
         failure = self.queue.failure if self.queue is not None else None
         if failure is not None:
             raise failure.to_error(self.processes.where(failure.worker))
+
+    def take_predictions(self) -> dict[int, dict[str, Any]]:
+        """What the job predicted, by first unit of a task: arrays by path. They may be large, and are not kept."""
+        with self.changed:
+            taken, self.predictions = self.predictions, {}
+            return taken
 
     def warn(self, warning: CallbackWarning) -> None:
         """Counts it; the first of each subject is shown by `say_warnings`."""
@@ -283,6 +294,8 @@ class Master:
     ) -> Answer:
         with self.changed:
             self._seen(worker)
+            if self.roster.job_of(worker) != self._jobs:
+                return Answer(False, _LATE)
             self.reached_version(version)
             self.batch_log.add(worker, version, events)
             for warning in warnings:
@@ -307,8 +320,9 @@ class Master:
         result: bytes = b"",
     ) -> Outcome:
         with self.changed:
-            assert self.queue is not None
             self._seen(worker)
+            if self.queue is None or self.roster.job_of(worker) != self._jobs:
+                return Outcome(False, _LATE)
             self.reached_version(version)
             outcome = self.queue.report_done(worker, lease, ended_after)
             task = outcome.task
@@ -329,18 +343,23 @@ class Master:
 
     def report_failed(self, worker: int, lease: int, error: str, traceback: str, fatal: bool) -> Outcome:
         with self.changed:
-            assert self.queue is not None
             self._seen(worker)
+            if self.queue is None or self.roster.job_of(worker) != self._jobs:
+                return Outcome(False, _LATE)
             outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
             logger.warning("Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
             self.changed.notify_all()
             return outcome
 
-    def stop_training(self, reason: str) -> None:
+    def stop_training(self, reason: str, worker: int = 0) -> None:
+        """Training is to end: a worker (0: the master itself) says so."""
         with self.changed:
+            if worker and self.roster.job_of(worker) != self._jobs:
+                return
+            if self.queue is None or self.queue.stop_reason is None:  # a hook that asked for it asks each time
+                logger.info("Training is asked to stop: %s", reason)
             if self.queue is not None:
                 self.queue.stop_training(reason)
-            logger.info("Training is asked to stop: %s", reason)
             self.changed.notify_all()
 
     def leave(self, id: int, error: str, traceback: str, fatal: bool) -> None:
@@ -388,10 +407,10 @@ class Master:
     def _add_epoch_states(self, epoch: int, states: dict[str, list[Any]]) -> None:
         total = self.epoch_states.setdefault(epoch, {})
         for name, values in states.items():
-            before = total.get(name)
             if name in self.merging_units:
-                total[name] = [*(before or ()), values]
+                total.setdefault(name, []).append(values)
                 continue
+            before = total.get(name)
             total[name] = [
                 np.asarray(value, np.float64) + (before[i] if before is not None else 0)
                 for i, value in enumerate(values)

@@ -11,6 +11,7 @@ from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError
 from elasticcb.feed import Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
@@ -48,6 +49,14 @@ class ModelHost:
         if settings.command is Command.TRAIN:
             self.spec.require_trainable(self.model)
         self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
+        try:
+            self._prepare(settings)
+        except BaseException:
+            self.release()
+            raise
+
+    def _prepare(self, settings: JobSettings) -> None:
+        """Builds the model with its first batch."""
         mode = _MODES[settings.command]
         pipeline = open_pipeline(settings, self.spec, mode)
         self.open_ended = pipeline.open_ended
@@ -157,12 +166,16 @@ class ModelHost:
 
     output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
 
+    def warn_of_missing_data(self) -> None:
+        """Says as Keras does that training data ended too early."""
+        warn_of_missing_data()
+
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Training loss and metrics over the states of an epoch's tasks, in Keras's order."""
+        """Training loss and metrics over the states of an epoch's tasks, in Keras's order; of no batch, they are 0."""
         merging = self.metrics.merging_units
         states = {
             name: self.metrics.merge_states(name, values) if name in merging else values
             for name, values in states.items()
         }
         self.metrics.load(states)
-        return dict(sorted(self.metrics.results(states, "train").items()))
+        return dict(sorted(self.metrics.results(states or self.metrics.training_units(), "train").items()))

@@ -140,7 +140,7 @@ class MasterServicer(Generated):
 
     @_answered
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
-        self._master.stop_training(request.reason)
+        self._master.stop_training(request.reason, request.worker_id)
         return pb.StopTrainingResponse()
 
     @_answered

@@ -363,6 +363,12 @@ class TaskQueue:
     def records_per_epoch(self) -> int:
         return self._state.training_layout.records
 
+    def ran_out(self, epoch: int) -> bool:
+        """Whether the source gave less in `epoch` than was asked of it; where any number will do, whether nothing."""
+        expected = 1 if self._settings.open_ended else self.records_per_epoch
+        trained = self._state.accounting.records_trained.get(epoch, 0)
+        return epoch in self._epochs.ended_by_source and self.stop_reason is None and trained < expected
+
     @property
     def accounting(self) -> Accounting:
         """A copy of the numbers up to now."""

@@ -61,7 +61,9 @@ class Failure:
                 f"{self.task.type.value} task {self.task.id}, [{self.shard.start}, {self.shard.end}) "
                 f"of {self.shard.name!r},"
             )
-        lines = [f"{what} failed on worker {self.worker}: {self.error} ({_GIVEN_UP[self.event]})"]
+        never_retried = self.event is TaskEvent.RETRIES_USED_UP and len(self.attempts) == 1  # as it was asked for
+        why = "" if never_retried else f" ({_GIVEN_UP[self.event]})"
+        lines = [f"{what} failed on worker {self.worker}: {self.error}{why}"]
         if len(self.attempts) > 1:
             lines.append(f"It was tried {len(self.attempts)} times:")
             for number, attempt in enumerate(self.attempts, 1):

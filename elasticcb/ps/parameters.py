@@ -17,6 +17,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.checkpoint import Part
+from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.optimizer_traits import may_update_rows
@@ -99,7 +100,7 @@ class Parameters:
     def _arrays(self) -> dict[int, Array]:
         if not self._variables:
             return {}
-        return {index: _view(tensor) for index, tensor in zip(self._variables, self._read(), strict=True)}
+        return {index: array_of(tensor) for index, tensor in zip(self._variables, self._read(), strict=True)}
 
     @property
     def learning_rate(self) -> float:
@@ -179,7 +180,7 @@ class Parameters:
     def _apply_gradients(self, push: Push) -> None:
         updating = self._need_optimizers().updating(push.updated)
         key = (push.dense, tuple(push.rows), tuple(part.name for part in updating))
-        blocks = [tf.convert_to_tensor(block) for block in push.blocks.values()]
+        blocks = [tensor_of(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         try:
             if key in self._functions:
@@ -242,6 +243,10 @@ class Parameters:
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
 
         def update(blocks: list[tf.Tensor], rows: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
+            if not jit_compile:
+                # A variable that a gradient is assigned to would keep the memory of the push, which lasts as long
+                # as the call. What XLA compiles has memory of its own.
+                blocks = [tf.raw_ops.DeepCopy(x=block) for block in blocks]
             given = dict(zip(push.rows, rows, strict=True))
             # All clones start from the iterations and the rate before this update.
             for row_update in updates.values():
@@ -348,13 +353,3 @@ def _frozen(array: Array) -> Array:
 def _added(block: Array, delta: Array) -> Array:
     added: Array = block ^ delta if block.dtype == np.bool_ else block + delta
     return added
-
-
-def _view(tensor: tf.Tensor) -> Array:
-    """The tensor's array, without a copy where NumPy knows the dtype."""
-    array: Array
-    if tensor.dtype.is_numpy_compatible and tensor.dtype != tf.bfloat16 and tensor.shape.num_elements():
-        array = np.frombuffer(memoryview(tensor), tensor.dtype.as_numpy_dtype).reshape(tensor.shape)
-    else:
-        array = tensor.numpy()
-    return array

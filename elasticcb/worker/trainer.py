@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ModelFileError
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics, Transport, to_number
@@ -106,15 +107,15 @@ class Trainer:
             version: of the weights; the optimizers' `iterations` for a `train_step` that goes by them.
         """
         logs, states, dense, gradients, rows, deltas, finite, usable = self._run(
-            "_train", batch, blocks, tf.constant(version, tf.int64)
+            "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64)
         )
         logs = {name: to_number(value) for name, value in logs.items()}
         push = Push(
-            gradients=_to_numpy(gradients),
+            gradients=_to_arrays(gradients),
             dense_variables=tuple(dense),
-            rows={index: (ids.numpy(), values.numpy()) for index, (ids, values) in rows.items()},
+            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in rows.items()},
             state_deltas=[
-                {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_numpy(deltas)
+                {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_arrays(deltas)
             ],
             loss=float(np.mean(logs["loss"])) if "loss" in logs else 0.0,
         )
@@ -145,7 +146,7 @@ class Trainer:
 
     def assign(self, blocks: Blocks) -> None:
         """Sets the model's weights."""
-        self._assign(blocks)
+        self._assign(_to_tensors(blocks))
 
     def _model_step(self, batch: Any) -> tuple[Any, dict[int, Any], Any]:
         """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
@@ -255,6 +256,14 @@ class Trainer:
 def _difference(new: Any, old: Any) -> Any:
     """What the servers add to the old state to get the new one; booleans are flipped where it is true."""
     return tf.math.logical_xor(new, old) if new.dtype.is_bool else new - old
+
+
+def _to_tensors(blocks: Blocks) -> Any:
+    return [{name: tensor_of(block) for name, block in server.items()} for server in blocks]
+
+
+def _to_arrays(servers: Any) -> Any:
+    return [{name: array_of(tensor) for name, tensor in server.items()} for server in servers]
 
 
 def _to_numpy(structure: Any) -> Any:

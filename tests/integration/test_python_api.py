@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
+from elasticcb.callbacks import runs_on
 from elasticcb.errors import JobFailedError, UsageError
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -314,3 +315,55 @@ def test_cluster_refuses_what_it_does_not_know(arguments):
     (name,) = arguments
     with pytest.raises(UsageError, match=f"`{name}`.*Received: {name}="):
         elasticcb.Cluster(**arguments)
+
+
+@runs_on("master")
+class Recorder(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.hooks = []
+        for name in ("train", "epoch", "test"):
+            for end in ("begin", "end"):
+                hook = f"on_{name}_{end}"
+                setattr(self, hook, lambda *args, hook=hook, **kwargs: self.hooks.append(hook))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"epochs": 4, "validation_freq": 2},
+        {"epochs": 3, "validation_freq": [1, 3]},
+        {"epochs": 2, "initial_epoch": 2},
+        {"epochs": 3, "callbacks": [keras.callbacks.EarlyStopping("loss", patience=0, baseline=-1.0)]},
+    ],
+    ids=["every second epoch", "some epochs", "no epoch", "stopped"],
+)
+def test_hooks_of_epochs_and_rounds_come_in_the_order_of_keras(arguments, cluster):
+    seen = []
+    for trainer in (Keras(), cluster):
+        recorder = Recorder()
+        callbacks = [recorder, *arguments.get("callbacks", ())]
+        options = {**arguments, "callbacks": callbacks, "validation_data": (X[:16], Y[:16]), "verbose": 0}
+        trainer.fit(make(), X, Y, **options)
+        seen.append(recorder.hooks)
+    assert seen[0] == seen[1]
+
+
+def test_epoch_without_a_batch_is_warned_about_and_logged_as_by_keras(cluster):
+    def once():
+        batches = generator()
+        spec = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
+        return tf.data.Dataset.from_generator(lambda: batches, output_signature=spec)
+
+    histories = []
+    for trainer in (Keras(), cluster):
+        with pytest.warns(UserWarning, match="ran out of data"):
+            histories.append(trainer.fit(make(), once(), epochs=3, verbose=0).history)
+    assert histories[1]["loss"][1:] == histories[0]["loss"][1:] == [0.0, 0.0]
+    assert len(histories[1]["mae"]) == 3
+
+
+def test_generator_that_ends_before_its_steps_is_warned_about_as_by_keras(cluster):
+    for trainer in (Keras(), cluster):
+        with pytest.warns(UserWarning, match="ran out of data"):
+            trainer.fit(make(), generator(), steps_per_epoch=5, verbose=0)

@@ -101,3 +101,12 @@ def test_order_is_that_of_versions_whatever_the_order_of_reports(pushes: list[tu
         log.add(worker, len(pushes), events)
     seen += versions(log.end(Pass.TRAINING, 0))
     assert seen == list(range(1, len(pushes) + 1))
+
+
+def test_no_more_batches_are_given_out_at_once_than_asked_for_and_none_is_lost() -> None:
+    log = BatchLog()
+    log.add(1, 3, [trained(1), BatchEvent(Pass.EVALUATION, 1, 1, 8), trained(2), trained(3)])
+    taken = [log.take({1}, most=2) for _ in range(3)]
+    assert [len(batches) for batches in taken] == [2, 2, 0]
+    assert versions([*taken[0][1:], *taken[1]]) == [1, 2, 3]
+    assert not len(log)

@@ -466,6 +466,12 @@ def test_task_without_records_is_kept_alive_by_any_report():
 # ---------------------------------------------------------------- failing
 
 
+def test_failed_task_that_may_not_be_retried_is_not_said_to_have_used_up_its_retries():
+    queue = make_queue(training=[("data.csv", 20)], max_retries=0)
+    queue.report_failed(1, take(queue, 1).id, "ValueError: row 1", "")
+    assert str(queue.failure).endswith("failed on worker 1: ValueError: row 1")
+
+
 def test_failed_task_is_tried_again_until_its_retries_are_used_up():
     queue = make_queue(training=[("data.csv", 20)], max_retries=2)
     for worker in (1, 2):
@@ -875,9 +881,7 @@ def test_nothing_is_left_to_train_when_the_initial_epoch_is_the_last() -> None:
 
 
 def test_an_open_ended_epoch_ends_where_its_source_does() -> None:
-    queue = make_queue(
-        training=[("a", 1 << 40)], records_per_task=4, num_epochs=2, shuffle_seed=None, open_ended=True
-    )
+    queue = make_queue(training=[("a", 1 << 40)], records_per_task=4, num_epochs=2, shuffle_seed=None, open_ended=True)
     first, second, third = (queue.get_task(worker, 0.0).lease for worker in (1, 2, 3))
     queue.report_done(2, second.id, ended_after=1)
     assert queue.take_milestones() == []

@@ -111,3 +111,25 @@ def test_warnings_of_one_subject_go_as_one_with_their_errors_added_up() -> None:
     assert sent == [("Watch.on_test_end failed", "number 0", 3), ("Slow.on_train_batch_end is slow", "it is", 0)]
     reporter.stop()
     assert len(sent) == 2
+
+
+def test_warning_of_the_last_hook_is_sent_when_the_reporter_stops() -> None:
+    subjects: list[str] = []
+    busy, answer = threading.Event(), threading.Event()
+
+    def report(progress: Any) -> Any:
+        subjects.extend(warning.subject for warning in progress.warnings)
+        busy.set()
+        answer.wait(30)
+        return SimpleNamespace(accepted=True, over=False)
+
+    reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
+    reporter.update(7, 32, 1, urgent=True)
+    assert busy.wait(30)
+    reporter.warn("Watch.on_epoch_end failed", "an error", 1)  # while another report is under way
+    stopping = threading.Thread(target=reporter.stop)
+    stopping.start()
+    stopping.join(0.05)
+    answer.set()
+    stopping.join(30)
+    assert subjects == ["Watch.on_epoch_end failed"]

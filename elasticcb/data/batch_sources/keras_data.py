@@ -68,7 +68,8 @@ def float_cast(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 def map_arrays(function: Callable[[Any], Any], structure: Any) -> Any:
     """`function` of each leaf of a nested structure; None stays None."""
-    return tree.map_structure(function, structure, none_is_leaf=False)
+    # Newer Keras calls the function on None as well, older Keras does not.
+    return tree.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
 def to_batch(batch: Any) -> Any:

@@ -1,0 +1,158 @@
+"""The job behind one `fit`, `evaluate` or `predict`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from elasticcb.api import data as data_of
+from elasticcb.api.arguments import ClusterArguments
+from elasticcb.api.failures import as_the_user_expects
+from elasticcb.api.processes import ClusterProcesses
+from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
+from elasticcb.data.batches import BatchSource
+from elasticcb.errors import ElasticCBError, JobInterrupted
+from elasticcb.master.job import Job
+from elasticcb.master.master import Master
+from elasticcb.master.model_host import ModelHost
+from elasticcb.program import CallerSpec, Program
+from elasticcb.settings import CheckpointSettings, Command, JobSettings
+from elasticcb.status import JobStatus, Summary
+
+logger = logging.getLogger(__name__)
+
+_MOST_BATCHES_PER_TASK = 32
+_TASKS_PER_WORKER = 4  # at least, in an epoch, so that the last ones end at the same time
+
+
+class KerasJobs:
+    """Calls of Keras's methods as jobs of a cluster, one after another.
+
+    Args:
+        arguments: of the cluster.
+        processes: of the cluster.
+    """
+
+    def __init__(self, arguments: ClusterArguments, processes: ClusterProcesses) -> None:
+        self._arguments = arguments
+        self._processes = processes
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[data_of.Call]:
+        """A folder of its own for the data of one call; the processes run."""
+        self._processes.start()
+        # With a name of its own: a directory may be used by several clusters, and hold what a killed one left.
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._processes.directory))
+        try:
+            with contextlib.closing(data_of.Call(name, folder, self._processes.data_service)) as call:
+                yield call
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def run(
+        self,
+        command: Command,
+        call: data_of.Call,
+        model: keras.Model,
+        sources: dict[str, BatchSource],
+        callbacks: list[keras.callbacks.Callback],
+        params: dict[str, Any],
+        **training: Any,
+    ) -> tuple[Summary, dict[int, dict[str, Any]]]:
+        """Runs a job; gives its summary, and what was predicted by the first batch of each task.
+
+        Args:
+            params: more of `callback.params`.
+            training: settings that this call alone has.
+
+        Raises what the user is to see; the processes are ended then.
+        """
+        master = self._processes.start()
+        settings = JobSettings(
+            command=command,
+            name=call.folder.name,
+            directory=str(call.folder),
+            training=dataclasses.replace(self._arguments.training, **self._of_batches(sources), **training),
+            checkpoint=self._arguments.checkpoint if command is Command.TRAIN else CheckpointSettings(),
+            cluster=self._arguments.cluster,
+            callback_params=params,
+            log_level=self._arguments.log_level,
+        )
+        try:
+            return self._run(settings, master, model, sources, callbacks), master.take_predictions()
+        except JobInterrupted:
+            self._processes.stop()
+            raise KeyboardInterrupt from None
+        except BaseException as error:
+            self._processes.stop()
+            raise as_the_user_expects(error, self._processes.where_logs_are) from None
+
+    @staticmethod
+    def _run(
+        settings: JobSettings,
+        master: Master,
+        model: keras.Model,
+        sources: dict[str, BatchSource],
+        callbacks: list[keras.callbacks.Callback],
+    ) -> Summary:
+        program = Program(model, sources, [callback for callback in callbacks if _runs_on_workers(callback)])
+        spec = CallerSpec(program, callbacks)
+        hosts: list[ModelHost] = []
+
+        def make_host(settings: JobSettings) -> ModelHost:
+            hosts.append(ModelHost(settings, spec))
+            return hosts[0]
+
+        job = Job(settings, master, _Display(), make_host, program.dumps)
+
+        def keep_results() -> None:
+            state = job.model_state() if settings.command is Command.TRAIN else None
+            if state is not None:
+                hosts[0].set_state(state)
+
+        try:
+            summary = job.run()
+            keep_results()
+            return summary
+        except (JobInterrupted, KeyboardInterrupt):
+            with contextlib.suppress(ElasticCBError):
+                keep_results()  # as Keras leaves them
+            raise
+        finally:
+            job.close()
+            for host in hosts:
+                host.release()
+
+    def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
+        """Settings of a job whose tasks are ranges of batches."""
+        known = [source.num_batches for source in sources.values() if source.num_batches is not None]
+        tasks = self._arguments.cluster.num_workers * _TASKS_PER_WORKER
+        per_task = min(max(max(known, default=_MOST_BATCHES_PER_TASK * tasks) // tasks, 1), _MOST_BATCHES_PER_TASK)
+        return {
+            "minibatch_size": 1,
+            "num_minibatches_per_task": per_task,
+            "shuffle_seed": None,  # sources shuffle by themselves
+            "max_task_retries": 0,  # what the user's code raises ends the call, as in Keras
+        }
+
+
+class _Display:
+    """What a person sees of a job besides Keras's progress bar."""
+
+    def update(self, status: JobStatus) -> None:
+        """Keras's progress bar shows it."""
+
+    def message(self, text: str) -> None:
+        logger.info("%s", text)
+
+
+def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:
+    return bool(hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys()))

@@ -1,0 +1,105 @@
+"""The processes of a `Cluster`, and what else it has from its first call to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from elasticcb.cluster.base import ClusterBackend
+from elasticcb.master.master import Master
+from elasticcb.roles import STOP_SECONDS, make_backend
+from elasticcb.settings import ClusterKind, ClusterSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterProcesses:
+    """A master in this process, and workers and servers where the backend puts them.
+
+    Args:
+        settings: how many, and where.
+        directory: for logs and data; None makes one, which `close` removes.
+        log_level: of the processes' logs.
+    """
+
+    def __init__(self, settings: ClusterSettings, directory: str | os.PathLike[str] | None, log_level: str) -> None:
+        self._settings = settings
+        self._given = directory
+        self._log_level = log_level
+        self._directory: Path | None = None
+        self._master: Master | None = None
+        self._backend: ClusterBackend | None = None
+        self._data_service: Any = None
+
+    @property
+    def directory(self) -> str:
+        """Where logs are; "" while there is none."""
+        return "" if self._directory is None else str(self._directory)
+
+    @property
+    def where_logs_are(self) -> str:
+        """A sentence for messages; "" where there are none."""
+        if self._settings.kind is not ClusterKind.LOCAL:
+            return ""
+        if self._given is None:
+            return "To keep the logs of the processes, give the Cluster a `directory`."
+        return f"The logs of the processes are in {self._directory}/logs."
+
+    def start(self) -> Master:
+        """Starts the processes unless they run; when one of them has ended, ends the others first."""
+        if self._master is not None and self._backend is not None and not self._backend.poll():
+            return self._master
+        self.stop()
+        try:
+            folder = str(self._make_directory())
+            self._backend = make_backend(self._settings.kind, folder, self._log_level, _say, needs_token=True)
+            self._master = Master(self._settings, self._backend, _say, self._backend.token)
+            self._master.start()
+            self._master.start_processes()
+            return self._master
+        except BaseException:
+            self.close()
+            raise
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        master, self._master, self._backend = self._master, None, None
+        if master is not None:
+            master.shut_down(STOP_SECONDS)
+
+    def close(self) -> None:
+        """Ends the processes, and removes what `start` and `data_service` have made."""
+        with contextlib.ExitStack() as stack:
+            if self._given is None and self._directory is not None:
+                stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+                self._directory = None
+            if self._data_service is not None:
+                stack.callback(self._data_service.close)
+                self._data_service = None
+            self.stop()
+
+    def data_service(self) -> Any:
+        """What hands out the batches of data without an index."""
+        if self._data_service is None:
+            from elasticcb.data.batch_sources.service import DataService
+
+            self._data_service = DataService()
+        return self._data_service
+
+    def _make_directory(self) -> Path:
+        if self._directory is None:
+            if self._given is None:
+                self._directory = Path(tempfile.mkdtemp(prefix="elasticcb-"))
+            else:
+                self._directory = Path(self._given).absolute()
+                self._directory.mkdir(parents=True, exist_ok=True)
+        return self._directory
+
+
+def _say(text: str) -> None:
+    logger.warning("%s", text)

@@ -1,0 +1,211 @@
+"""`elasticcb.Cluster` where it is not used as it is meant to be, and what is left of it afterwards."""
+
+import os
+import signal
+import socket
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import elasticcb
+from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
+
+X = np.linspace(0, 1, 64, dtype="float32")[:, None]
+Y = 2 * X
+
+
+def make():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+class Calls(keras.callbacks.Callback):
+    """Calls a function at the end of each epoch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.function()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR") as cluster:
+        yield cluster
+
+
+def fit(cluster, model=None, **options):
+    return cluster.fit(model or make(), X, Y, **{"verbose": 0, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": np.int64(2), "initial_epoch": np.int64(1)},
+        {"batch_size": np.int64(16), "steps_per_epoch": np.int64(2), "verbose": np.int64(0)},
+        {"validation_data": (X, Y), "validation_freq": [np.int64(1)], "validation_steps": np.int64(1)},
+    ],
+)
+def test_numbers_of_numpy_are_numbers(options, cluster):
+    assert fit(cluster, **options).history["loss"]
+
+
+def test_numbers_of_numpy_make_a_cluster():
+    with elasticcb.Cluster(np.int64(1), np.int64(1), kind="inprocess", max_worker_restarts=np.int64(1)) as cluster:
+        assert fit(cluster).history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("`port` must be a whole number between 0 and 65535", {"port": 70000}),
+        ("`checkpoint_steps` must be a whole number of at least 0", {"checkpoint_steps": -1}),
+        ("`use_async` must be True or False", {"use_async": "false"}),
+        ("`log_level` must be one of", {"log_level": "LOUD"}),
+        ("raise sync_version_tolerance", {"use_async": False, "get_model_steps": 3}),
+    ],
+)
+def test_cluster_says_what_cannot_be(words, given):
+    with pytest.raises(UsageError, match=words):
+        elasticcb.Cluster(**given)
+
+
+def test_validation_every_zero_epochs_is_refused_with_words(cluster):
+    with pytest.raises(ValueError, match="`validation_freq` must be at least 1"):
+        fit(cluster, validation_data=(X, Y), validation_freq=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("`close` was called within `fit`", lambda on: on.close()),
+        ("busy with `fit`; `predict` has to wait", lambda on: on.predict(make(), X)),
+        ("busy with `fit`; `schedule` has to wait", lambda on: on.schedule(len, "a")),
+    ],
+)
+def test_call_within_a_callback_of_a_call_is_refused_with_words(words, call, cluster):
+    with pytest.raises(UsageError, match=words):
+        fit(cluster, callbacks=[Calls(lambda: call(cluster))])
+    assert fit(cluster).history["loss"]
+
+
+def test_model_that_could_not_be_placed_stays_unplaced(cluster):
+    model = make()
+    model.build((None, 1))
+    with pytest.raises(UsageError, match="busy"):
+        fit(cluster, callbacks=[Calls(lambda: cluster.place(model))])
+    weights = model.get_weights()
+    assert cluster.schedule(len, "abc").fetch() == 3
+    cluster.join()
+    np.testing.assert_array_equal(model.get_weights()[0], weights[0])
+
+
+def test_start_within_a_callback_does_nothing_and_history_is_there(cluster):
+    model, seen = make(), []
+    history = fit(cluster, model, callbacks=[Calls(lambda: (cluster.start(), seen.append(model.history)))])
+    assert seen == [history]
+
+
+def test_close_in_another_thread_ends_a_call_with_words_and_the_cluster_works_again():
+    cluster = elasticcb.Cluster(kind="inprocess", log_level="ERROR")
+    running, errors = threading.Event(), []
+
+    def run():
+        try:
+            fit(cluster, epochs=100_000, callbacks=[Calls(running.set)])
+        except JobFailedError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert running.wait(60)
+    cluster.close()
+    thread.join()
+    assert errors == ["The cluster was closed before the job was done."]
+    assert fit(cluster).history["loss"]
+    cluster.close()
+
+
+def test_cluster_that_could_not_start_can_start_later():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        cluster = elasticcb.Cluster(kind="inprocess", port=taken.getsockname()[1])
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match="Can't listen"):
+                cluster.start()
+        assert cluster.directory == ""
+    with cluster:
+        assert fit(cluster).history["loss"]
+
+
+def test_directory_may_be_that_of_another_cluster_and_keeps_its_data(tmp_path):
+    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, log_level="ERROR") as one:
+        with elasticcb.Cluster(kind="inprocess", directory=tmp_path, log_level="ERROR") as other:
+            fit(one, callbacks=[Calls(lambda: fit(other))])
+        assert fit(one, epochs=2).epoch == [0, 1]
+    assert not list(tmp_path.glob("fit-*"))
+
+
+def test_model_is_as_before_when_its_first_batch_does_not_fit(cluster):
+    model = make()
+    before = set(vars(model))
+    with pytest.raises(ValueError, match="Dimensions"):
+        cluster.fit(model, X, np.ones((64, 3, 2)), verbose=0)
+    assert set(vars(model)) - before <= {"history"}
+
+
+def test_plain_fit_between_two_calls_goes_on_where_the_first_ended():
+    def trained(first, second, third):
+        model = make()
+        model.compile("adam", "mse", metrics=["mae"])
+        for on in (first, second, third):
+            on(model)(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    def plain(model):
+        return model.fit
+
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR") as cluster:
+
+        def distributed(model):
+            return lambda *args, **options: cluster.fit(model, *args, **options)
+
+        found, expected = trained(distributed, plain, distributed), trained(plain, plain, plain)
+        assert int(found.optimizer.iterations) == int(expected.optimizer.iterations) == 24
+    for weight, value in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, value, rtol=1e-5, atol=1e-6)
+
+
+class Interrupts(keras.layers.Layer):
+    """As Ctrl-C while the model is built for a call."""
+
+    def build(self, shape):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupt_while_the_model_is_built_for_a_second_call_raises_keyboard_interrupt(cluster):
+    fit(cluster)
+    model = keras.Sequential([Interrupts(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(KeyboardInterrupt):
+        fit(cluster, model)
+    assert fit(cluster).history["loss"]
+
+
+def test_what_was_predicted_is_not_kept(cluster):
+    assert cluster.predict(make(), X, verbose=0).shape == (64, 1)
+    assert cluster._processes.start().predictions == {}
+
+
+def test_token_that_no_call_can_carry_is_refused_without_showing_it(monkeypatch):
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "geheim ü")
+    with pytest.raises(UsageError, match="ELASTICCB_JOB_TOKEN") as caught, elasticcb.Cluster(kind="inprocess"):
+        pass
+    assert "geheim" not in str(caught.value)
