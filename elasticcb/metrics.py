@@ -375,7 +375,7 @@ def _assign(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> None:
 
 def _wide(array: np.ndarray) -> Any:
     """A dtype in which the order of summing does not show."""
-    return np.float64 if np.asarray(array).dtype.kind == "f" else None
+    return np.float64 if np.asarray(array).dtype.kind in "fV" else None  # V: bfloat16
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Frames over memory that two processes share."""
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticcb.errors import WireError
+from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import Connection, Server, frame_handlers
 from elasticcb.shared_memory import Segment
@@ -109,6 +110,71 @@ def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
     serve.connection._memories[SERVICE]._key = b"\0" * 16
     np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
     np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
+
+
+def test_frames_travel_whole_where_there_is_no_room(serve, monkeypatch, caplog):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for _ in range(2):
+        with pytest.raises(OSError):
+            Segment.create(4096)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    call = serve(echo)
+    for value in (1.0, 2.0, 3.0):
+        np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
+    assert segments() == before
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_frames_travel_whole_on_a_system_that_can_not_reserve_memory(serve, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    call = serve(echo)
+    for value in (1.0, 2.0):
+        np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
+    assert serve.connection._memories[SERVICE]._segment is None
+
+
+def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, monkeypatch):
+    call = serve(echo)
+    call(a=np.ones(50_000))
+    memory = serve.connection._memories[SERVICE]
+
+    def interrupted(frame):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "encode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(a=np.ones(50_000))
+    assert memory._segment is None
+    np.testing.assert_array_equal(call(a=np.full(50_000, 2.0)).tensors["a"], 2.0)
+
+
+def test_memory_is_shared_once_a_server_that_was_away_is_back():
+    connection = Connection("127.0.0.1:1", "the echo server", 0.1)
+    method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+    with pytest.raises(ConnectionLostError):
+        connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(50_000)}))
+    assert connection._memories[SERVICE]._usable
+    connection.close()
+
+
+def test_descriptors_of_a_segment_that_nobody_uses_are_closed():
+    before = len(os.listdir("/proc/self/fd"))
+    segment = Segment.create(4096)
+    segment.unlink()
+    del segment
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_answers_lie_where_tensorflow_takes_them_without_a_copy(serve):
+    call = serve(echo)
+    for _ in range(2):
+        answer = call(a=np.ones(50_000), b=np.ones((3, 7))).tensors
+    assert all(array.ctypes.data % 64 == 0 for array in answer.values())
 
 
 def test_calls_from_several_threads_do_not_mix(serve):

@@ -30,6 +30,7 @@ from elasticcb.status import JobStatus, Summary
 logger = logging.getLogger(__name__)
 
 _MOST_BATCHES_PER_TASK = 32
+_BATCHES_PER_TASK_OF_UNKNOWN = 8  # where nobody knows how many an epoch has: it may be a short one
 _TASKS_PER_WORKER = 4  # at least, in an epoch, so that the last ones end at the same time
 
 
@@ -133,9 +134,12 @@ class KerasJobs:
 
     def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
         """Settings of a job whose tasks are ranges of batches."""
-        known = [source.num_batches for source in sources.values() if source.num_batches is not None]
+        sizes = [source.num_batches for source in sources.values()]
         tasks = self._arguments.cluster.num_workers * _TASKS_PER_WORKER
-        per_task = min(max(max(known, default=_MOST_BATCHES_PER_TASK * tasks) // tasks, 1), _MOST_BATCHES_PER_TASK)
+        known = [size for size in sizes if size is not None]
+        per_task = min(max(max(known, default=0) // tasks, 1), _MOST_BATCHES_PER_TASK)
+        if None in sizes:
+            per_task = _BATCHES_PER_TASK_OF_UNKNOWN
         return {
             "minibatch_size": 1,
             "num_minibatches_per_task": per_task,

@@ -169,10 +169,15 @@ class OptimizerSet:
             else:
                 target.assign(value)
         if missing:
+            known = {key for _, key, _ in self._targets()}
+            held: list[Key | str] = [*part.slots, *part.extras, *part.shared]
+            unused = [self._shown(key) for key in held if key not in known]
             logger.warning(
-                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s.",
+                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s. It holds %s that the "
+                "optimizer does not have: another release of elasticcb or Keras, or other settings, wrote it.",
                 self.kinds,
-                ", ".join(missing),
+                _some(missing),
+                _some(unused),
             )
 
     def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable]]:
@@ -192,6 +197,11 @@ class OptimizerSet:
         """Lets each set its final weights; whether any did."""
         finalized = [part.finalize() for part in self.parts]
         return any(finalized)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "nothing") + more
 
 
 def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec]) -> list[Leaf]:

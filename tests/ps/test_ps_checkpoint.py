@@ -134,6 +134,17 @@ def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
     np.testing.assert_array_equal(part.values()[0], initial_values(BIG)[0])
 
 
+def test_slots_with_names_of_another_release_start_afresh_with_both_names_in_the_warning(tmp_path, caplog):
+    (part,) = before = trained(1)
+    exported = part.parameters.export()
+    exported.slots = {(index, f"old_{name}"): value for (index, name), value in exported.slots.items()}
+    part.parameters.export = lambda: exported
+    restored(save(tmp_path, before), 1)
+    assert "afresh: momentums of 'embedding/embeddings'" in caplog.text
+    assert "holds old_momentums of 'embedding/embeddings'" in caplog.text
+    assert "another release" in caplog.text
+
+
 def test_a_checkpoint_is_read_without_an_optimizer(tmp_path):
     before = trained(2)
     for mine, other in zip(whole(restored(save(tmp_path, before), 1, None)), whole(before), strict=True):

@@ -11,6 +11,7 @@ from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
+from elasticcb.shared_memory import aligned_copy
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 optimizers = keras.optimizers
@@ -238,6 +239,24 @@ def test_an_optimizer_that_xla_can_not_compile_runs_without_it(caplog):
         same.push(gradients(step))
     assert "runs without XLA" in caplog.text
     np.testing.assert_allclose(part.values()[1], same.values()[1], rtol=1e-5)
+
+
+def test_a_gradient_that_an_optimizer_keeps_is_not_changed_by_the_next_push():
+    class Keeping(keras.optimizers.Optimizer):
+        def build(self, variables):
+            super().build(variables)
+            self.last = [self.add_variable_from_reference(v, name="last") for v in variables]
+
+        def update_step(self, gradient, variable, learning_rate):
+            tf.py_function(lambda: None, [], [])  # nothing that XLA compiles
+            self.assign(self.last[self._get_variable_index(variable)], gradient)
+
+    specs = (VariableSpec("dense/kernel", (64, 4), "float32", True),)
+    part = Part(lambda: Keeping(0.1), initial_values(specs), specs)
+    memory = aligned_copy(np.ones(256, np.float32))  # as that which a worker shares
+    part.parameters.apply(part.reader.read({"gradients/float32": memory}, [0]))
+    memory[...] = 2.0
+    np.testing.assert_array_equal(part.parameters.export().slots[0, "last"], 1.0)
 
 
 def test_rows_are_applied_once_when_xla_can_not_compile_the_rest():
