@@ -123,6 +123,9 @@ def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
     if not clips_on_server(optimizer):
         optimizer.global_clipnorm = None
     optimizer.loss_scale_factor = None
+    # A server is the only replica. Keras's own sum over replicas keeps every traced update alive for ever, since it
+    # defines a gradient, which TensorFlow registers globally.
+    object.__setattr__(optimizer, "_all_reduce_sum_gradients", list)
 
 
 def _build(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import gc
 import json
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps.optimizer import ServerOptimizer
-from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.partition import VariableSpec, partition
+from elasticcb.ps.push import PushReader
 from elasticcb.shared_memory import aligned_copy
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
@@ -300,3 +304,19 @@ def test_an_optimizer_that_fails_is_named_with_the_users_traceback():
     with pytest.raises(ModelFileError, match=r"Broken failed on a parameter server.*no idea") as caught:
         part.push(gradients(0))
     assert "update_step" in caught.value.user_traceback
+
+
+def test_an_update_is_forgotten_with_its_parameters():
+    def graphs():
+        gc.collect()
+        return sum(isinstance(item, FuncGraph) for item in gc.get_objects())
+
+    before = graphs()
+    for _ in range(2):
+        specs = [VariableSpec("a", (4, 2), "float32", True)]
+        slices = partition(specs, 1, True)[0]
+        values = {0: np.zeros((4, 2), "float32")}
+        parameters = Parameters(specs, slices, lambda count: [keras.optimizers.Adam()], values)
+        parameters.apply(PushReader(specs, slices).read({"gradients/float32": np.ones(8, "float32")}, [0]))
+        del parameters
+    assert graphs() == before
