@@ -125,7 +125,6 @@ def test_a_checkpoint_of_another_model_ends_it(place, trained, capsys):
         (["--follow=false", "--max_evaluations=2"], "--max_evaluations=2 is about following"),
         (["--follow=false", "--follow_timeout=2"], "Add --follow, or leave out --follow_timeout"),
         (["--follow_timeout=-1"], "--follow_timeout=-1.0 can't be. Expected at least 0"),
-        (["--cluster=external"], "--follow starts processes for each checkpoint"),
         (["--checkpoint_dir_for_init=one"], "a single checkpoint. --follow needs the folder around it"),
         (["--checkpoint_dir_for_init=data.npz"], "data.npz, which is no folder"),
     ],
