@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint clean
+.PHONY: train test lint bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
@@ -16,6 +16,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[test,lint]"
 	@touch $@
 
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	@touch $@
+
 train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and exports it
 	$(BIN)/elasticcb train --config model_zoo/digits/job.yaml
 
@@ -26,6 +30,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/.installed-bench  ## compares throughput with Keras and ParameterServerStrategy; FLAGS="--quick" for less
+	$(BIN)/python benchmarks/throughput.py --into=docs/benchmarks.md $(FLAGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -77,7 +78,7 @@ def main() -> int:
     data = arguments.data_dir.resolve()
     if arguments.plain:
         folder, seed = arguments.plain
-        case = _case_of(folder)
+        case = case_of(folder)
         print(json.dumps(train_plain(case, data, int(seed), arguments.epochs)))
         return 0
 
@@ -87,7 +88,7 @@ def main() -> int:
         parser.error(f"--models names {', '.join(sorted(unknown))}; expected some of: {', '.join(known)}.")
     runs: dict[str, tuple[list[Run], list[Run]]] = {}
     for folder in chosen:
-        case = _case_of(folder)
+        case = case_of(folder)
         plain = [run_plain(case, data, seed, arguments.epochs) for seed in range(arguments.repetitions)]
         elastic = [run_elastic(case, data, seed, arguments.epochs) for seed in range(arguments.repetitions)]
         runs[folder] = plain, elastic
@@ -95,7 +96,7 @@ def main() -> int:
     return 0
 
 
-def _case_of(folder: str) -> Case:
+def case_of(folder: str) -> Case:
     return next(case for case in CASES if case.folder == folder)
 
 
@@ -109,19 +110,21 @@ def run_plain(case: Case, data: Path, seed: int, epochs: int) -> Run:
     return run
 
 
-def run_elastic(case: Case, data: Path, seed: int, epochs: int) -> Run:
-    """`elasticcb train` with two workers and one server."""
+def run_elastic(
+    case: Case, data: Path, seed: int, epochs: int, flags: Sequence[str] = ("--num_workers=2", "--num_ps=1")
+) -> Run:
+    """`elasticcb train`, each process a real one."""
     with tempfile.TemporaryDirectory() as job:
         command = [sys.executable, "-m", "elasticcb", "train", f"--config={ZOO / case.folder / 'job.yaml'}"]
         command += [f"--training_data={data / case.training_data}", f"--job_dir={job}/job"]
         command += [f"--validation_data={data / case.validation_data}", f"--output={job}/saved_model"]
-        command += ["--num_workers=2", "--num_ps=1", f"--shuffle_seed={seed}"]
+        command += [*flags, f"--shuffle_seed={seed}"]
         if epochs:
             command.append(f"--num_epochs={epochs}")
         started = time.monotonic()
         output = _call(command)
     run = Run(metrics_of_summary(output), time.monotonic() - started)
-    print(f"{case.folder}, ElasticCB, seed {seed}: {run}", file=sys.stderr, flush=True)
+    print(f"{case.folder}, ElasticCB, {' '.join(flags)}, seed {seed}: {run}", file=sys.stderr, flush=True)
     return run
 
 

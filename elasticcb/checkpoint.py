@@ -23,8 +23,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from elasticcb import table_state
 from elasticcb.errors import CheckpointError
 from elasticcb.ps.partition import Slice, VariableSpec
+from elasticcb.table_state import TableState
 from elasticcb.tensors import dtype_of
 
 Array = npt.NDArray[Any]
@@ -47,6 +49,7 @@ class Part:
     extras: dict[Key, Array] = field(default_factory=dict)  # of another shape, whole variables only
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
     optimizer: str = ""  # class name; "": none
+    tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
     tensors |= {f"slot/{variable}/{name}": value for (variable, name), value in part.slots.items()}
     tensors |= {f"extra/{variable}/{name}": value for (variable, name), value in part.extras.items()}
     tensors |= {f"shared/{name}": value for name, value in part.shared.items()}
+    tensors |= table_state.to_tensors(part.tables)
     metadata = {
         "format": str(FORMAT),
         "version": str(part.version),
@@ -116,16 +120,22 @@ def load_slices(
     extras_seen: dict[Key, Array] = {}
     files = manifest["files"]
     scalars_from = index if len(files) == num_ps else 0
+    tables: dict[int, list[TableState]] = {
+        number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
+    }
     for place, saved in enumerate(files):
         held = [Slice(*part) for part in saved["slices"]]
         wanted = [part for part in held if part.variable in parts and parts[part.variable].overlaps(part)]
-        if not wanted and place != scalars_from:
+        if not wanted and place != scalars_from and not tables:
             continue
         path = folder / saved["name"]
         _check_file(path, saved)
         try:
             with safe_open(path, framework="np") as file:
                 names = list(file.keys())
+                own = {name: file.get_tensor(name) for name in names if name.startswith("table/")}
+                for number, state in table_state.from_tensors(own).items():
+                    tables[number].append(state.part(index, num_ps))
                 by_variable = _by_variable(names)
                 for part in wanted:
                     assembly = parts[part.variable]
@@ -141,6 +151,7 @@ def load_slices(
                     }
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    result.tables = {number: table_state.joined(states) for number, states in tables.items() if states}
     for variable, assembly in parts.items():
         for slot, array in assembly.arrays.items():
             missing = assembly.slice.elements - assembly.filled[slot]
@@ -368,7 +379,7 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         old = saved[place] if place < len(saved) else None
         new = given[place] if place < len(given) else None
         # Keras numbers layers per process, so a path may differ where shape and dtype do not.
-        if old is None or new is None or {**old, "path": ""} != {**new, "path": ""}:
+        if old is None or new is None or _comparable(old) != _comparable(new):
             differences.append(f"variable {place}: {_shown(old)} in the checkpoint, {_shown(new)} in the model")
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -378,14 +389,21 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         )
 
 
+def _comparable(variable: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the path, and how a table's first rows are made; but a table is no dense variable."""
+    return {**variable, "path": "", "table": bool(variable.get("table"))}
+
+
 def _described(spec: VariableSpec) -> dict[str, Any]:
-    return {"path": spec.path, "shape": list(spec.shape), "dtype": spec.dtype, "trainable": spec.trainable}
+    described = {"path": spec.path, "shape": list(spec.shape), "dtype": spec.dtype, "trainable": spec.trainable}
+    return described | ({"table": spec.table} if spec.table else {})
 
 
 def _shown(variable: Mapping[str, Any] | None) -> str:
     if variable is None:
         return "none"
     kind = "" if variable["trainable"] else " (not trainable)"
+    kind += " (embedding table)" if variable.get("table") else ""
     return f"{variable['path']!r} {variable['dtype']}{variable['shape']}{kind}"
 
 

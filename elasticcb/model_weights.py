@@ -20,9 +20,12 @@ from elasticcb.optimizer_variables import leaves
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.spec import Spec
 from elasticcb.step_logs import is_overridden
+from elasticcb.table_spec import TableSpec
 
 
-def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None) -> list[VariableSpec]:
+def variable_specs(
+    model: keras.Model, updated: Mapping[int, int] | None = None, tables: Mapping[int, TableSpec] | None = None
+) -> list[VariableSpec]:
     """The weights that the servers hold, in the order of `model.weights`.
 
     What Keras does not count among them stays on the worker that runs the batches: the state of a stateful RNN, which
@@ -31,18 +34,21 @@ def variable_specs(model: keras.Model, updated: Mapping[int, int] | None = None)
     Args:
         updated: what `prime` gave. With it, variables that no optimizer updates count as non-trainable, whatever
             Keras calls them: what the step assigns to them (a target network) is so not lost.
+        tables: the embedding tables among them, by index.
     """
+    tables = tables or {}
     trainable = {id(variable) for variable in model.trainable_weights}
     undecayed = _undecayed(model, updated)
     return [
         VariableSpec(
             path=variable.path,
-            shape=tuple(variable.shape),
+            shape=(tables[index].input_dim or 0, *variable.shape[1:]) if index in tables else tuple(variable.shape),
             dtype=keras.backend.standardize_dtype(variable.dtype),
             trainable=id(variable) in trainable if updated is None else index in updated,
             constraint=_constraint(variable),
             optimizer=(updated or {}).get(index, 0),
             no_weight_decay=index in undecayed,
+            table=tables[index].to_json() if index in tables else "",
         )
         for index, variable in enumerate(model.weights)
     ]

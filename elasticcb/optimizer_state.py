@@ -44,11 +44,17 @@ class OptimizerState:
 
 @dataclass
 class ModelState:
-    """All weights, in the order of `model.weights`, and the state of all optimizers."""
+    """All weights, in the order of `model.weights`, and the state of all optimizers.
+
+    Attributes:
+        ids: of embedding tables, by variable: the ids (int64 [n], in order) that the weights [n, dim], and the slots,
+            are rows of. Where none are given, they are 0, 1, ….
+    """
 
     version: int
     weights: list[Array]
     optimizer: OptimizerState
+    ids: dict[int, Array] = field(default_factory=dict)
 
 
 def read_optimizers(

@@ -57,6 +57,14 @@ def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     return is_elementwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
 
 
+def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
+    """Whether a variable may be an embedding table, whose rows are on all of `num_ps` servers and are updated alone."""
+    optimizer = unwrapped(optimizer)
+    if isinstance(optimizer, MultiOptimizer):
+        return all(may_serve_rows(inner, num_ps) for inner in optimizer.optimizers)
+    return may_update_rows(optimizer) and (num_ps == 1 or optimizer.clipnorm is None)
+
+
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether the optimizer's weight decay, if it has any, concerns `variable`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,18 @@ from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
 from elasticcb.rpc import Connection
+from elasticcb.shared_memory import aligned_copy
 from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
+from elasticcb.table_spec import server_of
+from elasticcb.table_state import TableState, joined
+from elasticcb.table_state import from_tensors as tables_from
+from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Array, Frame, dtype_of
 
 SERVICE = "elasticcb.ParameterServer"
 
 Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
+Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
 _METHODS = {
     "Initialize": pb.InitializeResponse,
@@ -30,6 +36,7 @@ _METHODS = {
     "SetLearningRate": pb.SetLearningRateResponse,
     "Export": pb.ExportResponse,
     "LoadState": pb.LoadStateResponse,
+    "ReadTable": pb.ReadTableResponse,
 }
 
 # A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
@@ -44,7 +51,7 @@ class Push:
     Attributes:
         gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
         dense_variables: indices of the variables whose gradients `gradients` holds.
-        rows: by variable index, unique row ids (int64, of the whole variable) and their gradients.
+        rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
         state_deltas: by server and dtype, what the step added to the non-trainable variables, flat.
         loss: of the batch.
         non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
@@ -61,11 +68,18 @@ class Push:
 
 @dataclass(frozen=True)
 class PushResult:
-    """The servers' answer to a push: `status` is a `pb.PushStatus`, `version` the model's after it."""
+    """The servers' answer to a push.
+
+    Attributes:
+        status: a `pb.PushStatus`.
+        version: of the model after it.
+        rows: of embedding tables, by variable: the rows [n, dim] of the ids that were asked for.
+    """
 
     status: int
     reason: str
     version: int
+    rows: dict[int, Array] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,6 +90,7 @@ class _Server:
     blocks: dict[str, Array] = field(default_factory=dict)
     version: int = -1
     state_version: int = -1
+    rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
 
 
 class PSClient:
@@ -134,6 +149,53 @@ class PSClient:
         self._exchange(self._servers, [self._request(server, None, pull=True) for server in self._servers])
         return self.blocks
 
+    def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0, pull: bool = False) -> dict[int, Array]:
+        """Rows of embedding tables, by variable: [n, dim] each.
+
+        Args:
+            ids: by variable, unique ids (int64 [n]).
+            create: ids that have no row get one, as in training.
+            evaluation_round: of whose snapshot the rows are; 0: as they are now.
+            pull: fetch newer weights, too.
+        """
+        frames = []
+        asked = self._split(ids)
+        for server, wanted in zip(self._servers, asked, strict=True):
+            header = self._request(server, None, pull).header
+            header.create_rows, header.snapshot = create, evaluation_round
+            frames.append(Frame(header, {f"lookup/{index}": own for index, (own, _) in wanted.items()}))
+        if evaluation_round:  # whose version is not the present one
+            answers = list(self._pool.map(self._call_frame, self._servers, frames))
+            for server, answer in zip(self._servers, answers, strict=True):
+                server.rows = _rows_in(answer)
+        else:
+            self._exchange(self._servers, frames)
+        return self._rows_found(ids, asked)
+
+    def read_table(self, variable: int, chunk_rows: int = 65_536) -> Iterator[tuple[Array, Array]]:
+        """All (ids [n], rows [n, dim]) of an embedding table, in pieces; nobody must be training it meanwhile."""
+        for server in self._servers:
+            start, total = 0, 1
+            while start < total:
+                request = pb.ReadTableRequest(variable=variable, start=start, count=chunk_rows)
+                answer = self._call(server, "ReadTable", request)
+                yield answer.tensors["ids"], answer.tensors["rows"]
+                start, total = start + chunk_rows, answer.header.total
+
+    def weights(self, blocks: Blocks | None = None) -> tuple[list[Array], dict[int, Array]]:
+        """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`.
+
+        Args:
+            blocks: of all but tables; None pulls them.
+        """
+        weights = unpack_weights(self.pull() if blocks is None else blocks, self.specs, self.partition)
+        ids: dict[int, Array] = {}
+        for index, spec in enumerate(self.specs):
+            if spec.table:
+                whole = joined([TableState(*piece) for piece in self.read_table(index)])
+                ids[index], weights[index] = whole.ids, whole.rows
+        return weights, ids
+
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
@@ -143,14 +205,19 @@ class PSClient:
 
         answers = list(self._pool.map(pull, self._servers))
         self.snapshot_version = answers[0].header.version
-        return [dict(answer.tensors) for answer in answers]
+        # They are kept while others come.
+        return [{name: aligned_copy(block) for name, block in answer.tensors.items()} for answer in answers]
 
-    def push(self, push: Push, learning_rate: float | None, pull: bool = True) -> PushResult:
+    def push(self, push: Push, learning_rate: float | None, pull: bool = True, ids: Ids | None = None) -> PushResult:
         """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.
 
         Args:
             learning_rate: for this push only; None takes the servers' base rate.
+            ids: of embedding tables, by variable: whose rows after the update to fetch along (`create`d, as in
+                training); unique int64 [n].
         """
+        ids = ids or {}
+        asked = self._split(ids)
         self._sequence += 1
         # Staged pushes change the other servers only once the first one has decided.
         pull_along = pull and not self._staged
@@ -166,7 +233,10 @@ class PSClient:
                 header.has_learning_rate = True
             tensors = {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
             tensors |= {f"state/{dtype}": flat for dtype, flat in push.state_deltas[index].items()}
-            tensors |= self._rows_of(server, push.rows)
+            tensors |= self._rows_of(server, index, push.rows)
+            if not self._staged:
+                header.create_rows = True
+                tensors |= {f"lookup/{table}": own for table, (own, _) in asked[index].items()}
             frames.append(Frame(header, tensors))
         first = 1 if self._staged else 0
         headers = self._exchange(self._servers[first:], frames[first:])
@@ -175,7 +245,11 @@ class PSClient:
             headers = self._exchange(self._servers[:1], frames[:1])
         decided = refused or headers[0]
         result = PushResult(decided.status, decided.reason, self.version)
-        if self._staged and pull:
+        if not self._staged:
+            result.rows.update(self._rows_found(ids, asked))
+        elif pull and ids:
+            result.rows.update(self.lookup(ids, create=True, pull=True))
+        elif pull:
             self.pull()
         return result
 
@@ -194,8 +268,39 @@ class PSClient:
             header.non_finite = push.non_finite
         return Frame(header, {})
 
-    def _rows_of(self, server: _Server, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
+    def _split(self, ids: Ids) -> list[dict[int, tuple[Array, Any]]]:
+        """By server and table, the ids that the server holds, and where they are among all."""
+        count = len(self._servers)
+        if count == 1:
+            return [{table: (own, slice(None)) for table, own in ids.items()}]
+        parts: list[dict[int, tuple[Array, Any]]] = [{} for _ in self._servers]
+        for table, own in ids.items():
+            owners = server_of(own, count)
+            for index, part in enumerate(parts):
+                places = np.flatnonzero(owners == index)
+                part[table] = own[places], places
+        return parts
+
+    def _rows_found(self, ids: Ids, asked: Sequence[Mapping[int, tuple[Array, Any]]]) -> dict[int, Array]:
+        """The rows that the last exchange has brought, in the order of `ids`."""
+        if len(self._servers) == 1:
+            return {table: self._servers[0].rows[table] for table in ids}
+        found: dict[int, Array] = {}
+        for table, own in ids.items():
+            first = self._servers[0].rows[table]
+            rows = found[table] = np.empty((len(own), *first.shape[1:]), first.dtype)
+            for server, part in zip(self._servers, asked, strict=True):
+                rows[part[table][1]] = server.rows[table]
+        return found
+
+    def _rows_of(self, server: _Server, index: int, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
         tensors: dict[str, Array] = {}
+        for variable, (ids, values) in rows.items():
+            if self.specs[variable].table:
+                if len(self._servers) > 1:
+                    places = np.flatnonzero(server_of(ids, len(self._servers)) == index)
+                    ids, values = ids[places], values[places]
+                tensors[f"rows/{variable}/ids"], tensors[f"rows/{variable}/values"] = ids, values
         for part in server.slices:
             if part.variable not in rows:
                 continue
@@ -220,8 +325,10 @@ class PSClient:
                 self.learning_rate_version = header.base_learning_rate_version
             if frame.header.pull:
                 server.version, server.state_version = header.version, header.state_version
-            if answer.tensors:
-                server.blocks = {**server.blocks, **answer.tensors}
+            server.rows = _rows_in(answer)
+            if len(answer.tensors) > len(server.rows):
+                blocks = {name: block for name, block in answer.tensors.items() if not name.startswith("table/")}
+                server.blocks = {**server.blocks, **_kept(blocks)}
         return [answer.header for answer in answers]
 
     def _call(self, server: _Server, method: str, header: Any) -> Frame[Any]:
@@ -240,17 +347,20 @@ class PSClient:
         checkpoint: str = "",
         optimizer_state: OptimizerState | None = None,
         version: int = 0,
+        ids: Ids | None = None,
     ) -> None:
         """Gives the servers the model: `weights` in the order of the specs, or a checkpoint version's folder.
 
         Args:
             optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
             version: of the model, beside weights.
+            ids: as in `ModelState`.
 
         Raises `ElasticCBError` when the state is of other optimizers.
         """
         state = optimizer_state or OptimizerState()
         variables = [spec.to_message() for spec in self.specs]
+        tables = {} if checkpoint else self._tables(weights, state, ids)
 
         def initialize(index: int) -> Any:
             server = self._servers[index]
@@ -259,7 +369,7 @@ class PSClient:
                 checkpoint=checkpoint, ps_addresses=[s.connection.address for s in self._servers],
                 version=version, optimizers=state.optimizers,
             )  # fmt: skip
-            tensors = {} if checkpoint else self._packed(server, weights, state)
+            tensors = {} if checkpoint else self._packed(index, weights, state, tables)
             return self._call_frame(server, Frame(header, tensors), "Initialize").header
 
         answers = list(self._pool.map(initialize, range(len(self._servers))))
@@ -277,41 +387,65 @@ class PSClient:
             {name: array for name, array in answer.tensors.items() if name.startswith(("weights/", "state/"))}
             for answer in answers
         ]
-        return ModelState(
+        state = ModelState(
             version=int(answers[0].header.version),
             weights=unpack_weights(blocks, self.specs, self.partition),
             optimizer=join_states(states, self.specs, self.partition),
         )
+        parts = [tables_from(answer.tensors) for answer in answers]
+        for table in parts[0]:
+            whole = joined([part[table] for part in parts])
+            state.weights[table], state.ids[table] = whole.rows, whole.ids
+            state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
+        return state
 
-    def load_state(self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None) -> int:
+    def load_state(
+        self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
+    ) -> int:
         """Sets weights, or the state of optimizers, or both; returns the version that this makes.
 
         Gradients that wait for more, and are now too old by the rules of synchronous mode, are dropped.
 
         Args:
             weights: of the whole model; None leaves them.
-            optimizer_state: None, and what it lacks, is left.
+            optimizer_state: None, and what it lacks, is left. Of embedding tables it is set beside weights only.
+            ids: as in `ModelState`.
 
         Raises `ElasticCBError` when the state is of other optimizers.
         """
         state = optimizer_state or OptimizerState()
+        tables = {} if weights is None else self._tables(weights, state, ids)
         change = secrets.randbits(62) + 1
 
-        def load(server: _Server) -> int:
+        def load(index: int) -> int:
             header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
-            answer = self._call_frame(server, Frame(header, self._packed(server, weights, state)), "LoadState")
-            return int(answer.header.version)
+            frame = Frame(header, self._packed(index, weights, state, tables))
+            return int(self._call_frame(self._servers[index], frame, "LoadState").header.version)
 
         # In synchronous mode the first one makes the others set what they got.
-        first, *others = self._servers
-        list(self._pool.map(load, others))
-        self.version = load(first)
+        list(self._pool.map(load, range(1, len(self._servers))))
+        self.version = load(0)
         return self.version
 
-    def _packed(self, server: _Server, weights: Sequence[Array] | None, state: OptimizerState) -> dict[str, Array]:
+    def _packed(
+        self, index: int, weights: Sequence[Array] | None, state: OptimizerState, tables: Mapping[int, TableState]
+    ) -> dict[str, Array]:
         """One server's part of weights and state, as it travels."""
-        tensors = {} if weights is None else pack_weights(weights, self.specs, server.slices)
-        return tensors | to_tensors(cut_state(state, self.specs, server.slices))
+        slices = self._servers[index].slices
+        tensors = {} if weights is None else pack_weights(weights, self.specs, slices)
+        parts = {table: whole.part(index, len(self._servers)) for table, whole in tables.items()}
+        return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
+
+    def _tables(self, weights: Sequence[Array], state: OptimizerState, ids: Ids | None) -> dict[int, TableState]:
+        tables = {}
+        for index, spec in enumerate(self.specs):
+            if spec.table:
+                slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
+                whole = TableState.of_range(weights[index], slots)
+                if ids and index in ids:
+                    whole.ids = ids[index]
+                tables[index] = whole
+        return tables
 
     def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
         """Makes every server keep its present weights for the round, or `weights`; returns their version."""
@@ -361,6 +495,16 @@ class PSClient:
             server.connection.close()
 
 
+def _rows_in(answer: Frame[Any]) -> dict[int, Array]:
+    """By embedding table, the rows in an answer."""
+    return {int(name.partition("/")[2]): rows for name, rows in answer.tensors.items() if name.startswith("table/")}
+
+
+def _kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
+    """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
+    return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}
+
+
 def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
     """One server's part of `weights`, as it travels."""
     trainable = pack(weights, specs, slices, trainable=True)
@@ -369,8 +513,8 @@ def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices
 
 
 def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
-    """The whole weights from all servers' blocks, in the order of `specs`."""
-    weights = [np.empty(spec.shape, dtype_of(spec.dtype)) for spec in specs]
+    """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
+    weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
     for server, slices in zip(blocks, parts, strict=True):
         for prefix, trainable in (("weights/", True), ("state/", False)):
             found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}

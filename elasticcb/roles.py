@@ -70,10 +70,15 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
         if settings.cluster.kind is ClusterKind.LOCAL and visible_gpus():
             # They are the workers'; the backend has noted them.
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        from elasticcb.master.job import Job
-        from elasticcb.master.master import Master
+        backend.prepare()
+        try:
+            from elasticcb.master.job import Job
+            from elasticcb.master.master import Master
 
-        master = Master(settings.cluster, backend, display.message, backend.token)
+            master = Master(settings.cluster, backend, display.message, backend.token)
+        except BaseException:
+            backend.stop(0.0)
+            raise
         master.start()
 
         def run(settings: JobSettings) -> Summary:
@@ -108,7 +113,7 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
     client = MasterClient(master_address, token=token_of_environment() if token is None else token)
     with _Farewell(client, pb.WORKER, index):
         for settings in client.jobs():
-            _log_as(settings)
+            _begin_job("worker", settings)
             kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
             with contextlib.suppress(JobOverError):
                 kind(settings, client, index, open_spec(settings, client)).run()
@@ -134,7 +139,7 @@ def run_ps(
     with _Farewell(client, pb.PS, index):
         try:
             for settings in client.jobs():
-                _log_as(settings)
+                _begin_job("ps", settings)
                 with contextlib.suppress(JobOverError):
                     trains = settings.command in (Command.TRAIN, Command.CALL)
                     spec = open_spec(settings, client) if trains else None
@@ -166,10 +171,25 @@ def _begin(role: str, index: int, parent_pid: int | None) -> None:
     logger.info("Started")
 
 
-def _log_as(settings: JobSettings) -> None:
+def _begin_job(role: str, settings: JobSettings) -> None:
+    _limit_threads(role, settings)
     if threading.current_thread() is threading.main_thread():  # a thread's logs are those of the caller
         logging.getLogger("elasticcb").setLevel(settings.log_level)
     logger.info("Job %s: %s", settings.name, settings.command.value)
+
+
+def _limit_threads(role: str, settings: JobSettings) -> None:
+    """Lets the processes of one machine share its cores; the user's TF_NUM_INTRAOP_THREADS goes before.
+
+    TensorFlow would start as many threads per process as there are cores, which then wait for each other.
+    Servers rest while workers compute, so that workers divide the cores among themselves.
+    """
+    own_process = threading.current_thread() is threading.main_thread()
+    if settings.cluster.kind is ClusterKind.LOCAL and own_process:
+        sharing = settings.cluster.num_workers + (settings.cluster.num_ps if role == "ps" else 0)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // max(1, sharing))
+        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))  # read when TensorFlow first computes
 
 
 class _Farewell:

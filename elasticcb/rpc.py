@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -17,7 +18,8 @@ import numpy as np
 from elasticcb import errors
 from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError, WireError
 from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
-from elasticcb.tensors import Frame, encode_frame, frame_decoder
+from elasticcb.local_link import CallError, ServerLinks
+from elasticcb.tensors import Frame, encode_frame, frame_decoder, has_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,12 @@ _OPTIONS = [
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
+# With these codes the server itself ends a call.
+_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}
+
 _ATTACH = "Attach"  # method of every service of frames, by which a client shows its shared memory
 _ATTACH_SECONDS = 10.0
+_ALIVE_SECONDS = 30.0  # for a server to say that it is alive
 
 # By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
 ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
@@ -60,6 +66,8 @@ TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a proces
 
 # Not the module's own generator, whose seed belongs to the user's model.
 _jitter = random.Random()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_jitter.seed)
 
 
 def token_of_environment() -> str:
@@ -121,20 +129,27 @@ class Server:
                 "choose another one, or 0 for any that is free."
             ) from error
         self.address = f"{host}:{self.port}"
+        self._frame_services: list[FrameService] = []
+
+    def add(self, service: FrameService) -> None:
+        """Serves it from `start` until `stop`."""
+        self.grpc_server.add_generic_rpc_handlers((service,))
+        self._frame_services.append(service)
 
     def start(self) -> None:
         self.grpc_server.start()
 
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
-        self.grpc_server.stop(grace_seconds).wait(grace_seconds + 5.0)
+        stopped = self.grpc_server.stop(grace_seconds)
+        for service in self._frame_services:
+            service.stop(grace_seconds)
+        stopped.wait(grace_seconds + 5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def frame_handlers(
-    service: str, methods: dict[str, tuple[type, Callable[..., Frame[Any]]]], transient: Collection[str] = ()
-) -> Any:
-    """Handlers of a service whose messages are frames.
+class FrameService(grpc.GenericRpcHandler):
+    """A service whose messages are frames, by gRPC and by the links of clients on this machine.
 
     Args:
         service: the service's full name, "elasticcb.ParameterServer".
@@ -143,39 +158,63 @@ def frame_handlers(
         transient: methods that keep no array of a request beyond the call, so that none has to be copied out of
             shared memory.
     """
-    memory = ServerMemory()
 
-    def handler(name: str, header_type: type, function: Callable[..., Frame[Any]]) -> Any:
+    def __init__(
+        self,
+        service: str,
+        methods: dict[str, tuple[type, Callable[..., Frame[Any]]]],
+        transient: Collection[str] = (),
+    ) -> None:
+        self._methods = methods
+        self._transient = transient
+        self._links = ServerLinks(self._answer)
+        self._memory = ServerMemory(self._links)
+        handlers = {name: self._handler(name) for name in [*methods, _ATTACH]}
+        self._handlers = grpc.method_handlers_generic_handler(service, handlers)
+
+    def service(self, handler_call_details: Any) -> Any:
+        return self._handlers.service(handler_call_details)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ends the links."""
+        self._links.stop(grace_seconds)
+
+    def _handler(self, name: str) -> Any:
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             try:
-                frame, segment = memory.decode(data, header_type)
-                if segment is not None and name not in transient:
-                    frame = Frame(frame.header, {key: np.array(array) for key, array in frame.tensors.items()})
-                return memory.encode(function(frame), segment)
-            except UnknownSegmentError as error:
-                context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-            except ElasticCBError as error:
-                if error.user_traceback:
-                    logger.error("%s\n%s", error, error.user_traceback)
-                refused = isinstance(error, WireError)
-                code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
-                trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
-                context.set_trailing_metadata(((ERROR_KEY, type(error).__name__), (_TRACEBACK_KEY, trace)))
-                context.abort(code, str(error)[:_LONGEST_ERROR])
+                return self._attach(data) if name == _ATTACH else self._answer(name, data)
+            except CallError as error:
+                context.set_trailing_metadata(error.trailing_metadata())
+                context.abort(error.code(), error.details())
             raise AssertionError("abort raises")
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
-    def attach(message: bytes, context: grpc.ServicerContext) -> bytes:
+    def _answer(self, name: str, data: bytes) -> bytes:
+        header_type, function = self._methods[name]
         try:
-            memory.attach(message)
-        except WireError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return b""
+            frame, reply = self._memory.decode(data, header_type)
+            if reply.segment is not None and name not in self._transient:
+                frame = Frame(frame.header, {key: np.array(array) for key, array in frame.tensors.items()})
+            return reply.encode(function(frame))
+        except UnknownSegmentError as error:
+            raise CallError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except ElasticCBError as error:
+            if error.user_traceback:
+                logger.error("%s\n%s", error, error.user_traceback)
+            refused = isinstance(error, WireError)
+            code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
+            trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
+            metadata: dict[str, str | bytes] = {ERROR_KEY: type(error).__name__, _TRACEBACK_KEY: trace}
+            raise CallError(code, str(error)[:_LONGEST_ERROR], metadata) from error
 
-    handlers = {name: handler(name, *method) for name, method in methods.items()}
-    handlers[_ATTACH] = grpc.unary_unary_rpc_method_handler(attach)
-    return grpc.method_handlers_generic_handler(service, handlers)
+    def _attach(self, message: bytes) -> bytes:
+        if not message:  # a client asks whether this server is alive
+            return b""
+        try:
+            return self._memory.attach(message)
+        except WireError as error:
+            raise CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
 
 class Connection:
@@ -205,9 +244,14 @@ class Connection:
         def call(frame: Frame[Any], timeout: float, metadata: Any = ()) -> Frame[Any]:
             with memory.lock:
                 try:
-                    answer = send(memory.encode(frame), timeout=timeout, metadata=metadata)
+                    data = memory.encode(frame)
+                    if memory.link is None or has_arrays(data):
+                        answer = send(data, timeout=timeout, metadata=metadata)
+                    else:
+                        answer = memory.link.call(method, data, timeout)
                 except BaseException as error:  # after an interrupt, too, the server may still answer into it
-                    memory.forget()
+                    if not _is_an_answer(error):
+                        memory.forget()
                     if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
                         raise
                     answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
@@ -219,14 +263,21 @@ class Connection:
         if service not in self._memories:
             attach = self.channel.unary_unary(f"/{service}/{_ATTACH}", None, None)
 
-            def show(message: bytes) -> None:
+            def show(message: bytes) -> bytes:
                 try:
-                    attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
+                    answer: bytes = attach(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
+                    return answer
                 except grpc.RpcError as error:
                     self.raise_unless_transient(error)
                     raise ConnectionLostError(f"{self._name} at {self.address} does not answer.") from None
 
-            self._memories[service] = ClientMemory(show)
+            def is_alive() -> bool:
+                with contextlib.suppress(grpc.RpcError):
+                    attach(b"", timeout=_ALIVE_SECONDS, metadata=self.metadata)
+                    return True
+                return False
+
+            self._memories[service] = ClientMemory(show, is_alive)
         return self._memories[service]
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
@@ -286,3 +337,8 @@ class Connection:
         self.channel.close()
         for memory in self._memories.values():
             memory.forget()
+
+
+def _is_an_answer(error: BaseException) -> bool:
+    """Whether a call failed because the server said so, and so runs no more."""
+    return isinstance(error, CallError) and error.code() in _ANSWERS

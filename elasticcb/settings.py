@@ -46,6 +46,13 @@ class CallbackErrors(str, Enum):
     WARN = "warn"  # it is shown and counted, and the job goes on
 
 
+class WireDtype(str, Enum):
+    """How gradients travel between processes."""
+
+    SAME = "same"  # as they are
+    BFLOAT16 = "bfloat16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Where the model file is, and what its names are."""
@@ -81,6 +88,8 @@ class TrainingSettings:
     max_step: int = 0  # model versions; 0: no limit
     evaluation_steps: int = 0  # model versions between evaluation rounds; 0: at the end of each epoch
     get_model_steps: int = 1  # batches between pulls
+    max_staleness: int = 0  # batches that a worker computes ahead of the answers to its pushes, asynchronous mode
+    wire_dtype: WireDtype = WireDtype.SAME
     log_loss_steps: int = 100  # model versions between log lines; 0: never
     initial_epoch: int = 0  # epochs before it are taken as done
     validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
@@ -101,6 +110,25 @@ class TrainingSettings:
     def max_batches(self) -> int:
         """Training batches that `max_step` versions take; 0: no limit."""
         return self.max_step * (1 if self.use_async else self.grads_to_wait)
+
+
+class WhenFull(str, Enum):
+    """What happens when embedding tables reach their memory."""
+
+    ERROR = "error"  # the job fails
+    EVICT = "evict"  # rows that were not used for longest go
+    INITIAL = "initial"  # new ids keep their initial value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings:
+    """Embedding tables: variables whose rows parameter servers hold by id."""
+
+    threshold_bytes: int = 2 << 20  # a keras.layers.Embedding of at least so many becomes a table
+    memory_bytes: int = 0  # of all tables of a server, with slots; 0: no limit
+    when_full: WhenFull = WhenFull.ERROR
+    min_count: int = 1  # from which time on that training meets an id it has a row of its own
+    max_age: int = 0  # rows that training did not meet for so many versions go; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +166,7 @@ class JobSettings:
     training: TrainingSettings = TrainingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
+    embedding: EmbeddingSettings = EmbeddingSettings()
     callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
     output: str = ""  # folder of the exported SavedModel; "": no export
     log_level: str = "INFO"
@@ -173,7 +202,10 @@ _NESTED: dict[tuple[type, str], type] = {
     (JobSettings, "training"): TrainingSettings,
     (JobSettings, "checkpoint"): CheckpointSettings,
     (JobSettings, "cluster"): ClusterSettings,
+    (JobSettings, "embedding"): EmbeddingSettings,
+    (EmbeddingSettings, "when_full"): WhenFull,
     (ClusterSettings, "kind"): ClusterKind,
+    (TrainingSettings, "wire_dtype"): WireDtype,
     (TrainingSettings, "non_finite"): NonFinite,
     (TrainingSettings, "callback_errors"): CallbackErrors,
 }

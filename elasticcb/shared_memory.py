@@ -1,8 +1,8 @@
 """Memory that two processes of one machine share, so that tensors between them are not sent, but written and read.
 
-A segment is a file in memory (/dev/shm) that the client of a connection makes, with a half for its requests and one
-for the answers. The server maps it, the client then removes its name: nothing is left behind, however the processes
-end. One call at a time uses a segment.
+A segment is a file in memory (/dev/shm) that the client of a connection makes, with a part for its requests and two
+for the answers, of which it may keep one in use. The server maps it, the client then removes its name: nothing is left
+behind, however the processes end. One call at a time uses a segment.
 """
 
 from __future__ import annotations
@@ -24,41 +24,45 @@ from elasticcb.tensors import SHARED_ALIGNMENT, Array
 _FOLDER = "/dev/shm"
 _PREFIX = "elasticcb-"
 
+REQUEST = 0  # number of the part that requests lie in
+ANSWERS = (1, 2)
+_PARTS = 3
+
 
 class Segment:
-    """Two halves of memory, for requests and for answers.
+    """Memory in parts: one for requests, two for answers.
 
     Attributes:
         path: of the file, while it has a name.
-        half: bytes of each half.
+        size: bytes of each part.
     """
 
-    def __init__(self, path: str, descriptor: int, half: int) -> None:
+    def __init__(self, path: str, descriptor: int, size: int) -> None:
         self.path = path
-        self.half = half
+        self.size = size
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._memory = mmap.mmap(descriptor, 2 * half)
+        self._memory = mmap.mmap(descriptor, _PARTS * size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
 
     @classmethod
-    def create(cls, half: int) -> Segment:
+    def create(cls, size: int) -> Segment:
         """A new one, readable by this user alone. Raises `OSError` when there is no room, or no such memory."""
-        half = -(-half // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         path = os.path.join(_FOLDER, f"{_PREFIX}{secrets.token_hex(16)}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Pages that can't be had would otherwise end the process when they are first written.
-            os.posix_fallocate(descriptor, 0, 2 * half)
+            os.posix_fallocate(descriptor, 0, _PARTS * size)
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # the sign that its maker lives
-            return cls(path, descriptor, half)
+            return cls(path, descriptor, size)
         except OSError:
             os.close(descriptor)
             os.unlink(path)
             raise
 
     @classmethod
-    def attach(cls, path: str, half: int) -> Segment:
+    def attach(cls, path: str, size: int) -> Segment:
         """One that another process made. Raises `WireError` when it is not there, or no segment."""
         name = os.path.basename(path)
         if not name.startswith(_PREFIX) or os.path.dirname(path) != _FOLDER:
@@ -68,10 +72,12 @@ class Segment:
         except OSError as error:
             raise WireError(f"The segment {path} is not on this machine: {error.strerror}.") from error
         status = os.fstat(descriptor)
-        if status.st_size != 2 * half or not half or status.st_uid != os.getuid():
+        if status.st_size != _PARTS * size or size <= 0 or status.st_uid != os.getuid():
             os.close(descriptor)
-            raise WireError(f"The segment {path} has {status.st_size} bytes; {2 * half} of this user were expected.")
-        return cls(path, descriptor, half)
+            raise WireError(
+                f"The segment {path} has {status.st_size} bytes; {_PARTS * size} of this user were expected."
+            )
+        return cls(path, descriptor, size)
 
     def unlink(self) -> None:
         """Removes its name; those who have it mapped keep it."""
@@ -88,20 +94,20 @@ class Segment:
             raise
         return True
 
-    def write(self, arrays: Iterable[Array], answer: bool) -> None:
-        """Puts arrays, `needed` bytes of them, one after another into a half."""
-        position = self.half if answer else 0
+    def write(self, arrays: Iterable[Array], part: int) -> None:
+        """Puts arrays, `needed` bytes of them, one after another into a part."""
+        position = part * self.size
         for array in arrays:
             target = self._bytes[position : position + array.nbytes]
             target.view(array.dtype).reshape(array.shape)[...] = array
             position += array.nbytes + -array.nbytes % SHARED_ALIGNMENT
 
-    def read(self, offset: int, size: int, answer: bool) -> memoryview:
-        """Bytes of a half: a view, valid until the half is written again. Raises `WireError` beyond its end."""
-        if offset + size > self.half:
-            raise WireError(f"A tensor ends at byte {offset + size} of a shared segment of {self.half}.")
-        begin = (self.half if answer else 0) + offset
-        return self._bytes[begin : begin + size].data
+    def read(self, offset: int, size: int, part: int) -> Array:
+        """Bytes of a part: a view, valid until the part is written again. Raises `WireError` beyond its end."""
+        if offset + size > self.size:
+            raise WireError(f"A tensor ends at byte {offset + size} of a shared segment of {self.size}.")
+        begin = part * self.size + offset
+        return self._bytes[begin : begin + size]
 
     def close(self) -> None:
         """Lets go of it; the memory is freed when nobody uses it, or a view of it, any more."""
@@ -123,5 +129,5 @@ def aligned_copy(array: Array) -> Array:
 
 
 def needed(arrays: Iterable[Any]) -> int:
-    """Bytes that arrays take in a half."""
+    """Bytes that arrays take in a part."""
     return sum(array.nbytes + -array.nbytes % SHARED_ALIGNMENT for array in arrays)

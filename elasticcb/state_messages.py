@@ -23,7 +23,7 @@ def to_tensors(state: OptimizerState) -> dict[str, Array]:
 
 
 def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -> OptimizerState:
-    """The inverse of `to_tensors`. Tensors with the names of weights are passed over; `WireError` for others."""
+    """The inverse of `to_tensors`. Tensors of weights and tables are passed over; `WireError` for others."""
     state = OptimizerState(optimizers=tuple(optimizers))
     for name, value in tensors.items():
         kind, _, rest = name.partition("/")
@@ -32,7 +32,7 @@ def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -
             state.shared[rest] = value
         elif kind in ("slots", "extras") and index.isdecimal() and own_name:
             (state.slots if kind == "slots" else state.extras)[int(index), own_name] = value
-        elif kind not in ("weights", "state"):
+        elif kind not in ("weights", "state", "table"):
             raise WireError(
                 f"A state holds a tensor named {name!r}; known are weights/DTYPE, state/DTYPE, slots/INDEX/NAME, "
                 "extras/INDEX/NAME and shared/NAME."

@@ -94,9 +94,7 @@ def has_arrays(data: bytes) -> bool:
     return data[:4] != _MAGIC_OF_HEADER
 
 
-def decode_header(
-    data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], memoryview]
-) -> Frame[Header]:
+def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], Any]) -> Frame[Header]:
     """The frame whose `encode_header` is `data`; `read(offset, size)` gives the bytes of its arrays, which lie one
     after another at multiples of `SHARED_ALIGNMENT`. Raises `WireError` as the function of `frame_decoder` does."""
     header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)

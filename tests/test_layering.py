@@ -24,7 +24,7 @@ LAYERS = (
     ("processes", {"master", "worker", "ps"}),
     ("roles", {"roles"}),
     ("api", {"api"}),
-    ("command line", {"cli", "__main__"}),
+    ("command line", {"cli", "zygote", "__main__"}),
 )
 SHARED = 1
 PROCESSES = 2
@@ -47,7 +47,14 @@ PURE = (
     "elasticcb.master.task_queue",
     "elasticcb.master.task_record",
     "elasticcb.master.todo",
+    "elasticcb.ps.embedding_table",
+    "elasticcb.ps.growing_array",
+    "elasticcb.ps.id_index",
     "elasticcb.ps.partition",
+    "elasticcb.ps.table_candidates",
+    "elasticcb.ps.table_limits",
+    "elasticcb.ps.table_rows",
+    "elasticcb.ps.table_snapshot",
     "elasticcb.ps.update_policy",
 )
 NOT_IN_PURE = {

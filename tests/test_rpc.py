@@ -7,7 +7,7 @@ import pytest
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError, ModelFileError, NonFiniteError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, Server, frame_handlers
+from elasticcb.rpc import Connection, FrameService, Server
 from elasticcb.tensors import Frame
 
 SERVICE = "test.Echo"
@@ -20,9 +20,7 @@ def serve():
 
     def start(function, patience_seconds=5.0):
         server = Server()
-        server.grpc_server.add_generic_rpc_handlers(
-            (frame_handlers(SERVICE, {"Echo": (pb.ExchangeRequest, function)}),)
-        )
+        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}))
         server.start()
         connection = Connection(server.address, "the echo server", patience_seconds)
         opened.extend([connection.close, server.stop])
@@ -86,9 +84,7 @@ def test_a_server_out_of_reach_is_named():
 
 def test_a_call_waits_for_a_server_that_starts_late():
     server = Server()
-    server.grpc_server.add_generic_rpc_handlers(
-        (frame_handlers(SERVICE, {"Echo": (pb.ExchangeRequest, lambda r: Frame(pb.ExchangeResponse(), {}))}),)
-    )
+    server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, lambda r: Frame(pb.ExchangeResponse(), {}))}))
     connection = Connection(server.address, "the echo server", patience_seconds=20)
     starter = threading.Timer(0.3, server.start)
     starter.start()

@@ -11,7 +11,7 @@ import pytest
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, Server, frame_handlers
+from elasticcb.rpc import Connection, FrameService, Server
 from elasticcb.shared_memory import Segment
 from elasticcb.tensors import Frame
 
@@ -30,8 +30,7 @@ def serve():
 
     def start(function, transient=()):
         server = Server()
-        handlers = frame_handlers(SERVICE, {"Echo": (pb.ExchangeRequest, function)}, transient)
-        server.grpc_server.add_generic_rpc_handlers((handlers,))
+        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}, transient))
         server.start()
         connection = Connection(server.address, "the echo server", 5.0)
         opened.extend([connection.close, server.stop])

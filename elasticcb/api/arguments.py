@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import os
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from elasticcb.settings import (
     CheckpointSettings,
     ClusterKind,
     ClusterSettings,
+    EmbeddingSettings,
     NonFinite,
     TrainingSettings,
+    WhenFull,
+    WireDtype,
 )
 
 _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of whole numbers
@@ -25,12 +29,23 @@ _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of wh
     "grads_to_wait": (1, None),
     "sync_version_tolerance": (0, None),
     "get_model_steps": (1, None),
+    "max_staleness": (0, None),
+    "embedding_threshold_bytes": (0, None),
+    "embedding_memory_bytes": (0, None),
+    "embedding_min_count": (1, None),
+    "embedding_max_age": (0, None),
     "checkpoint_steps": (0, None),
     "max_worker_restarts": (0, None),
     "port": (0, 65535),
 }
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_NAMES: dict[str, Any] = {"kind": ClusterKind, "non_finite": NonFinite, "callback_errors": CallbackErrors}
+_NAMES: dict[str, Any] = {
+    "kind": ClusterKind,
+    "non_finite": NonFinite,
+    "callback_errors": CallbackErrors,
+    "wire_dtype": WireDtype,
+    "embedding_when_full": WhenFull,
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class ClusterArguments:
 
     cluster: ClusterSettings
     training: TrainingSettings  # the part of it that holds for all calls
+    embedding: EmbeddingSettings
     checkpoint: CheckpointSettings
     log_level: str
 
@@ -55,8 +71,11 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     return ClusterArguments(
         ClusterSettings(**take("kind", "num_workers", "num_ps", "host", "port", "max_worker_restarts")),
         TrainingSettings(
-            **take("use_async", "grads_to_wait", "sync_version_tolerance", "get_model_steps"),
-            **take("non_finite", "callback_errors"),
+            **take("use_async", "grads_to_wait", "sync_version_tolerance", "get_model_steps", "max_staleness"),
+            **take("wire_dtype", "non_finite", "callback_errors"),
+        ),
+        EmbeddingSettings(
+            **{field.name: values[f"embedding_{field.name}"] for field in dataclasses.fields(EmbeddingSettings)}
         ),
         CheckpointSettings(directory=os.path.abspath(folder) if folder else "", steps=values["checkpoint_steps"]),
         values["log_level"],
@@ -91,6 +110,11 @@ def _whole(name: str, value: Any, lowest: int, highest: int | None) -> int:
 
 
 def _check_ages(values: dict[str, Any]) -> None:
+    if not values["use_async"] and values["max_staleness"]:
+        raise UsageError(
+            f"max_staleness={values['max_staleness']} has a meaning in asynchronous mode only, and use_async=False was "
+            "given. Leave out one of them; sync_version_tolerance says how old gradients may be in synchronous mode."
+        )
     age = (values["get_model_steps"] - 1) // values["grads_to_wait"]
     if not values["use_async"] and age > values["sync_version_tolerance"]:
         raise UsageError(

@@ -21,7 +21,7 @@ from elasticcb.api.results import whole_predictions
 from elasticcb.api.turn import Turn
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.settings import Command, JobSettings, TrainingSettings
+from elasticcb.settings import Command, EmbeddingSettings, JobSettings, TrainingSettings
 
 
 class Cluster:
@@ -40,6 +40,16 @@ class Cluster:
         grads_to_wait: gradients per update, in synchronous mode.
         sync_version_tolerance: how many versions old a gradient may be, in synchronous mode.
         get_model_steps: batches between pulls of the weights.
+        max_staleness: batches that a worker may compute ahead of the servers' answers, in asynchronous mode, so that
+            pushes and pulls run beside the computation.
+        wire_dtype: "same", or "bfloat16" for gradients that travel rounded to 16 bits.
+        embedding_threshold_bytes: the rows of a `keras.layers.Embedding` of at least so many bytes live on the servers,
+            and only those that a batch needs travel.
+        embedding_memory_bytes: what the embedding tables of one server may hold, with slots; 0: no limit.
+        embedding_when_full: "error", "evict" (the rows not used for longest go) or "initial" (new ids keep their
+            initial value).
+        embedding_min_count: from which time on that training meets it an id has a row of its own.
+        embedding_max_age: rows that training did not meet for so many versions go; 0: never.
         checkpoint_dir: where checkpoints of servers are written, at the end of `fit`; "": none are.
         checkpoint_steps: model versions between more of them.
         non_finite: "stop": a NaN or an infinity in loss or gradients ends `fit` with an error; "skip": its batch
@@ -71,6 +81,13 @@ class Cluster:
         grads_to_wait: int = 1,
         sync_version_tolerance: int = 0,
         get_model_steps: int = 1,
+        max_staleness: int = 0,
+        wire_dtype: str = "same",
+        embedding_threshold_bytes: int = EmbeddingSettings.threshold_bytes,
+        embedding_memory_bytes: int = 0,
+        embedding_when_full: str = "error",
+        embedding_min_count: int = 1,
+        embedding_max_age: int = 0,
         checkpoint_dir: str | os.PathLike[str] = "",
         checkpoint_steps: int = 0,
         non_finite: str = "stop",
@@ -88,6 +105,13 @@ class Cluster:
             grads_to_wait=grads_to_wait,
             sync_version_tolerance=sync_version_tolerance,
             get_model_steps=get_model_steps,
+            max_staleness=max_staleness,
+            wire_dtype=wire_dtype,
+            embedding_threshold_bytes=embedding_threshold_bytes,
+            embedding_memory_bytes=embedding_memory_bytes,
+            embedding_when_full=embedding_when_full,
+            embedding_min_count=embedding_min_count,
+            embedding_max_age=embedding_max_age,
             checkpoint_dir=checkpoint_dir,
             checkpoint_steps=checkpoint_steps,
             non_finite=non_finite,

@@ -84,6 +84,7 @@ class KerasJobs:
             training=dataclasses.replace(self._arguments.training, **self._of_batches(sources), **training),
             checkpoint=self._arguments.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             cluster=self._arguments.cluster,
+            embedding=self._arguments.embedding,
             callback_params=params,
             log_level=self._arguments.log_level,
         )

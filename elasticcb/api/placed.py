@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from elasticcb.errors import UsageError
+from elasticcb.layers import Embedding
 from elasticcb.model_weights import variable_specs
 from elasticcb.optimizer_state import ModelState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers, unwrapped
@@ -20,7 +21,8 @@ class Placed:
         model: built, and with an optimizer.
 
     Raises:
-        UsageError: it is not, or one optimizer of several does not know what it trains.
+        UsageError: it is not, or one optimizer of several does not know what it trains; or it has embedding layers
+            of ElasticCB's own.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -30,6 +32,13 @@ class Placed:
         if not model.built or not optimizers:
             missing = "has no optimizer: call its compile()" if model.built else "is not built: call it on a batch"
             raise UsageError(f"The model {model.name!r} {missing} before `place`.")
+        own = next((layer for layer in model._flatten_layers() if isinstance(layer, Embedding)), None)
+        if own is not None:
+            raise UsageError(
+                f"The layer {own.name!r} is an elasticcb.layers.Embedding, whose rows `place` can't hold: a loop of "
+                "your own asks for ids when it runs. Use keras.layers.Embedding here, or train with `Cluster.fit`, "
+                "which takes a train_step of the model's own."
+            )
         self.model = model
         self.variables = variable_specs(model, _owners(model))
         self.may_split = all(map(may_split, optimizers))

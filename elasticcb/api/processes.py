@@ -58,6 +58,7 @@ class ClusterProcesses:
         try:
             folder = str(self._make_directory())
             self._backend = make_backend(self._settings.kind, folder, self._log_level, _say, needs_token=True)
+            self._backend.prepare()
             self._master = Master(self._settings, self._backend, _say, self._backend.token)
             self._master.start()
             self._master.start_processes()
@@ -68,9 +69,12 @@ class ClusterProcesses:
 
     def stop(self) -> None:
         """Ends the processes."""
-        master, self._master, self._backend = self._master, None, None
+        master, self._master = self._master, None
+        backend, self._backend = self._backend, None
         if master is not None:
             master.shut_down(STOP_SECONDS)
+        elif backend is not None:
+            backend.stop(STOP_SECONDS)
 
     def close(self) -> None:
         """Ends the processes, and removes what `start` and `data_service` have made."""

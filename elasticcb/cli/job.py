@@ -19,13 +19,22 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
+    EmbeddingSettings,
     JobSettings,
     ModelSettings,
     NonFinite,
     TrainingSettings,
+    WhenFull,
+    WireDtype,
 )
 
-_ENUMS = {"cluster": ClusterKind, "non_finite": NonFinite, "callback_errors": CallbackErrors}
+_ENUMS = {
+    "cluster": ClusterKind,
+    "non_finite": NonFinite,
+    "callback_errors": CallbackErrors,
+    "wire_dtype": WireDtype,
+    "embedding_when_full": WhenFull,
+}
 
 
 def run_job(command: Command, given: Given) -> None:
@@ -82,6 +91,7 @@ def build_settings(command: Command, given: Given) -> JobSettings:
         training=TrainingSettings(**sections["training"]),
         checkpoint=CheckpointSettings(**sections["checkpoint"]),
         cluster=ClusterSettings(**sections["cluster"]),
+        embedding=EmbeddingSettings(**sections["embedding"]),
         **job,
     )
 

@@ -16,6 +16,7 @@ from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.master import master
 from elasticcb.cli.predict import predict
 from elasticcb.cli.ps import ps
+from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
@@ -24,6 +25,7 @@ from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
 @click.command_panel("Jobs", commands=["train", "evaluate", "predict"])
+@click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
     """Elastic parameter-server training for Keras 3, driven by callbacks.
@@ -35,7 +37,7 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, evaluate, predict, master, ps, worker):
+for _command in (train, evaluate, predict, table, master, ps, worker):
     elasticcb.add_command(_command)
 
 

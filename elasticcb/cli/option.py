@@ -14,6 +14,7 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
+    EmbeddingSettings,
     JobSettings,
     ModelSettings,
     TrainingSettings,
@@ -87,6 +88,7 @@ def defaults() -> dict[str, Any]:
         "training.": TrainingSettings,
         "checkpoint.": CheckpointSettings,
         "cluster.": ClusterSettings,
+        "embedding.": EmbeddingSettings,
         "follow.": FollowSettings,  # which is no matter of a job
     }
     found: dict[str, Any] = {}

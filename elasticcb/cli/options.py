@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
-from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite
+from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite, WhenFull, WireDtype
 
 MODEL = "Model file"
 DATA = "Data"
 TRAINING = "Training"
 TASKS = "Batches and tasks"
+EMBEDDING = "Embedding tables"
 CHECKPOINTS = "Checkpoints and export"
 CLUSTER = "Cluster"
 JOB = "Job"
-PANELS = (MODEL, DATA, TRAINING, TASKS, CHECKPOINTS, CLUSTER, JOB)
+PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, JOB)
 
 OPTIONS: tuple[Option, ...] = (
     # ---------------------------------------------------------------- model file
@@ -195,6 +196,26 @@ OPTIONS: tuple[Option, ...] = (
         commands=TRAIN,
     ),
     Option(
+        name="max_staleness",
+        field="training.max_staleness",
+        panel=TRAINING,
+        kind=Kind.INTEGER,
+        value="BATCHES",
+        minimum=0,
+        help="Asynchronous mode: how many batches a worker may compute ahead of the servers' answers, so that pushes "
+        "and pulls run beside the computation; 0: strictly pull, compute, push.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="wire_dtype",
+        field="training.wire_dtype",
+        panel=TRAINING,
+        kind=Kind.CHOICE,
+        choices=tuple(choice.value for choice in WireDtype),
+        help="How gradients travel: as they are, or those of float32 rounded to bfloat16.",
+        commands=TRAIN,
+    ),
+    Option(
         name="non_finite",
         field="training.non_finite",
         panel=TRAINING,
@@ -228,6 +249,58 @@ OPTIONS: tuple[Option, ...] = (
         value="VERSIONS",
         minimum=0,
         help="Log the loss every so many model versions; 0: never.",
+        commands=TRAIN,
+    ),
+    # ---------------------------------------------------------------- embedding tables
+    Option(
+        name="embedding_threshold_bytes",
+        field="embedding.threshold_bytes",
+        panel=EMBEDDING,
+        kind=Kind.INTEGER,
+        value="BYTES",
+        minimum=0,
+        help="The rows of a keras.layers.Embedding of at least so many bytes live on the servers, and only those that "
+        "a batch needs travel.",
+    ),
+    Option(
+        name="embedding_memory_bytes",
+        field="embedding.memory_bytes",
+        panel=EMBEDDING,
+        kind=Kind.INTEGER,
+        value="BYTES",
+        minimum=0,
+        help="What the embedding tables of one parameter server may hold, with the optimizer's slots; 0: no limit.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="embedding_when_full",
+        field="embedding.when_full",
+        panel=EMBEDDING,
+        kind=Kind.CHOICE,
+        choices=tuple(choice.value for choice in WhenFull),
+        help="When that is reached: the job fails, the rows that were not used for longest go, or new ids keep their "
+        "initial value.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="embedding_min_count",
+        field="embedding.min_count",
+        panel=EMBEDDING,
+        kind=Kind.INTEGER,
+        value="TIMES",
+        minimum=1,
+        help="An id of an elasticcb.layers.Embedding gets a row when training meets it for this time; until then it "
+        "has its initial value.",
+        commands=TRAIN,
+    ),
+    Option(
+        name="embedding_max_age",
+        field="embedding.max_age",
+        panel=EMBEDDING,
+        kind=Kind.INTEGER,
+        value="VERSIONS",
+        minimum=0,
+        help="Rows of an elasticcb.layers.Embedding that training did not meet for so many versions go; 0: never.",
         commands=TRAIN,
     ),
     # ---------------------------------------------------------------- batches and tasks

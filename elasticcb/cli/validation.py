@@ -154,6 +154,11 @@ def _check_mode(given: Given) -> Iterator[str]:
                     f"this job is asynchronous. Add --use_async=false, or leave out --{name}."
                 )
         return
+    if given["max_staleness"]:
+        yield (
+            f"{given.flag('max_staleness', with_value=True)} has a meaning in asynchronous mode only. Leave it out, or "
+            "leave out --use_async=false; --sync_version_tolerance says how old gradients may be in synchronous mode."
+        )
     steps, wait = given["get_model_steps"], given["grads_to_wait"]
     tolerance = given["sync_version_tolerance"]
     if wait < 1:

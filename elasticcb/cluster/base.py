@@ -34,6 +34,9 @@ class ClusterBackend(ABC):
     token = ""  # of the job; processes get it by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
 
+    def prepare(self) -> None:  # noqa: B027 -- there may be nothing to prepare
+        """May be called some time before the first `start`, which is quicker then; `stop` must follow."""
+
     @abstractmethod
     def start(self, role: str, index: int, master_address: str) -> None:
         """Has a process of `role` ("worker" or "ps") started that takes the place `index`."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.cluster.child import Child, Launch, SpawnedChild
+from elasticcb.cluster.fork_server import ForkServer, can_fork
 from elasticcb.rpc import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,9 @@ _ALLOCATOR = {
 
 
 class LocalCluster(ClusterBackend):
-    """Child processes that end with this one, however it ends.
+    """Processes of this machine that end with this one, however it ends.
+
+    Where the system allows it, they are forked by a process that has imported TensorFlow for all of them (zygote.py).
 
     Args:
         directory: the job's; logs go to `logs/ROLE-INDEX.log` below it.
@@ -39,59 +40,61 @@ class LocalCluster(ClusterBackend):
         self._logs = Path(directory) / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._quiet = log_level != "DEBUG"
-        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._children: dict[tuple[str, int], Child] = {}
+        self._fork_server: ForkServer | None = None
         self._gpus = visible_gpus()
 
+    def prepare(self) -> None:
+        if self._fork_server is None and can_fork():
+            self._fork_server = ForkServer(os.environ | self._common_environment(), self._logs / "zygote.log")
+
     def start(self, role: str, index: int, master_address: str) -> None:
-        command = [sys.executable, "-m", "elasticcb", role, "--master", master_address]
-        command += ["--index", str(index), "--parent_pid", str(os.getpid())]
         self.kill(role, index)  # one that has said goodbye, and is still there
-        with self._open_log(role, index) as log:
-            # A session of its own: Ctrl-C reaches the master alone, which then ends the others in order.
-            self._processes[role, index] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(role, index),
-                start_new_session=True,
-            )
+        self.prepare()
+        arguments = (role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid()))
+        launch = Launch(arguments, self._environment(role, index), self._log_path(role, index))
+        server = self._fork_server
+        self._children[role, index] = SpawnedChild(launch) if server is None else server.start(launch)
 
     def pid(self, role: str, index: int) -> int:
-        """The id of the process in a place. Raises `KeyError` when there is none."""
-        return self._processes[role, index].pid
+        """The id of the process in a place, for which it waits. Raises `KeyError` when there is none."""
+        return self._children[role, index].pid
 
     def poll(self) -> list[Exit]:
-        ended = [(place, process) for place, process in self._processes.items() if process.poll() is not None]
         exits = []
-        for (role, index), process in ended:
-            del self._processes[role, index]
-            code = process.returncode
-            reason = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            exits.append(Exit(role, index, process.pid, reason, code > 0, str(self._log_path(role, index))))
+        for (role, index), child in list(self._children.items()):
+            ending = child.poll()
+            if ending is not None:
+                del self._children[role, index]
+                log = str(self._log_path(role, index))
+                exits.append(Exit(role, index, child.pid, ending.reason, ending.failed, log))
         return exits
 
     def kill(self, role: str, index: int) -> None:
-        process = self._processes.pop((role, index), None)
-        if process is not None:
-            process.kill()
-            process.wait()
+        child = self._children.pop((role, index), None)
+        if child is not None:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
 
     def stop(self, grace_seconds: float) -> None:
         deadline = time.monotonic() + grace_seconds
-        processes = list(self._processes.values())
-        self._processes.clear()
+        children = list(self._children.values())
+        server, self._fork_server = self._fork_server, None
+        self._children.clear()
         try:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+            if server is not None:
+                server.give_up_waiting()
+            for child in children:
+                child.send_signal(signal.SIGTERM)
+            for child in children:
+                child.wait(max(0.0, deadline - time.monotonic()))
         finally:  # also when the user interrupts the wait
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
+            for child in children:
+                child.send_signal(signal.SIGKILL)
+            for child in children:
+                child.wait()
+            if server is not None:
+                server.close()
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         try:
@@ -103,17 +106,17 @@ class LocalCluster(ClusterBackend):
     def _log_path(self, role: str, index: int) -> Path:
         return self._logs / f"{role}-{index}.log"
 
-    def _open_log(self, role: str, index: int) -> IO[bytes]:
-        return self._log_path(role, index).open("ab")
-
     def _environment(self, role: str, index: int) -> dict[str, str]:
-        environment = _ALLOCATOR | {"PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: self.token}
-        if self._quiet:
-            environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
+        environment = self._common_environment() | {TOKEN_VARIABLE: self.token}
         if self._gpus:
             # One GPU per worker; servers would only take memory from them.
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
         return os.environ | environment
+
+    def _common_environment(self) -> dict[str, str]:
+        """What must be set when the program is loaded, or TensorFlow imported."""
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"} if self._quiet else {}
+        return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet
 
 
 def visible_gpus() -> list[str]:
@@ -125,18 +128,38 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []
 
 
+_watches: dict[int, int] = {}  # by process that this one is to end with, and that is not its parent: its pidfd
+
+
+def follow_through(pid: int, watch: int) -> None:
+    """Lets `follow_parent` follow process `pid` by its pidfd: another one, between the two, has forked this one."""
+    _watches[pid] = watch
+
+
 def follow_parent(parent_pid: int) -> None:
     """Makes this process end when its parent does, even by SIGKILL.
 
     Call it before anything slow. A parent that is gone already ends the process here.
     """
-    if os.getppid() != parent_pid:
+    watch = _watches.get(parent_pid)
+    if watch is None and os.getppid() != parent_pid:
         os._exit(1)
     # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
-    threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True).start()
+    if watch is None:
+        thread = threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True)
+    else:
+        thread = threading.Thread(target=_watch_file, args=(watch,), name="parent", daemon=True)
+    thread.start()
 
 
 def _watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(0.5)
+    os._exit(1)
+
+
+def _watch_file(watch: int) -> None:
+    poller = select.poll()
+    poller.register(watch, select.POLLIN)
+    poller.poll()
     os._exit(1)

@@ -14,7 +14,7 @@ import numpy as np
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import unwrapped
-from elasticcb.ps_client import Blocks, PSClient, unpack_weights
+from elasticcb.ps_client import Blocks, PSClient
 
 if TYPE_CHECKING:
     from elasticcb.master.model_host import ModelHost
@@ -70,7 +70,7 @@ class MasterHooks:
             self._show(self._ps.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
             self._callbacks.call("on_test_begin", {})
             self._carry_out()
-            weights = self._changed_weights()
+            weights, _ = self._changed_weights()  # rows of embedding tables are evaluated as the servers hold them
             self._round_changed = weights is not None
             self._forget()
         else:
@@ -120,7 +120,7 @@ class MasterHooks:
     def adopt_learning_rate(self, rate: float) -> None:
         """The servers' base rate becomes that of the model on the master."""
         variable = self._host.learning_rate
-        if variable is not None:
+        if variable is not None and self._host.trains:  # else servers have no optimizer
             variable.assign(rate)
         self._base_learning_rate = self._learning_rate()
 
@@ -129,9 +129,8 @@ class MasterHooks:
     def _show(self, blocks: Blocks, with_state: bool) -> None:
         """Makes the model hold `blocks`, and its optimizer what the servers' optimizers hold, if that is asked for."""
         if self._shown is None or any(new is not old for new, old in zip(blocks, self._shown, strict=True)):
-            self._weights = unpack_weights(blocks, self._ps.specs, self._ps.partition)
-            for variable, value in zip(self._host.model.weights, self._weights, strict=True):
-                variable.assign(value)
+            self._weights, ids = self._ps.weights(blocks)
+            self._host.assign(self._weights, ids)
             self._shown = list(blocks)
         if not self._host.trains:
             return  # the servers have no optimizer
@@ -153,11 +152,11 @@ class MasterHooks:
         if self._host.optimizer is not None:
             self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
 
-    def _changed_weights(self) -> list[Array] | None:
-        """The model's weights, if they are not those that were shown."""
-        weights = [variable.numpy() for variable in self._host.model.weights]
+    def _changed_weights(self) -> tuple[list[Array] | None, dict[int, Array]]:
+        """The model's weights, if they are not those that were shown, and the ids of embedding tables."""
+        weights, ids = self._host.weights()
         same = all(_same(new, old) for new, old in zip(weights, self._weights, strict=True))
-        return None if same else weights
+        return None if same else weights, ids
 
     def _changed_state(self) -> OptimizerState | None:
         if self._state is None:
@@ -169,9 +168,9 @@ class MasterHooks:
         return None if same else state
 
     def _send_changes(self) -> None:
-        weights, state = self._changed_weights(), self._changed_state()
+        (weights, ids), state = self._changed_weights(), self._changed_state()
         if weights is not None or state is not None:
-            version = self._ps.load_state(weights, state)
+            version = self._ps.load_state(weights, state, ids)
             self._note_iterations(version)
             self._reached_version(version)
             self._forget()

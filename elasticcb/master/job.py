@@ -202,12 +202,12 @@ class Job:
         )
         folder = self._settings.checkpoint.directory_for_init
         checkpoint = str(find_latest(folder)) if folder else ""
-        weights = [] if checkpoint else [variable.numpy() for variable in self._host.model.weights]
+        weights, ids = ([], {}) if checkpoint else self._host.weights()
         state = self._host.optimizer_state()
-        self._ps.initialize(weights, checkpoint, state, self._host.version)
+        self._ps.initialize(weights, checkpoint, state, self._host.version, ids)
         if checkpoint:
             self._display.message(f"The model starts from {checkpoint}, version {self._ps.version}.")
-            self._host.set_weights(self._ps.pull(), self._ps)
+            self._host.assign(*self._ps.weights())
         self._hooks = MasterHooks(self._host, self._ps, self._master.stop_training, self._master.reached_version)
         self._hooks.adopt_learning_rate(self._ps.learning_rate)
         self._host.callbacks.warn = self._master.warn

@@ -9,7 +9,6 @@ callbacks) happens in the thread that calls `run`, which wakes up when the queue
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
+from elasticcb.master.changes import Changes
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
@@ -72,7 +72,7 @@ class Master:
     """
 
     def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, token: str = "") -> None:
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = Changes()
         self.token = token
         self._say = say
         self._cluster_settings = cluster
@@ -146,8 +146,8 @@ class Master:
         self._server.stop()
 
     def wait(self, seconds: float = _TICK_SECONDS) -> None:
-        """Returns when something changed, at the latest after `seconds`; call it holding `changed`."""
-        self.changed.wait(seconds)
+        """For the thread that drives the job, holding `changed`: until something changed, at most for `seconds`."""
+        self.changed.wait_as_driver(seconds)
 
     def shut_down(self, grace_seconds: float) -> None:
         """Ends all processes, by and by."""
@@ -222,7 +222,7 @@ class Master:
         with self.changed:
             if version > self.version:
                 self.version = version
-                self.changed.notify_all()
+                self.changed.notify_driver()
 
     # ------------------------------------------------------------ called by the servicer
 
@@ -338,7 +338,10 @@ class Master:
                 elif task.type is TaskType.FUNCTION:
                     self.results[task.function] = result
                     del self.calls[task.function]
-            self.changed.notify_all()
+            if self.queue.is_idle or (task is not None and task.type is TaskType.FUNCTION):
+                self.changed.notify_all()
+            else:  # nothing that could be handed out has come of it
+                self.changed.notify_driver()
             return outcome
 
     def report_failed(self, worker: int, lease: int, error: str, traceback: str, fatal: bool) -> Outcome:

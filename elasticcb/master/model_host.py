@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,20 +13,25 @@ from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.checkpoint import find_latest, read_manifest
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError
 from elasticcb.feed import Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
+from elasticcb.layers.install import held_ids, install
+from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
 from elasticcb.metric_messages import unflatten_outputs
 from elasticcb.metrics import ModelMetrics
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
+from elasticcb.optimizer_capture import OptimizerCapture
 from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers, unwrapped
-from elasticcb.ps_client import Blocks, PSClient, unpack_weights
+from elasticcb.optimizer_traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
+from elasticcb.table_spec import TableSpec
+from elasticcb.tensors import Array
 
 _MODES = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
 
@@ -67,7 +74,8 @@ class ModelHost:
         self.metrics.reset()
         element = pipeline.element_spec
         self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
-        self.variables = variable_specs(self.model, updated)
+        self.tables = self._find_tables(settings, pipeline.first_batch(), mode, updated)
+        self.variables = variable_specs(self.model, updated, self.tables)
         self.callbacks = Dispatcher(
             job_callbacks(self.spec, settings),
             Place.MASTER,
@@ -75,6 +83,60 @@ class ModelHost:
             self.model,
             on_error=settings.training.callback_errors,
         )
+
+    def _find_tables(
+        self, settings: JobSettings, batch: Any, mode: str, updated: Mapping[int, int] | None
+    ) -> dict[int, TableSpec]:
+        """Which variables are embedding tables, by index: those of the checkpoint that the job starts from, else the
+        large ones."""
+        optimizers = model_optimizers(self.model)
+        num_ps = settings.cluster.num_ps
+
+        def allowed(index: int) -> bool:
+            if not self.trains:
+                return True
+            optimizer = optimizers[(updated or {}).get(index, 0)]
+            return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
+
+        threshold = settings.embedding.threshold_bytes
+        saved: set[int] | None = None
+        if settings.checkpoint.directory_for_init:
+            manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
+            saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
+            threshold = 0 if saved else sys.maxsize
+        with self._step(mode) as step:
+            return movable(
+                self.model, step, batch, threshold, lambda index: allowed(index) and (saved is None or index in saved)
+            )
+
+    @contextlib.contextmanager
+    def _step(self, mode: str) -> Iterator[Callable[[Any], Any]]:
+        """The step that workers run, as far as it looks at a batch."""
+        if mode == "training":
+            capture = OptimizerCapture(self.model)
+            try:
+                yield capture.train_step
+            finally:
+                capture.release()
+        else:
+            yield self.model.test_step if mode == "evaluation" else self._predict_step
+
+    def _predict_step(self, features: Any) -> Any:
+        return self.model.predict_step((features,))
+
+    def weights(self) -> tuple[list[Array], dict[int, Array]]:
+        """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""
+        return [variable.numpy() for variable in self.model.weights], {
+            index: ids for index in self.tables if (ids := held_ids(self.model, index)) is not None
+        }
+
+    def assign(self, weights: Sequence[Array], ids: Mapping[int, Array]) -> None:
+        """Sets all weights; `ids` as in `ModelState`."""
+        for index, (variable, value) in enumerate(zip(self.model.weights, weights, strict=True)):
+            if index in ids:
+                install(self.model, index, ids[index], value)
+            else:
+                variable.assign(value)
 
     def _batches(self, settings: JobSettings) -> int | None:
         """Of an epoch, or of all records that are evaluated or predicted; None when nobody knows."""
@@ -116,8 +178,7 @@ class ModelHost:
 
     def set_state(self, state: ModelState) -> None:
         """Makes the model and its optimizers hold what the servers hold."""
-        for variable, value in zip(self.model.weights, state.weights, strict=True):
-            variable.assign(value)
+        self.assign(state.weights, state.ids)
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
@@ -149,12 +210,6 @@ class ModelHost:
     def merges_by_itself(self) -> bool:
         """Whether some metric's states don't simply add up."""
         return bool(self.metrics.merging_units)
-
-    def set_weights(self, blocks: Blocks, client: PSClient) -> None:
-        """Makes the model hold pulled weights."""
-        weights = unpack_weights(blocks, client.specs, client.partition)
-        for variable, value in zip(self.model.weights, weights, strict=True):
-            variable.assign(value)
 
     def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
         """`logs` of `on_test_end` from the states of all tasks of a round."""

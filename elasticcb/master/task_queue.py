@@ -375,6 +375,11 @@ class TaskQueue:
         return self._state.copy_accounting()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no task is handed out."""
+        return not self._doing
+
+    @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to do next if nothing happens, in seconds; None: nothing is out."""
         return self._doing.next_deadline

@@ -95,6 +95,11 @@ class OptimizerSet:
     def can_set_learning_rate(self) -> bool:
         return self._first is not None and not self._first.has_schedule
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the rate changes by itself."""
+        return self._first is not None and self._first.has_schedule
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """Raises `ElasticCBError` when a schedule decides on it."""
         if self._first is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import keras
@@ -21,10 +22,14 @@ from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.optimizer_traits import may_update_rows
+from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.tables import Tables
+from elasticcb.table_state import TableState
 from elasticcb.tensors import dtype_of
 
 Array = npt.NDArray[Any]
@@ -38,6 +43,7 @@ class Snapshot(NamedTuple):
     state_version: int
     weights: Mapping[str, Array]
     state: Mapping[str, Array]
+    tables: Mapping[int, TableSnapshot] | None = None  # None: as they are at present
 
 
 class Parameters:
@@ -49,8 +55,11 @@ class Parameters:
         make_optimizers: makes fresh optimizers; None where nothing is trained.
         values: the part's arrays, each of its slice's shape, by variable.
         version: of the model.
+        place: the server's index, and how many servers there are.
+        limits: of embedding tables.
 
     Attributes:
+        tables: the embedding tables.
         version: how many updates the weights have taken.
         state_version: rises when a non-trainable variable changes.
     """
@@ -62,12 +71,14 @@ class Parameters:
         make_optimizers: MakeOptimizers | None,
         values: Mapping[int, Array],
         version: int = 0,
+        place: tuple[int, int] = (0, 1),
+        limits: TableLimits | None = None,
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
         self._blocks: dict[str, Array] | None = None
         self._state = flat(values, specs, slices, trainable=False)
-        self._rate: tuple[int, float] | None = None
+        self._rate: float | None = None
         self._functions: dict[Any, Callable[..., Any]] = {}  # by kind of push
         self._row_updates: dict[int, RowUpdate] = {}
         with tf.device("/CPU:0"):
@@ -77,17 +88,27 @@ class Parameters:
                 if specs[part.variable].trainable
             }
             self.optimizers = OptimizerSet(make_optimizers, specs, self._variables) if make_optimizers else None
-        self._read = tf.function(
-            lambda: [tf.identity(variable.value) for variable in self._variables.values()], autograph=False
-        )
+            self.tables = Tables(specs, *place, self.optimizers, limits or TableLimits())
+        self._read = tf.function(self._flat_weights, autograph=False)
 
     # -------------------------------------------------------------- reading
 
     def weights(self) -> Mapping[str, Array]:
         """The trainable part, flat, by dtype; made once per version."""
         if self._blocks is None:
-            self._blocks = flat(self._arrays(), self.specs, self.slices, trainable=True)
+            self._keep_blocks(self._read() if self._variables else {})
+        assert self._blocks is not None
         return self._blocks
+
+    def _keep_blocks(self, tensors: Mapping[str, tf.Tensor]) -> None:
+        self._blocks = {dtype: array_of(tensor) for dtype, tensor in tensors.items()}
+
+    def _flat_weights(self) -> dict[str, tf.Tensor]:
+        """In a graph: the present weights, flat, by dtype."""
+        pieces: dict[str, list[tf.Tensor]] = {}
+        for part, dtype, _ in layout(self.specs, self.slices, True):
+            pieces.setdefault(dtype, []).append(tf.reshape(self._variables[part.variable].value, [-1]))
+        return {dtype: tf.concat(flats, 0) for dtype, flats in pieces.items()}
 
     def state(self) -> Mapping[str, Array]:
         """The non-trainable part, flat, by dtype."""
@@ -97,19 +118,25 @@ class Parameters:
         """Copies nothing: blocks are replaced, never written."""
         return Snapshot(self.version, self.state_version, self.weights(), self._state)
 
+    def kept_snapshot(self) -> Snapshot:
+        """One that outlives updates of embedding tables; release it."""
+        return self.snapshot()._replace(tables=self.tables.snapshot())
+
     def _arrays(self) -> dict[int, Array]:
-        if not self._variables:
-            return {}
-        return {index: array_of(tensor) for index, tensor in zip(self._variables, self._read(), strict=True)}
+        blocks = self.weights()
+        return {
+            part.variable: blocks[dtype][offset : offset + part.elements].reshape(part.shape(self.specs[part.variable]))
+            for part, dtype, offset in layout(self.specs, self.slices, True)
+        }
 
     @property
     def learning_rate(self) -> float:
         """The base rate, or what the schedule says for the next update; 0 without an optimizer."""
         if self.optimizers is None:
             return 0.0
-        if self._rate is None or self._rate[0] != self.version:
-            self._rate = (self.version, self.optimizers.learning_rate)
-        return self._rate[1]
+        if self._rate is None:
+            self._rate = self.optimizers.learning_rate
+        return self._rate
 
     # -------------------------------------------------------------- writing
 
@@ -127,11 +154,14 @@ class Parameters:
         """Applies a checked push as one update; the version rises by one."""
         optimizers = self._need_optimizers()
         base = None
+        self._blocks = None
         if push.learning_rate is not None and push.learning_rate != self.learning_rate:
             base = self.learning_rate
             optimizers.set_learning_rate(push.learning_rate)
         try:
             with tf.device("/CPU:0"):
+                # Before the iterations rise.
+                self.tables.update({i: rows for i, rows in push.rows.items() if self.specs[i].table}, self.version + 1)
                 self._apply_gradients(push)
         finally:
             if base is not None:
@@ -143,7 +173,8 @@ class Parameters:
             }
             self.state_version += 1
         self.version += 1
-        self._blocks = None
+        if optimizers.has_schedule:
+            self._rate = None
 
     def finalize(self) -> None:
         """Lets the optimizers set the final weights (their moving average); a version of its own."""
@@ -156,8 +187,15 @@ class Parameters:
         if self.optimizers is not None:
             self.optimizers.check(state)
 
-    def load(self, values: Mapping[int, Array], state: OptimizerState, version: int) -> None:
-        """Sets weights (all of them, or none) and what a checked `state` holds."""
+    def load(
+        self,
+        values: Mapping[int, Array],
+        state: OptimizerState,
+        version: int,
+        tables: Mapping[int, TableState] | None = None,
+    ) -> None:
+        """Sets weights (all of them, or none), what a checked `state` holds, and the rows of tables."""
+        self.tables.load(tables or {})
         with tf.device("/CPU:0"):
             for index, variable in self._variables.items():
                 if index in values:
@@ -178,37 +216,40 @@ class Parameters:
         return self.optimizers
 
     def _apply_gradients(self, push: Push) -> None:
+        push = replace(push, rows={i: rows for i, rows in push.rows.items() if not self.specs[i].table})
         updating = self._need_optimizers().updating(push.updated)
         key = (push.dense, tuple(push.rows), tuple(part.name for part in updating))
         blocks = [tensor_of(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         try:
-            if key in self._functions:
-                self._functions[key](blocks, rows)
+            if key not in self._functions:
+                self._functions[key], weights = self._first_call(push, blocks, rows)
             else:
-                self._functions[key] = self._first_call(push, blocks, rows)
+                weights = self._functions[key](blocks, rows)
+            if weights:
+                self._keep_blocks(weights)
         except Exception as error:
             raise ModelFileError(
                 f"The optimizer {self._need_optimizers().kinds} failed on a parameter server: {describe(error)}",
                 user_traceback(error),
             ) from error
 
-    def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any]) -> Callable[..., Any]:
-        """Applies the push with a function made for its kind, and gives the function back."""
+    def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any]) -> tuple[Callable[..., Any], Any]:
+        """Applies the push with a function made for its kind; gives the function back, and what it returned."""
         # The first call compiles. XLA makes updates some three times as fast, but can't compile every
         # op that a user's optimizer may hold; it fails before anything is changed.
         function = self._make_function(push, jit_compile=True)
         try:
-            function(blocks, rows)
+            return function, function(blocks, rows)
         except tf.errors.OpError as error:
             kinds = self._need_optimizers().kinds
             logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
-            function = self._make_function(push, jit_compile=False)
-            function(blocks, rows)
-        return function
+        function = self._make_function(push, jit_compile=False)
+        return function, function(blocks, rows)
 
     def _make_function(self, push: Push, jit_compile: bool) -> Callable[..., Any]:
-        """The update as one compiled function of (flat gradients by dtype, [(ids, values)])."""
+        """The update as one compiled function of (flat gradients by dtype, [(ids, values)]), which returns the weights
+        after it, flat, by dtype, when it has them at hand."""
         places = list(layout(self.specs, self.slices, True, push.dense))
         order = {dtype: place for place, dtype in enumerate(push.blocks)}
         by_rows = [index for index in push.rows if self._updates_rows(index)]
@@ -221,7 +262,11 @@ class Parameters:
         by_clone = [next(iter(sorted(part.updates & updates.keys())), None) for part in others]
         idle = [part for part, index in zip(others, by_clone, strict=True) if index is None]
 
-        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> tf.Tensor:
+        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+            if not jit_compile:
+                # A variable that a gradient is assigned to would keep the memory of the push, which lasts as long
+                # as the call. What XLA compiles has memory of its own.
+                blocks = [tf.raw_ops.DeepCopy(x=block) for block in blocks]
             gradients = [
                 tf.reshape(
                     blocks[order[dtype]][offset : offset + part.elements],
@@ -238,26 +283,31 @@ class Parameters:
                     )
             for part in idle:
                 part.advance()
-            return tf.constant(True)
+            return self._flat_weights()
 
+        blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
+        if not push.rows:
+            dense = tf.function(
+                lambda blocks: dense_update(blocks, []),
+                input_signature=[blocks_signature],
+                jit_compile=jit_compile,
+                autograph=False,
+            )
+            return lambda blocks, rows: dense(blocks)
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
 
         def update(blocks: list[tf.Tensor], rows: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
-            if not jit_compile:
-                # A variable that a gradient is assigned to would keep the memory of the push, which lasts as long
-                # as the call. What XLA compiles has memory of its own.
-                blocks = [tf.raw_ops.DeepCopy(x=block) for block in blocks]
             given = dict(zip(push.rows, rows, strict=True))
             # All clones start from the iterations and the rate before this update.
             for row_update in updates.values():
                 row_update.copy_shared()
-            done = []
+            done: list[tf.Tensor] = []
             if targets or idle:
                 whole = [
                     tf.scatter_nd(given[index][0][:, None], given[index][1], self._variables[index].shape)
                     for index in made_dense
                 ]
-                done = [compiled(blocks, whole)]
+                done = list(compiled(blocks, whole).values())
             # Rows only after it: when XLA can't compile it, nothing has changed.
             with tf.control_dependencies(done):
                 for index, row_update in updates.items():
@@ -266,7 +316,6 @@ class Parameters:
                     if clone is not None:
                         updates[clone].copy_shared_back()
 
-        blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
         rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
         function: Callable[..., Any] = tf.function(
             update, input_signature=[blocks_signature, rows_signature], autograph=False
@@ -291,7 +340,7 @@ class Parameters:
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights)
+        part = Part(version=self.version, weights=weights, tables=self.tables.export())
         if self.optimizers is not None:
             state = self.optimizers.state()
             part.optimizer = ", ".join(state.optimizers)

@@ -32,6 +32,7 @@ class VariableSpec:
     constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
     optimizer: int = 0  # which of the model's optimizers updates it: index in `model_optimizers(model)`
     no_weight_decay: bool = False  # its optimizer was told to leave it out
+    table: str = ""  # of an embedding table: JSON of `TableSpec`; shape[0] is then 0 when any id may come
 
     @property
     def row_elements(self) -> int:
@@ -59,6 +60,7 @@ class VariableSpec:
             constraint=self.constraint,
             optimizer=self.optimizer,
             no_weight_decay=self.no_weight_decay,
+            table=self.table,
         )
 
     @classmethod
@@ -75,6 +77,7 @@ class VariableSpec:
             constraint=message.constraint,
             optimizer=message.optimizer,
             no_weight_decay=message.no_weight_decay,
+            table=message.table,
         )
 
 
@@ -118,7 +121,8 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
     """The slices of each server, in the order of the variables.
 
     Every element of every variable is held exactly once, and a server holds at most one slice of a
-    variable. Trainable and non-trainable variables are levelled apart, by bytes.
+    variable. Trainable and non-trainable variables are levelled apart, by bytes. Embedding tables, whose rows are
+    held by id (elasticcb/table_spec.py), are in no slice.
 
     Args:
         specs: the model's variables, in the order of `model.weights`.
@@ -129,7 +133,7 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
         raise ValueError(f"partition was asked for {num_ps} servers; there must be at least one.")
     servers: list[list[Slice]] = [[] for _ in range(num_ps)]
     for trainable in (True, False):
-        group = [index for index, spec in enumerate(specs) if spec.trainable is trainable]
+        group = [index for index, spec in enumerate(specs) if spec.trainable is trainable and not spec.table]
         if split:
             _fill_in_order(specs, group, servers)
         else:

@@ -6,7 +6,7 @@ Nothing here changes the model, so a push that is refused leaves no trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -54,10 +54,17 @@ class PushReader:
     Args:
         specs: all variables of the model.
         slices: what this server holds.
+        check_ids: raises `WireError` for ids that an embedding table, named by its index, does not hold here.
     """
 
-    def __init__(self, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        check_ids: Callable[[int, Array], None] = lambda table, ids: None,
+    ) -> None:
         self._specs = specs
+        self._check_ids = check_ids
         self._slices = slices
         self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
 
@@ -85,7 +92,7 @@ class PushReader:
         for name, array in tensors.items():
             kind, _, rest = name.partition("/")
             if kind == "gradients":
-                blocks[rest] = array
+                blocks[rest] = _widened(array, rest)
             elif kind == "state":
                 state[rest] = array
             elif kind == "rows" and rest.partition("/")[2] in ("ids", "values"):
@@ -198,14 +205,13 @@ class PushReader:
     def _rows(self, index: int, pair: dict[str, Array]) -> Rows:
         spec = self._specs[index]
         part = self._parts.get(index)
-        if part is None:
+        if part is None and not spec.table:
             raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
         if set(pair) != {"ids", "values"}:
             raise WireError(f"The push holds {sorted(pair)} of the rows of {spec.path!r}; it needs ids and values.")
-        ids, values = pair["ids"], pair["values"]
+        ids, values = pair["ids"], _widened(pair["values"], spec.dtype)
         if not spec.shape:
             raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
-        first, last = part.row_range(spec)
         if ids.dtype != np.int64 or ids.ndim != 1:
             raise WireError(f"Row ids of {spec.path!r}: int64[n] was expected, {_shown(ids)} was given.")
         expected = (len(ids), *spec.shape[1:])
@@ -214,6 +220,10 @@ class PushReader:
                 f"Row gradients of {spec.path!r}: {spec.dtype}{list(expected)} was expected, "
                 f"{_shown(values)} was given."
             )
+        if part is None:
+            self._check_ids(index, ids)
+            return Rows(ids, values)
+        first, last = part.row_range(spec)
         if len(ids) and not (ids.min() >= 0 and ids.max() < last - first):
             wrong = ids[(ids < 0) | (ids >= last - first)][0]
             raise WireError(
@@ -249,6 +259,15 @@ def _all_finite(block: Array) -> bool:
             if math.isfinite(np.dot(block, block)):
                 return True
     return bool(np.isfinite(block).all())
+
+
+def _widened(array: Array, dtype: str) -> Array:
+    """Gradients that were rounded to bfloat16 for the way, of the dtype "float32" again."""
+    if array.dtype.name != "bfloat16" or dtype != "float32":
+        return array
+    wide: Array = array.view(np.uint16).astype(np.uint32)
+    wide <<= 16  # a bfloat16 is the first half of a float32
+    return wide.view(np.float32)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

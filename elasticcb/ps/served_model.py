@@ -20,6 +20,7 @@ from elasticcb.ps.partition import block_sizes as sizes_of
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
+from elasticcb.table_state import TableState
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Change(NamedTuple):
     id: int
     values: Mapping[int, Array]  # of all variables, or of none
     optimizers: OptimizerState
+    tables: Mapping[int, TableState]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from elasticcb import rpc
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
+from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings import JobSettings
 from elasticcb.tensors import Frame
 
@@ -36,14 +37,12 @@ class PSServer:
     ) -> None:
         self._token = token
         self._server = rpc.Server(host, port, token=token)
-        self._servicer = Servicer(settings.training, make_optimizers, token)
+        self._servicer = _servicer(settings, make_optimizers, token)
         methods = {
             name: (header_type, self._to_present_servicer(name))
             for name, (header_type, _) in self._servicer.methods().items()
         }
-        self._server.grpc_server.add_generic_rpc_handlers(
-            (rpc.frame_handlers(SERVICE, methods, transient={"Exchange"}),)
-        )
+        self._server.add(rpc.FrameService(SERVICE, methods, transient={"Exchange"}))
 
     def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
         return lambda frame: self._servicer.methods()[name][1](frame)
@@ -51,7 +50,7 @@ class PSServer:
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""
         self._servicer.close()
-        self._servicer = Servicer(settings.training, make_optimizers, self._token)
+        self._servicer = _servicer(settings, make_optimizers, self._token)
 
     @property
     def address(self) -> str:
@@ -65,3 +64,9 @@ class PSServer:
         """Ends calls under way after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)
         self._servicer.close()
+
+
+def _servicer(settings: JobSettings, make_optimizers: MakeOptimizers | None, token: str) -> Servicer:
+    given = settings.embedding
+    limits = TableLimits(given.memory_bytes, given.when_full.value, given.min_count, given.max_age)
+    return Servicer(settings.training, make_optimizers, token, limits)

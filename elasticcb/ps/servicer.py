@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
@@ -24,13 +25,18 @@ from elasticcb.ps.partition import VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
 from elasticcb.ps.served_model import Change, ServedModel, Staged, Verdict, values_of
+from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
 from elasticcb.settings import TrainingSettings
 from elasticcb.state_messages import from_tensors, to_tensors
+from elasticcb.table_state import from_tensors as tables_from
+from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Frame
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
+
+_LOOKUP = "lookup/"  # prefix of ids of an embedding table whose rows are wanted
 
 
 class Servicer:
@@ -40,10 +46,18 @@ class Servicer:
         training: asynchronous or synchronous, and how many gradients make an update.
         make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
         token: of the job, to call other servers with.
+        limits: of embedding tables.
     """
 
-    def __init__(self, training: TrainingSettings, make_optimizers: MakeOptimizers | None, token: str = "") -> None:
+    def __init__(
+        self,
+        training: TrainingSettings,
+        make_optimizers: MakeOptimizers | None,
+        token: str = "",
+        limits: TableLimits | None = None,
+    ) -> None:
         self._token = token
+        self._limits = limits or TableLimits()
         self._training = training
         self._make_optimizers = make_optimizers
         self._lock = threading.Lock()
@@ -58,6 +72,7 @@ class Servicer:
             "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
             "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
             "LoadState": (pb.LoadStateRequest, self._load_state),
+            "ReadTable": (pb.ReadTableRequest, self._read_table),
         }
         methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
             name: (header, self._locked(function)) for name, (header, function) in table.items()
@@ -100,10 +115,14 @@ class Servicer:
         part = None
         if request.checkpoint:
             part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
-            values, version = part.weights, part.version
+            values, version, tables = part.weights, part.version, part.tables
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
-        parameters = Parameters(specs, slices, self._make_optimizers, values, version)
+            tables = tables_from(frame.tensors)
+        place = (request.index, request.num_ps)
+        limits = replace(self._limits)  # which knows of no tables yet
+        parameters = Parameters(specs, slices, self._make_optimizers, values, version, place, limits)
+        parameters.tables.load(tables)
         if part is not None:
             parameters.restore_optimizers(part)
         else:
@@ -125,7 +144,7 @@ class Servicer:
             index=request.index,
             num_ps=request.num_ps,
             parameters=parameters,
-            reader=PushReader(specs, slices),
+            reader=PushReader(specs, slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._token),
             policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
             staged={},
@@ -170,7 +189,7 @@ class Servicer:
             blocks = flat(part.weights, model.specs, model.slices, trainable)
             tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
         optimizers = [name for name in part.optimizer.split(", ") if name]
-        tensors |= to_tensors(OptimizerState(part.slots, part.extras, part.shared))
+        tensors |= to_tensors(OptimizerState(part.slots, part.extras, part.shared)) | tables_to(part.tables)
         return Frame(pb.ExportResponse(version=part.version, optimizers=optimizers), tensors)
 
     def _load_state(self, frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[Any]:
@@ -204,23 +223,32 @@ class Servicer:
             values = values_of(frame.tensors, model.specs, model.slices, "LoadState")
         state = from_tensors(frame.tensors, frame.header.optimizers)
         model.parameters.check_state(state)
-        return Change(frame.header.id, values, state)
+        return Change(frame.header.id, values, state, tables_from(frame.tensors))
 
     @staticmethod
     def _set(change: Change, model: ServedModel) -> None:
         version = model.parameters.version + 1
-        model.parameters.load(change.values, change.optimizers, version)
+        model.parameters.load(change.values, change.optimizers, version, change.tables)
         model.change, model.loaded = None, (change.id, version)
         model.drop_stale()
+
+    @staticmethod
+    def _read_table(frame: Frame[pb.ReadTableRequest], model: ServedModel) -> Frame[Any]:
+        request = frame.header
+        table = model.parameters.tables[request.variable]
+        ids, rows = table.rows(request.start, request.count)
+        return Frame(pb.ReadTableResponse(total=table.statistics().rows), {"ids": ids, "rows": rows})
 
     # -------------------------------------------------------------- training
 
     def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
+        wanted = {name: ids for name, ids in frame.tensors.items() if name.startswith(_LOOKUP)}
+        pushed = {name: array for name, array in frame.tensors.items() if name not in wanted}
         verdict = Verdict(pb.NO_PUSH)
         if request.sequence:
-            verdict = self._push(request, frame.tensors, model)
-        elif frame.tensors:
+            verdict = self._push(request, pushed, model)
+        elif pushed:
             raise WireError("A push needs a sequence number above 0; this one has none.")
         parameters = model.parameters
         response = pb.ExchangeResponse(
@@ -231,14 +259,16 @@ class Servicer:
             learning_rate=parameters.learning_rate,
             base_learning_rate_version=model.rate_version,
         )
-        if not request.pull:
-            return Frame(response, {})
+        pulled = parameters.snapshot()
         if request.snapshot:
             pulled = model.snapshot_of(request.snapshot)
             response.version, response.state_version = pulled.version, pulled.state_version
-        else:
-            pulled = parameters.snapshot()
         tensors: dict[str, Array] = {}
+        for name, ids in wanted.items():
+            number = int(name[len(_LOOKUP) :])
+            tensors[f"table/{number}"] = parameters.tables.lookup(number, ids, request.create_rows, pulled.tables)
+        if not request.pull:
+            return Frame(response, tensors)
         # Not "older than known": a server that was restored may stand at a lower version.
         if pulled.version != request.known_version:
             tensors |= {f"weights/{dtype}": block for dtype, block in pulled.weights.items()}
@@ -334,13 +364,17 @@ class Servicer:
         if evaluation_round <= 0:
             raise WireError(f"Snapshot names the evaluation round {evaluation_round}; they count from 1.")
         if frame.header.release:
-            model.snapshots.pop(evaluation_round, None)
+            released = model.snapshots.pop(evaluation_round, None)
+            for table in (released.tables if released and released.tables else {}).values():
+                table.release()
             return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
         if frame.tensors:
-            model.snapshots[evaluation_round] = model.given_snapshot(frame.tensors)
+            model.snapshots[evaluation_round] = model.given_snapshot(frame.tensors)._replace(
+                tables=model.parameters.tables.snapshot()
+            )
         elif evaluation_round not in model.snapshots:
             model.peers.call("Snapshot", frame.header)
-            model.snapshots[evaluation_round] = model.parameters.snapshot()
+            model.snapshots[evaluation_round] = model.parameters.kept_snapshot()
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 
 

@@ -11,11 +11,13 @@ import keras
 
 from elasticcb.checkpoint import check_variables, load_slices, read_manifest
 from elasticcb.errors import CheckpointError
+from elasticcb.layers.install import install
 from elasticcb.model_weights import variable_specs
 from elasticcb.ps.partition import partition
 from elasticcb.sidecar.follower import Checkpoint
 from elasticcb.sidecar.keras_file import Shape, saved_variables
 from elasticcb.sidecar.ledger import Kind
+from elasticcb.table_spec import TableSpec
 
 _SHOWN = 5
 
@@ -51,16 +53,22 @@ class WeightsLoader:
             iterations.assign(checkpoint.version)
 
     def _load_version(self, folder: Path) -> None:
-        specs = variable_specs(self._model)
         manifest = read_manifest(folder)
+        count = len(self._model.weights)
+        saved = enumerate(manifest["variables"][:count])
+        tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
+        specs = variable_specs(self._model, tables=tables)
         try:
             check_variables(manifest, specs, folder)
         except CheckpointError as error:
             raise ForeignCheckpointError(str(error)) from error
         (everything,) = partition(specs, 1, split=False)
-        weights = load_slices(folder, specs, everything).weights
+        part = load_slices(folder, specs, everything)
         for index, variable in enumerate(self._model.weights):
-            variable.assign(weights[index])
+            if index in part.tables:
+                install(self._model, index, part.tables[index].ids, part.tables[index].rows)
+            else:
+                variable.assign(part.weights[index])
 
     def _load_file(self, checkpoint: Checkpoint) -> None:
         self._check_file(checkpoint)

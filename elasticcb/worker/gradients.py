@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -55,18 +56,33 @@ def _check_one_server(optimizer: keras.optimizers.Optimizer, num_ps: int) -> Non
 
 
 def sort_gradients(
-    gradients: Mapping[int, Any], specs: Sequence[VariableSpec], clipped: Sequence[Clipping]
-) -> tuple[Dense, Rows]:
-    """Dense gradients and unique rows by variable."""
-    prepared = {index: _prepared(gradient, specs[index].dtype) for index, gradient in sorted(gradients.items())}
+    gradients: Mapping[int, Any],
+    specs: Sequence[VariableSpec],
+    clipped: Sequence[Clipping],
+    tables: Mapping[int, Any] = MappingProxyType({}),
+) -> tuple[Dense, Rows, Dense]:
+    """Dense gradients, unique rows, and gradients of the rows `tables` of embedding tables, by variable."""
+    prepared = {
+        index: _of_table(gradient, tables[index]) if index in tables else _prepared(gradient, specs[index].dtype)
+        for index, gradient in sorted(gradients.items())
+    }
     for clipping in clipped:
         own = [index for index in prepared if index in clipping.variables]
         if own:
             scaled, _ = tf.clip_by_global_norm([prepared[index] for index in own], clipping.norm)
             prepared.update(zip(own, scaled, strict=True))
+    served = {i: prepared.pop(i) for i in tables if i in prepared}
     dense = {i: gradient for i, gradient in prepared.items() if not isinstance(gradient, tf.IndexedSlices)}
     rows = {i: (g.indices, g.values) for i, g in prepared.items() if isinstance(g, tf.IndexedSlices)}
-    return dense, rows
+    return dense, rows, served
+
+
+def _of_table(gradient: Any, rows: Any) -> Any:
+    """The gradient of each of the rows [n, dim] that a step was given."""
+    if isinstance(gradient, tf.IndexedSlices):
+        places = tf.reshape(gradient.indices, [-1])
+        gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.shape(rows)[0])
+    return tf.cast(gradient, rows.dtype)
 
 
 def _prepared(gradient: Any, dtype: str) -> Any:

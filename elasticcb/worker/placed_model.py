@@ -98,7 +98,7 @@ class PlacedModel:
         if not found:
             raise ModelFileError(f"The optimizer {optimizer.name!r} was given no gradients: all of them are None.")
         gradients, usable = scale.unscale(found)
-        dense, rows = sort_gradients(gradients, self._specs, self._clipped)
+        dense, rows, _ = sort_gradients(gradients, self._specs, self._clipped)
         # As inputs, so that in a graph the state is read after, and weights are set before what stands so there.
         state = [tf.identity(self._model.weights[index].value) for index in self._state]
         inputs = [usable, *state, *dense.values(), *(part for pair in rows.values() for part in pair)]

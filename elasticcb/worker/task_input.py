@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from elasticcb.eager_tensors import array_of
 from elasticcb.errors import ElasticCBError
 from elasticcb.feed import Pipeline, records_in
+from elasticcb.layers.lookups import Wanted
 from elasticcb.master_client import MasterClient
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.tensors import Array
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,12 @@ class Batch:
     data: Any
     records: int
     units: int  # of the shard: records, or 1 where it counts batches
+    wanted: Wanted = field(default_factory=dict)  # rows of embedding tables, as `Trainer.lookups` gives
+
+    @property
+    def ids(self) -> dict[int, Array]:
+        """By embedding table, the unique ids that the batch looks up."""
+        return {table: array_of(ids) for table, (ids, _) in self.wanted.items()}
 
 
 @dataclass(frozen=True)
@@ -59,11 +69,24 @@ Event = TaskStarted | Batch | TaskRead | Finished
 
 
 class TaskInput:
-    """Iterates over events: tasks as they start, their batches, their ends."""
+    """Iterates over events: tasks as they start, their batches, their ends.
 
-    def __init__(self, client: MasterClient, pipeline_of: Callable[[str], Pipeline], buffer_batches: int = 4) -> None:
+    Args:
+        pipeline_of: opens the input of a mode.
+        lookups: by mode, what gives `Batch.wanted` for a batch.
+    """
+
+    def __init__(
+        self,
+        client: MasterClient,
+        pipeline_of: Callable[[str], Pipeline],
+        lookups: Mapping[str, Callable[[Any], Any]],
+        buffer_batches: int = 4,
+    ) -> None:
         self._client = client
         self._pipeline_of = pipeline_of
+        self._lookups = lookups
+        self._taken: deque[Event] = deque()  # out of the queue, to look at what comes
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
         self._stopped = threading.Event()
@@ -72,10 +95,26 @@ class TaskInput:
 
     def __iter__(self) -> Iterator[Event]:
         while True:
-            event = self._events.get()
+            event = self._taken.popleft() if self._taken else self._events.get()
             yield event
             if isinstance(event, Finished):
                 return
+
+    def coming(self, count: int) -> list[Batch]:
+        """The training batches that come next, at most `count` of them, as far as they are read already."""
+        found: list[Batch] = []
+        for place in range(3 * count):
+            if place == len(self._taken):
+                try:
+                    self._taken.append(self._events.get_nowait())
+                except queue.Empty:
+                    break
+            event = self._taken[place]
+            if isinstance(event, Batch):
+                found.append(event)
+            if len(found) == count or (isinstance(event, TaskStarted) and event.task.type != pb.TRAINING):
+                break
+        return found
 
     def release(self, lease: int) -> None:
         """The task of `lease` was reported, or given up: this worker holds it no longer."""
@@ -114,13 +153,15 @@ class TaskInput:
             return
         started = False
         try:
-            pipeline = self._pipeline_of(MODES[task.type])
+            mode = MODES[task.type]
+            pipeline = self._pipeline_of(mode)
             self._put(TaskStarted(task, pipeline.keeps_order))
             started = True
             units = 0
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, task.epoch):
                 units += pipeline.units_in(data)
-                self._put(Batch(data, records_in(data), pipeline.units_in(data)))
+                wanted = self._lookups[mode](data)
+                self._put(Batch(data, records_in(data), pipeline.units_in(data), wanted))
                 if self._stopped.is_set() or task.lease not in self._leases:
                     return  # nobody wants the rest
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,25 @@ import tensorflow as tf
 
 from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ModelFileError
+from elasticcb.layers.install import install
+from elasticcb.layers.lookups import Wanted, serve_tables
 from elasticcb.metric_messages import States
 from elasticcb.metrics import ModelMetrics, Transport, to_number
 from elasticcb.optimizer_capture import OptimizerCapture
 from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
+from elasticcb.settings import WireDtype
+from elasticcb.table_spec import TableSpec
+from elasticcb.tensors import Array
 from elasticcb.worker.assignments import refused_assignments
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
+from elasticcb.worker.table_files import collect
 
 logger = logging.getLogger(__name__)
+
+TableRows = Mapping[int, Array]  # by table: [n, dim]
 
 _NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|uncompilable", re.IGNORECASE)
 
@@ -54,6 +62,11 @@ class Trainer:
         metrics: the model's metrics.
         specs: of `model.weights`, as the master gives them.
         partition: by server, the slices of `model.weights` that it holds.
+        wire_dtype: of gradients; those of another dtype than float32 are left as they are.
+
+    Attributes:
+        lookups: by mode ("training", "evaluation", "prediction"), which rows of embedding tables a batch needs: a
+            function from the batch to `Wanted`. Safe to call from another thread than the rest.
     """
 
     def __init__(
@@ -62,8 +75,10 @@ class Trainer:
         metrics: ModelMetrics,
         specs: Sequence[VariableSpec],
         partition: Sequence[Sequence[Slice]],
+        wire_dtype: WireDtype = WireDtype.SAME,
     ) -> None:
         self.model = model
+        self._rounds = wire_dtype is WireDtype.BFLOAT16
         self._metrics = metrics
         self._specs = specs
         self._partition = partition
@@ -71,11 +86,19 @@ class Trainer:
         self._clipped = clippings(model, specs, self._capture.optimizers, len(partition))
         self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
         self._assign = tf.function(self._assign_blocks, autograph=False)
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
+        self._served = serve_tables(model, tables)
+        steps: dict[str, Callable[[Any], Any]] = {
+            "training": self._capture.train_step,
+            "evaluation": model.test_step,
+            "prediction": self._predict_step,
+        }
+        self.lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
         self._compile(jit=bool(getattr(model, "jit_compile", False)))
 
     def _compile(self, jit: bool) -> None:
         self._jit = jit
-        steps = (self._train_step, self._test_step, self._predict_step)
+        steps = (self._train_step, self._served_step(self._test_step), self._served_step(self._predict_step))
         if getattr(self.model, "run_eagerly", False):
             self._inner_step = self._model_step
             self._train, self._test, self._predict = steps
@@ -100,20 +123,34 @@ class Trainer:
             self._compile(jit=False)
             return getattr(self, name)(*args)
 
-    def train(self, batch: Any, blocks: Blocks, version: int = 0) -> TrainResult:
+    def _served_step(self, step: Callable[[Any], Any]) -> Callable[..., Any]:
+        """A step on the rows that it is given."""
+
+        def served(batch: Any, rows: Any, positions: Any) -> Any:
+            with self._served.serving(rows, positions):
+                return step(batch)
+
+        return served
+
+    def train(
+        self, batch: Any, blocks: Blocks, version: int = 0, wanted: Wanted | None = None, rows: TableRows | None = None
+    ) -> TrainResult:
         """Gradients of `batch`, `(features, labels[, sample_weight])`, at the weights `blocks`.
 
         Args:
             version: of the weights; the optimizers' `iterations` for a `train_step` that goes by them.
+            wanted: what `lookups["training"]` gave for the batch.
+            rows: by embedding table, the rows [n, dim] of the ids in `wanted`.
         """
-        logs, states, dense, gradients, rows, deltas, finite, usable = self._run(
-            "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64)
+        logs, states, dense, gradients, pairs, deltas, finite, usable, served = self._run(
+            "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64), *_table_inputs(wanted, rows)
         )
         logs = {name: to_number(value) for name, value in logs.items()}
         push = Push(
             gradients=_to_arrays(gradients),
             dense_variables=tuple(dense),
-            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in rows.items()},
+            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
+            | {index: (array_of((wanted or {})[index][0]), array_of(values)) for index, values in served.items()},
             state_deltas=[
                 {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_arrays(deltas)
             ],
@@ -133,25 +170,48 @@ class Trainer:
             if not fits
         )
 
-    def evaluate(self, batch: Any) -> tuple[dict[str, Any], Any]:
+    def evaluate(
+        self, batch: Any, wanted: Wanted | None = None, rows: TableRows | None = None
+    ) -> tuple[dict[str, Any], Any]:
         """Adds `batch` to the metrics; returns present logs, and `(labels, predictions, weight)` if a metric
-        needs them to travel."""
-        logs, outputs = self._run("_test", batch)
+        needs them to travel.
+
+        Args:
+            wanted, rows: as in `train`.
+        """
+        logs, outputs = self._run("_test", batch, *_table_inputs(wanted, rows))
         outputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
         return {name: to_number(value) for name, value in logs.items()}, outputs
 
-    def predict(self, features: Any) -> Any:
-        """The model's outputs for a batch of features, as NumPy arrays."""
-        return tf.nest.map_structure(_as_array, self._run("_predict", features))
+    def predict(self, features: Any, wanted: Wanted | None = None, rows: TableRows | None = None) -> Any:
+        """The model's outputs for a batch of features, as NumPy arrays. `wanted` and `rows` as in `train`."""
+        return tf.nest.map_structure(_as_array, self._run("_predict", features, *_table_inputs(wanted, rows)))
+
+    def show_tables(self, read: Callable[[int], Iterable[tuple[Array, Array]]], folder: str) -> None:
+        """Makes the model a native one that holds all rows of its tables; it takes no further batch.
+
+        Args:
+            read: gives (ids [n], rows [n, dim]) of a table, by its index, in pieces.
+            folder: with room for the rows.
+        """
+        self._served.release()
+        for index, spec in enumerate(self._specs):
+            if spec.table:
+                table = TableSpec.from_json(spec.table)
+                complete = table.input_dim or 0 if not table.initializer else 0
+                install(self.model, index, *collect(read(index), folder, complete))
 
     def assign(self, blocks: Blocks) -> None:
         """Sets the model's weights."""
         self._assign(_to_tensors(blocks))
 
-    def _model_step(self, batch: Any) -> tuple[Any, dict[int, Any], Any]:
+    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
         """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
         pairs = zip(self.model.weights, self._specs, strict=True)
-        with refused_assignments([variable for variable, spec in pairs if spec.trainable]):
+        with (
+            self._served.serving(rows, positions),
+            refused_assignments([variable for variable, spec in pairs if spec.trainable]),
+        ):
             logs, updates = self._capture.train_step(batch)
         gradients: dict[int, Any] = {}
         usable = []
@@ -162,23 +222,27 @@ class Trainer:
             usable.append(fits)
         return logs, gradients, tf.stack(usable)
 
-    def _train_step(self, batch: Any, blocks: Any, version: Any) -> Any:
+    def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
         self._assign_blocks(blocks)
         for optimizer in self._capture.optimizers:
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
-        logs, found, usable = self._inner_step(batch)
+        logs, found, usable = self._inner_step(batch, rows, positions)
         states = self._metrics.state_tensors(outputs_too=True)
         self._check_updated(found)
-        dense, rows = sort_gradients(found, self._specs, self._clipped)
+        dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = [self._pack(server, dense) for server in self._partition]
         deltas = [self._state_deltas(slices, blocks[server]) for server, slices in enumerate(self._partition)]
         checked = [flat for server in gradients + deltas for flat in server.values() if flat.dtype.is_floating]
-        checked += [values for _, values in rows.values()]
+        checked += [values for _, values in pairs.values()] + list(served.values())
         checked += [logs["loss"]] if "loss" in logs else []
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in checked])
+        gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
         # Keys, because a function compiled for another kind of batch may have other variables.
-        return logs, states, dict.fromkeys(dense, ()), gradients, rows, deltas, finite, usable
+        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, deltas, finite, usable, served
+
+    def _rounded(self, gradient: Any) -> Any:
+        return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
 
     def _check_updated(self, found: Mapping[int, Any]) -> None:
         unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
@@ -256,6 +320,14 @@ class Trainer:
 def _difference(new: Any, old: Any) -> Any:
     """What the servers add to the old state to get the new one; booleans are flipped where it is true."""
     return tf.math.logical_xor(new, old) if new.dtype.is_bool else new - old
+
+
+def _table_inputs(wanted: Wanted | None, rows: TableRows | None) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Rows and positions, as inputs of a compiled step."""
+    return (
+        {index: tensor_of(values) for index, values in (rows or {}).items()},
+        {index: positions for index, (_, positions) in (wanted or {}).items()},
+    )
 
 
 def _to_tensors(blocks: Blocks) -> Any:

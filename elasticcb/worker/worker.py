@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -30,18 +33,29 @@ from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_traits import learning_rate_variable
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_client import Blocks, PSClient
+from elasticcb.ps_client import Blocks, PSClient, PushResult
 from elasticcb.settings import Command, JobSettings, NonFinite
 from elasticcb.spec import Spec
+from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
-from elasticcb.worker.trainer import Trainer
+from elasticcb.worker.trainer import Trainer, TrainResult
 
 logger = logging.getLogger(__name__)
 
 _FIRST_MODE = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
 # Doing the task again would end the same way.
 _FATAL = (NonFiniteError, ModelFileError)
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """A training batch whose gradients are on their way."""
+
+    batch: Batch
+    result: TrainResult
+    answer: Future[PushResult]
+    started: float
 
 
 class Worker:
@@ -77,6 +91,7 @@ class Worker:
         self._stop_told = False
         self._gave_up = False  # the job fails by an error here
         self._assigned: Blocks | None = None  # what the model's variables hold
+        self._pushed: deque[_Pushed] = deque()  # of the present task, not answered yet
         self._local_steps = 0
         self._last_version = 0
         self._base_learning_rate: float | None = None
@@ -107,7 +122,11 @@ class Worker:
             synchronous=not self._settings.training.use_async,
             token=self._client.token,
         )
-        self._trainer = Trainer(self._model, self._metrics, self._ps.specs, self._ps.partition)
+        self._trainer = Trainer(
+            self._model, self._metrics, self._ps.specs, self._ps.partition, self._settings.training.wire_dtype
+        )
+        training = self._settings.training
+        self._exchanges = Exchanges(self._ps, training.max_staleness, training.get_model_steps == 1)
         self._ps.pull()
         self._adopt_base_learning_rate()
         params = callback_params(self._settings, worker_id=self._client.id)
@@ -125,12 +144,13 @@ class Worker:
         self._reports_batches = cluster.batch_events
         self._reports_predictions = cluster.predictions
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
-        self._input = TaskInput(self._client, self._pipeline)
+        self._input = TaskInput(self._client, self._pipeline, self._trainer.lookups)
         try:
             self._loop(self._input)
         finally:
             self._input.stop()
             self._progress.stop()
+            self._exchanges.close()
             self._ps.close()
 
     def _pipeline(self, mode: str) -> Pipeline:
@@ -143,7 +163,8 @@ class Worker:
         own = variable_specs(self._model)
         for index in range(max(len(specs), len(own))):
             expected, found = specs[index : index + 1], own[index : index + 1]
-            if [(s.shape, s.dtype) for s in expected] != [(s.shape, s.dtype) for s in found]:
+            table = bool(expected and expected[0].table)
+            if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
                 raise ModelFileError(
                     f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on "
                     f"the master. {self._spec.path} must build the same model in every process."
@@ -201,7 +222,9 @@ class Worker:
         elif event.task.type == pb.TRAIN_END:
             # The sign that keeps the lease alive while a callback takes its time.
             self._progress.update(event.task.lease, 0, self._ps.version)
-            self._show(self._ps.pull())
+            if self._callbacks.wants("on_train_end"):
+                self._show(self._ps.pull())
+                self._trainer.show_tables(self._ps.read_table, self._settings.directory)
             self._call("on_train_end", {})
 
     def _show_snapshot(self, evaluation_round: int) -> None:
@@ -217,6 +240,7 @@ class Worker:
         if task.type == pb.TRAINING:
             # The master's callbacks may have set the learning rate at the end of the epoch before.
             self._ps.pull()
+            self._exchanges.forget_rows()
             self._adopt_base_learning_rate()
 
     def _run_batch(self, batch: Batch) -> None:
@@ -226,14 +250,18 @@ class Worker:
             return
         index = self._batches[self._pass]
         self._batches[self._pass] += 1
-        loss: float | None = None
         self._event = None
         if self._task.type == pb.TRAINING:
-            loss = self._train(batch, index)
-        elif self._task.type == pb.EVALUATION:
+            self._train(batch, index)
+            return
+        if self._task.type == pb.EVALUATION:
             self._evaluate(batch, index)
         else:
             self._predict(batch, index)
+        self._note_done(batch, None)
+
+    def _note_done(self, batch: Batch, loss: float | None) -> None:
+        """Counts a batch as done, and tells the master at times."""
         self._units_done += batch.units
         # Predictions of half a task die with its worker.
         resumable = self._counts_progress and not (self._task.type == pb.PREDICTION and self._reports_predictions)
@@ -254,6 +282,7 @@ class Worker:
         return any(steps and self._last_version // steps > last // steps for steps in every)
 
     def _finish_task(self, exhausted: bool) -> None:
+        self._settle_all()
         self._progress.clear()
         self._report.exhausted = exhausted
         self._report.records_done = self._units_done
@@ -286,6 +315,8 @@ class Worker:
             message = describe(error)
             trace = user_traceback(error)
         logger.error("Task %d failed: %s\n%s", self._task.id, message, trace, exc_info=error)
+        with contextlib.suppress(ElasticCBError):
+            self._settle_all()
         self._progress.send()  # what is done need not be done again
         self._progress.clear()
         answer = self._client.report_failed(self._task.lease, message, trace, fatal)
@@ -296,40 +327,62 @@ class Worker:
 
     def _abandon_task(self) -> None:
         self._skip_rest = True
+        self._pushed.clear()
+        self._exchanges.forget_rows()
         self._progress.clear()
         self._input.release(self._task.lease)
 
     # ------------------------------------------------------------ batches
 
-    def _train(self, batch: Batch, index: int) -> float:
+    def _train(self, batch: Batch, index: int) -> None:
         self._call_of_batch("on_train_batch_begin", self._ps.version, {"batch": index, "size": batch.records})
-        started = time.perf_counter()
         while True:
-            result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version)
+            started = time.perf_counter()
+            rows = self._exchanges.rows_of(batch) if batch.wanted else {}
+            result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version, batch.wanted, rows)
             self._assigned = None  # the step may have changed non-trainable variables
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)
                 self._report.batches_skipped += 1
                 self._add_states(result.states)
-                return result.push.loss
+                self._note_done(batch, result.push.loss)
+                return
             self._local_steps += 1
             pull = self._local_steps % self._settings.training.get_model_steps == 0
-            answer = self._ps.push(result.push, self._changed_learning_rate(), pull)
-            if answer.status != pb.STALE:
-                break
+            coming = self._input.coming(self._exchanges.batches_ahead)
+            answer = self._exchanges.push(result.push, self._changed_learning_rate(), pull, coming)
+            self._pushed.append(_Pushed(batch, result, answer, started))
+            if len(self._pushed) <= self._settings.training.max_staleness:
+                return
+            if self._settle(self._pushed.popleft()):
+                return
             self._report.gradients_rejected += 1
             self._ps.pull()
+            self._exchanges.forget_rows()
+
+    def _settle(self, pushed: _Pushed) -> bool:
+        """Waits for the answer to a push, and carries out what follows; whether the servers took it as new enough."""
+        batch, result = pushed.batch, pushed.result
+        answer = pushed.answer.result()
+        if answer.status == pb.STALE:
+            return False
         if answer.status == pb.NON_FINITE:
             self._pass_over(answer.reason, batch, result.logs)
-            return float("nan")
+            self._note_done(batch, float("nan"))
+            return True
         if self._local_steps == 1:
             logger.info("The first step is done, after compiling it")
         self._adopt_base_learning_rate()
         self._add_states(result.states)
         self._note_event(batch, answer.version, result.logs)
-        self._callbacks.note_batch(time.perf_counter() - started)
+        self._callbacks.note_batch(time.perf_counter() - pushed.started)
         self._call_of_batch("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
-        return result.push.loss
+        self._note_done(batch, result.push.loss)
+        return True
+
+    def _settle_all(self) -> None:
+        while self._pushed:
+            self._settle(self._pushed.popleft())
 
     def _pass_over(self, reason: str, batch: Batch, logs: dict[str, Any]) -> None:
         """A batch has NaN or infinity, and its push was refused: the job fails, unless it need not."""
@@ -358,7 +411,8 @@ class Worker:
 
     def _evaluate(self, batch: Batch, index: int) -> None:
         self._call("on_test_batch_begin", index, {"size": batch.records})
-        logs, outputs = self._trainer.evaluate(batch.data)
+        rows = self._ps.lookup(batch.ids, evaluation_round=self._task.evaluation_round) if batch.wanted else {}
+        logs, outputs = self._trainer.evaluate(batch.data, batch.wanted, rows)
         if Transport.OUTPUTS in self._transports.values():
             self._outputs.append(outputs)
         self._note_event(batch, self._ps.snapshot_version)
@@ -366,7 +420,8 @@ class Worker:
 
     def _predict(self, batch: Batch, index: int) -> None:
         self._call("on_predict_batch_begin", index, {"size": batch.records})
-        predictions = self._trainer.predict(batch.data)
+        rows = self._ps.lookup(batch.ids) if batch.wanted else {}
+        predictions = self._trainer.predict(batch.data, batch.wanted, rows)
         if self._reports_predictions:
             self._outputs.append(predictions)
         self._note_event(batch, self._ps.version)
@@ -402,6 +457,11 @@ class Worker:
         if version != self._learning_rate_version and _settable_learning_rate(self._model) is not None:
             self._model.optimizer.learning_rate = self._base_learning_rate = self._ps.learning_rate
             self._learning_rate_version = version
+
+
+def _agreed(spec: VariableSpec, table: bool) -> tuple[tuple[int, ...], str]:
+    """What all processes must agree on; how many rows of an embedding table they hold is their own affair."""
+    return spec.shape[1:] if table else spec.shape, spec.dtype
 
 
 def _settable_learning_rate(model: Any) -> float | None:

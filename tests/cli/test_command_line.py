@@ -36,7 +36,7 @@ def test_help_and_version_end_well():
     assert (result.returncode, result.stdout.strip()) == (0, f"elasticcb, version {elasticcb.__version__}")
     result = shell()
     assert result.returncode == ExitCode.DONE
-    for command in ("train", "evaluate", "predict", "master", "ps", "worker"):
+    for command in ("train", "evaluate", "predict", "table", "master", "ps", "worker"):
         assert command in result.stdout
 
 

@@ -1,11 +1,23 @@
 """Real child processes; they look for a master that is not there."""
 
+import ast
+import operator
+import os
+import random
 import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from elasticcb import rpc
+from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.local import LocalCluster
+from elasticcb.zygote import draw_own_random_numbers
 
 NOBODY = "127.0.0.1:9"
 
@@ -82,3 +94,109 @@ def test_the_last_lines_of_a_log_are_at_hand(cluster, tmp_path):
     (tmp_path / "logs" / "ps-1.log").write_text("".join(f"line {n}\n" for n in range(100)))
     assert cluster.log_tail("ps", 1, lines=2) == "line 98\nline 99"
     assert cluster.log_tail("ps", 7) == ""
+
+
+# ------------------------------------------------------------ forked by one process
+
+
+@pytest.fixture
+def zygote(cluster):
+    """The process that forks the others, with one worker."""
+    if not can_fork():
+        pytest.skip("this system has no pidfds")
+    cluster.start("worker", 0, NOBODY)
+    return psutil.Process(cluster.pid("worker", 0)).parent()
+
+
+def test_a_process_shows_its_own_command_and_has_a_session_of_its_own(cluster, zygote):
+    pid = cluster.pid("worker", 0)
+    command = psutil.Process(pid).cmdline()
+    assert command[1:6] == ["-m", "elasticcb", "worker", "--master", NOBODY]
+    assert os.getsid(pid) == pid
+
+
+def test_nothing_runs_in_the_process_that_forks_but_threads_of_libraries_that_handle_forks(zygote):
+    names = {Path(f"/proc/{zygote.pid}/task/{thread.id}/comm").read_text().strip() for thread in zygote.threads()}
+    assert names <= {"python", Path(sys.executable).resolve().name, "jemalloc_bg_thd"}
+    known = 1 + 2 * (os.cpu_count() - 1) + 1  # itself, two copies of OpenBLAS (NumPy's, SciPy's), pyarrow's jemalloc
+    assert zygote.num_threads() <= known
+
+
+def test_what_is_imported_before_forking_runs_no_operation():
+    code = """
+    from elasticcb.zygote import import_roles
+    import_roles()
+    from tensorflow.python.eager import context
+    import threading
+    assert context.context_safe() is None, "TensorFlow's context exists"
+    assert threading.active_count() == 1, threading.enumerate()
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_processes_go_on_and_new_ones_start_when_the_one_that_forks_is_killed(cluster, zygote):
+    first = psutil.Process(cluster.pid("worker", 0))
+    zygote.kill()
+    zygote.wait()
+    assert cluster.poll() == []
+    assert first.is_running()
+    cluster.start("ps", 0, NOBODY)
+    second = psutil.Process(cluster.pid("ps", 0))
+    assert second.parent() == psutil.Process()
+    environment(cluster, "ps", 0)  # it has been loaded
+    assert second.cmdline()[3] == "ps"
+    first.kill()
+    while not (exits := cluster.poll()):
+        pass
+    assert "exit code is unknown" in exits[0].reason
+    assert not exits[0].failed
+
+
+def test_what_was_not_forked_yet_when_the_one_that_forks_is_killed_is_started_all_the_same(cluster):
+    cluster.prepare()
+    for child in psutil.Process().children():
+        child.suspend()
+    cluster.start("worker", 0, NOBODY)
+    for child in psutil.Process().children():
+        child.kill()
+    assert psutil.Process(cluster.pid("worker", 0)).parent() == psutil.Process()
+
+
+def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster):
+    cluster.start("worker", 0, NOBODY)
+    (zygote,) = psutil.Process().children()
+    zygote.suspend()
+    cluster.stop(10.0)
+    assert not zygote.is_running()
+
+
+def test_forked_processes_end_with_the_one_that_asked_for_them(tmp_path):
+    code = f"""
+    from elasticcb.cluster.local import LocalCluster
+    cluster = LocalCluster({str(tmp_path)!r})
+    cluster.start("worker", 0, {NOBODY!r})
+    print(cluster.pid("worker", 0), flush=True)
+    input()
+    """
+    master = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    worker = psutil.Process(int(master.stdout.readline()))
+    family = [worker, worker.parent()]
+    master.kill()
+    master.wait()
+    assert not psutil.wait_procs(family, 30)[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_draws_random_numbers_of_its_own():
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        draw_own_random_numbers()
+        os.write(tell, repr((np.random.rand(), random.random(), rpc._jitter.random())).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    drawn = (np.random.rand(), random.random(), rpc._jitter.random())
+    assert all(map(operator.ne, ast.literal_eval(os.read(told, 1000).decode()), drawn))

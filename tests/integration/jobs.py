@@ -19,6 +19,7 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
+    EmbeddingSettings,
     JobSettings,
     ModelSettings,
     TrainingSettings,
@@ -60,6 +61,7 @@ def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAI
         "training": TrainingSettings,
         "checkpoint": CheckpointSettings,
         "cluster": ClusterSettings,
+        "embedding": EmbeddingSettings,
     }
     parts.setdefault("kind", ClusterKind.INPROCESS)
     values = {}

@@ -130,7 +130,7 @@ def test_a_killed_parameter_server_fails_the_job_and_its_checkpoint_goes_on(data
 def test_a_killed_master_takes_its_processes_with_it(data, start_job):
     job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300))
     job.wait_for_line(r"Evaluation at version")
-    assert len(job.children()) == 3
+    assert len(job.children("worker") + job.children("ps")) == 3
     job.process.kill()
     job.finish()
     job.assert_no_orphans()

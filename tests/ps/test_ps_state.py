@@ -179,7 +179,7 @@ def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
     master, worker = servers(2, CUT, use_async=False)
     master.initialize(initial_values(CUT))
     second = master._servers[1]
-    tensors = master._packed(second, initial_values(CUT, seed=1), OptimizerState())
+    tensors = master._packed(1, initial_values(CUT, seed=1), OptimizerState(), {})
     master._call_frame(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
     np.testing.assert_array_equal(weights(worker)[0], initial_values(CUT)[0])
 

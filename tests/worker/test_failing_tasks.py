@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ def worker(told: Told) -> Worker:
     failing = Worker.__new__(Worker)  # without its model, which has no part in this
     failing._task = pb.Task(id=1, lease=5, type=pb.TRAINING)
     failing._client = failing._progress = failing._input = told
+    failing._pushed, failing._exchanges = deque(), SimpleNamespace(forget_rows=lambda: None)
     return failing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 from elasticcb.errors import ConnectionLostError, DataError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
+
+NO_LOOKUPS = dict.fromkeys(("training", "evaluation", "prediction"), lambda batch: {})
 
 
 class Master:
@@ -48,7 +51,7 @@ def two_batches() -> Iterator[Any]:
 
 def test_leases_are_named_until_they_are_released() -> None:
     master = Master([1, 2])
-    events = TaskInput(master, lambda mode: pipeline(two_batches), buffer_batches=100)
+    events = TaskInput(master, lambda mode: pipeline(two_batches), NO_LOOKUPS, buffer_batches=100)
     assert [master.held.get(timeout=30) for _ in range(3)] == [[], [1], [1, 2]]
     events.release(1)
     master.tasks.put(3)
@@ -67,7 +70,7 @@ def test_the_rest_of_a_task_that_was_given_up_is_not_read() -> None:
         while True:
             yield np.zeros(4)
 
-    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless))
+    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless), NO_LOOKUPS)
     stream = iter(events)
     assert [type(next(stream)) for _ in range(2)] == [TaskStarted, Batch]
     events.release(1)
@@ -81,7 +84,7 @@ def test_an_error_of_the_reader_ends_its_task_alone() -> None:
         raise DataError("record 4 is torn")
 
     pipelines = iter([pipeline(broken), pipeline(two_batches)])
-    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines)))
+    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines), NO_LOOKUPS))
     assert [event.error for event in events if isinstance(event, TaskRead)][1] is None
     assert str(events[2].error) == "record 4 is torn"
     assert events[-1] == Finished(None)
@@ -92,5 +95,16 @@ def test_whatever_ends_the_input_reaches_who_waits_for_it(error: BaseException) 
     def get_task(leases: list[int]) -> Any:
         raise error
 
-    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches)))
+    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), NO_LOOKUPS))
     assert events == [Finished(error)]
+
+
+def test_batches_that_come_are_seen_across_tasks_without_being_taken() -> None:
+    events = TaskInput(Master([1, 2, None]), lambda mode: pipeline(two_batches), NO_LOOKUPS, buffer_batches=100)
+    events._thread.join(30)
+    first = list(itertools.islice(events, 2))[1]  # task 1 started, its first batch
+    coming = events.coming(3)
+    assert len(coming) == 3
+    assert all(batch is not first for batch in coming)
+    rest = [event for event in events if isinstance(event, Batch)]
+    assert [batch is seen for batch, seen in zip(rest, coming, strict=True)] == [True, True, True]

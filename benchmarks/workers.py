@@ -1,0 +1,61 @@
+"""How the throughput of ElasticCB holds with more workers, and over a network with a round trip of 1 ms.
+
+    python benchmarks/workers.py [--quick] [--workload=mlp] [--batch_size=128]
+
+1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
+it; by TCP alone; and by TCP with a simulated delay of 1 ms in every call. Each with staleness 0 and 1. Prints a
+Markdown table of examples/s, medians over windows as in throughput.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from contestants import elastic
+from report import machine, publish
+from throughput import FULL, QUICK, measure
+
+_DELAYED = str(Path(__file__).resolve().parent / "delayed")
+NETWORKS = {  # title: folders on Python's path, environment
+    "shared memory": ((), {}),
+    "TCP": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "0"}),
+    "TCP, 1 ms": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "1"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="mlp")
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--staleness", default="0,1")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
+    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    workers = [int(count) for count in arguments.workers.split(",")]
+    plan = QUICK if arguments.quick else FULL
+    counts = "".join(f" {count} workers |" if count > 1 else " 1 worker |" for count in workers)
+    lines = [f"{machine()}:\n", f"| {arguments.workload}, batch {arguments.batch_size} | staleness |{counts}"]
+    lines.append("|---|---|" + "---|" * len(workers))
+    for title, (path, environment) in NETWORKS.items():
+        for staleness in arguments.staleness.split(","):
+            contestants = [
+                replace(
+                    elastic(f"elastic{count}", count, max_staleness=int(staleness)), path=path, environment=environment
+                )
+                for count in workers
+            ]
+            runners = measure(arguments.workload, arguments.batch_size, contestants, plan)
+            rates = "".join(f" {median(runner.rates):,.0f} |" for runner in runners)
+            lines.append(f"| {title} | {staleness} |{rates}")
+    publish("workers", "\n".join(lines), arguments.into)
+
+
+if __name__ == "__main__":
+    main()

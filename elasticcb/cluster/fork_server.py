@@ -1,0 +1,236 @@
+"""The master's side of the process that forks the others (zygote.py)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elasticcb.cluster.child import Child, Ending, Launch, SpawnedChild
+
+logger = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 1 << 16
+_TOLD_SECONDS = 2.0  # within which the end of a process is told
+_UNKNOWN = Ending("its exit code is unknown, since the process that had started it is gone", False)
+
+
+def can_fork() -> bool:
+    """Whether this system has what it takes: Linux with pidfds."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+class ForkServer:
+    """Starts processes by forking one that has imported everything.
+
+    It takes requests at once and serves them when it is ready. When it is gone, what it has not started is started
+    from nothing, and what it has started goes on.
+
+    Args:
+        environment: what must be set before TensorFlow is imported.
+        log: file for what it writes itself.
+    """
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self.lost = False
+        self._started: dict[int, ForkedChild] = {}  # by number, those that have not ended
+        self._count = 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "elasticcb.zygote", str(os.getpid()), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def files(self) -> list[int]:
+        """What becomes readable when there is something to `attend`."""
+        return [] if self.lost else [self._control.fileno()]
+
+    def start(self, launch: Launch) -> Child:
+        """The process, which may be there some moments later."""
+        if self.lost:
+            return SpawnedChild(launch)
+        self._count += 1
+        request = {
+            "number": self._count,
+            "arguments": launch.arguments,
+            "environment": launch.environment,
+            "directory": os.getcwd(),
+            "log": str(launch.log.absolute()),
+        }
+        try:
+            self._control.send(json.dumps(request).encode())
+        except OSError as error:  # it is gone, or the environment is too large for a message
+            logger.warning("A process is started from nothing, since it can't be forked: %s", error)
+            return SpawnedChild(launch)
+        child = self._started[self._count] = ForkedChild(self, launch)
+        return child
+
+    def attend(self, seconds: float | None = 0.0) -> None:
+        """Takes in what has been told; waits up to `seconds` (None: for ever) for something."""
+        while not self.lost and _readable(seconds, self._control.fileno()):
+            seconds = 0.0
+            try:
+                data, files, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                data, files = b"", []
+            if not data:
+                self._lose()
+                return
+            self._note(json.loads(data), files)
+
+    def _note(self, message: dict[str, Any], files: list[int]) -> None:
+        child = self._started[message["number"]]
+        if "pid" in message:
+            child.runs(message["pid"], files[0])
+            return
+        del self._started[message["number"]]
+        if "code" in message:
+            child.ended(Ending.of(message["code"]))
+        else:
+            logger.warning("A process is started from nothing, since it can't be forked: %s", message["error"])
+            child.start_from_nothing()
+
+    def _lose(self) -> None:
+        self.lost = True
+        self._control.close()
+        children, self._started = list(self._started.values()), {}
+        if children:
+            logger.warning(
+                "The process that starts the others is gone (exit code %s). Those that run go on; the next ones are "
+                "started from nothing.",
+                self._process.poll(),
+            )
+        for child in children:
+            if child.is_waited_for:
+                child.start_from_nothing()
+
+    def give_up_waiting(self) -> None:
+        """What has not been started yet never will be."""
+        self.attend()
+        waiting = [child for child in self._started.values() if child.is_waited_for]
+        if waiting:
+            for child in waiting:
+                child.cancelled = True
+            self._process.kill()
+            self._process.wait()
+            self.attend()
+
+    def close(self) -> None:
+        """Ends it; nothing that it has started may run any more."""
+        if not self.lost:
+            self._started.clear()
+            self._lose()
+        self._process.kill()
+        self._process.wait()
+
+
+class ForkedChild:
+    """A process that a `ForkServer` starts. Made by it alone."""
+
+    def __init__(self, server: ForkServer, launch: Launch) -> None:
+        self._server = server
+        self._launch = launch
+        self._pid = 0
+        self._watch = -1  # its pidfd, once it runs
+        self._ending: Ending | None = None
+        self._instead: SpawnedChild | None = None
+        self.cancelled = False  # it is to end as soon as it is there
+
+    # ------------------------------------------------------------ told by the server
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether nothing has been heard of it yet."""
+        return not self._pid and self._ending is None and self._instead is None
+
+    def runs(self, pid: int, watch: int) -> None:
+        self._pid, self._watch = pid, watch
+        if self.cancelled:
+            self.send_signal(signal.SIGKILL)
+
+    def ended(self, ending: Ending) -> None:
+        self._ending = ending
+        if self._watch >= 0:
+            os.close(self._watch)
+            self._watch = -1
+
+    def start_from_nothing(self) -> None:
+        if self.cancelled:
+            self._ending = Ending("it was never started", False)
+        else:
+            self._instead = SpawnedChild(self._launch)
+
+    # ------------------------------------------------------------ as a Child
+
+    @property
+    def pid(self) -> int:
+        while self.is_waited_for:
+            self._server.attend(None)
+        return self._pid if self._instead is None else self._instead.pid
+
+    def poll(self) -> Ending | None:
+        self._server.attend()
+        if self._instead is not None:
+            return self._instead.poll()
+        if self._ending is None and self._server.lost and _readable(0.0, self._watch):
+            self.ended(_UNKNOWN)
+        return self._ending
+
+    def send_signal(self, number: int) -> None:
+        if self._instead is not None:
+            self._instead.send_signal(number)
+        elif self.is_waited_for:
+            self.cancelled = True
+        elif self._watch >= 0:
+            try:
+                signal.pidfd_send_signal(self._watch, number)
+            except ProcessLookupError:
+                return
+
+    def wait(self, seconds: float | None = None) -> bool:
+        give_up = None if seconds is None else time.monotonic() + seconds
+        while self.poll() is None:
+            left = None if give_up is None else give_up - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            if self._instead is not None:
+                return self._instead.wait(left)
+            if self._watch >= 0 and _readable(0.0, self._watch):
+                self._server.attend(_TOLD_SECONDS)
+                if self._ending is None:
+                    self.ended(_UNKNOWN)
+            else:
+                _readable(left, *self._server.files, *([self._watch] if self._watch >= 0 else []))
+        return True
+
+
+def _readable(seconds: float | None, *files: int) -> bool:
+    poller = select.poll()
+    for file in files:
+        poller.register(file, select.POLLIN)
+    return bool(poller.poll(None if seconds is None else seconds * 1000.0))

@@ -1,0 +1,99 @@
+"""Kinds of batches: one traced function for all that differ in sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import tensorflow as tf
+
+Function = TypeVar("Function")
+Key = tuple[Any, ...]
+
+
+def flat_tensors(batch: Any) -> tuple[list[Any], Key]:
+    """The tensors of a batch, composite ones expanded, and what tells batches apart that need other functions.
+
+    None in a batch is left out.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+        leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
+    # `shape` makes an object of each dimension.
+    shapes = [leaf._shape_tuple() for leaf in leaves]
+    sizes = [(leaf.dtype, len(shape), shape[1:]) for leaf, shape in zip(leaves, shapes, strict=True)]
+    return leaves, (_structure(batch), *sizes)
+
+
+def _structure(value: Any) -> Any:
+    if isinstance(value, tf.Tensor):
+        return 0
+    if isinstance(value, Mapping):
+        return tuple((key, _structure(item)) for key, item in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_structure, value))
+    return type(value)
+
+
+class Signatures(Generic[Function]):
+    """Functions by kind of batch.
+
+    The first one of a structure is made for the shapes of its batch, with a free batch dimension. One for other shapes
+    leaves all dimensions free that have been seen to change.
+
+    Args:
+        make: makes a function for the specs of a batch.
+    """
+
+    def __init__(self, make: Callable[[Any], Function]) -> None:
+        self._make = make
+        self._functions: dict[Key, Function] = {}
+        self._specs: dict[Key, Any] = {}
+
+    def function(self, batch: Any, key: Key) -> Function:
+        """That for `batch`, whose `flat_tensors` gave `key`."""
+        try:
+            return self._functions[key]
+        except KeyError:
+            return self._made(batch, key)
+
+    def _made(self, batch: Any, key: Key) -> Function:
+        kind = (key[0], *((dtype, rank) for dtype, rank, _ in key[1:]))
+        exact = specs_of(batch)
+        known = self._specs.get(kind)
+        merged = exact if known is None else tf.nest.map_structure(_merged, known[0], exact)
+        if known is not None and merged == known[0]:
+            function = known[1]
+        else:
+            function = self._make(merged)
+            self._specs[kind] = (merged, function)
+        self._functions[key] = function
+        return function
+
+
+def specs_of(batch: Any) -> Any:
+    """The specs of a batch, with a free batch dimension."""
+    return tf.nest.map_structure(_spec, batch)
+
+
+def _spec(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    composite = isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
+    spec = tf.type_spec_from_value(leaf if composite else tf.convert_to_tensor(leaf))
+    return _with_shape(spec, [None, *spec.shape[1:]] if spec.shape.rank else spec.shape)
+
+
+def _merged(one: Any, other: Any) -> Any:
+    if one is None:
+        return None
+    sizes = [a if a == b else None for a, b in zip(one.shape, other.shape, strict=True)]
+    return _with_shape(one, sizes)
+
+
+def _with_shape(spec: Any, shape: Any) -> Any:
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    return tf.TensorSpec(shape, spec.dtype)

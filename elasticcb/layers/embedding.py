@@ -1,0 +1,253 @@
+"""An embedding layer without a size: rows live on the parameter servers, and are made when an id is first used."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError, UsageError
+from elasticcb.layers.combiners import COMBINERS, combine
+from elasticcb.layers.initial_values import InitialValues
+from elasticcb.layers.row_variables import RowVariable, fill
+from elasticcb.table_spec import TableSpec
+from elasticcb.tensors import Array
+
+
+@keras.saving.register_keras_serializable(package="elasticcb")
+class Embedding(keras.layers.Layer):
+    """Turns integer ids into vectors, of which parameter servers hold those that have been used.
+
+    In a job the rows are on the parameter servers, split by id; a step reads and updates the rows of its batch alone.
+    Outside a job it is an ordinary layer over the rows that it holds: an id without a row has its initial value, which
+    is a function of the table's seed and the id.
+
+    Args:
+        output_dim: length of a vector.
+        input_dim: ids are below it; None: there is no limit.
+        embeddings_initializer: of rows. One of Keras's own that can make one row at a time: uniform, normal,
+            truncated normal, zeros, ones, constant; and, with an `input_dim`, the variance scaling family.
+        mask_zero: the id 0 is padding: later layers get a mask; with a `combiner` it is left out.
+        combiner: None, or how the vectors along the last axis of the ids become one: "sum", "mean", or "sqrtn" (the
+            sum, divided by the square root of how many there are). Nothing to combine gives zeros.
+        seed: of initial rows; made from the layer's name when None.
+
+    Call:
+        inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats where they can hold all ids below
+            `input_dim`. Without a combiner, an id that is absent
+            from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
+        Returns [..., output_dim], ragged for ragged ids; with a combiner without the ids' last axis.
+
+    Raises:
+        ModelFileError: the initializer can't make one row at a time.
+
+    Example:
+
+        layer = elasticcb.layers.Embedding(16, combiner="mean")
+        layer(tf.ragged.constant([[3, 5_000_000_000], []]))  # [2, 16]
+    """
+
+    def __init__(
+        self,
+        output_dim: int,
+        input_dim: int | None = None,
+        embeddings_initializer: Any = "uniform",
+        mask_zero: bool = False,
+        combiner: str | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_number("output_dim", output_dim)
+        if input_dim is not None:
+            _check_number("input_dim", input_dim)
+        if combiner not in COMBINERS:
+            raise UsageError(f"Embedding does not know the combiner {combiner!r}. Expected one of {COMBINERS}.")
+        super().__init__(**kwargs)
+        self.output_dim = output_dim
+        self.input_dim = input_dim
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.mask_zero = mask_zero
+        self.combiner = combiner
+        self.seed = seed
+        self.autocast = False
+        self.supports_masking = mask_zero and combiner is None
+        self.supports_jit = False  # XLA can't search
+        self._initial_values()  # to tell now what is wrong with the initializer
+
+    built: bool
+
+    def build(self, input_shape: Any = None) -> None:
+        if self.built:
+            return
+        self._embeddings = RowVariable(
+            shape=(0, self.output_dim),
+            initializer=keras.initializers.Zeros(),
+            dtype=self.variable_dtype,
+            autocast=False,
+            name="embeddings",
+        )
+        with tf.init_scope(), tf.device("/CPU:0"):
+            # Not among the layer's weights: nothing trains it.
+            self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")
+        self.built = True
+
+    @property
+    def embeddings(self) -> keras.Variable:
+        """The rows that the layer itself holds, [n, output_dim], in the order of their ids."""
+        self.build()
+        return self._embeddings
+
+    @property
+    def ids(self) -> tf.Variable:
+        """The ids of these rows, int64 [n], in order."""
+        self.build()
+        return self._ids
+
+    def rows(self) -> tuple[Array, Array]:
+        """The ids in order, int64 [n], and their rows, [n, output_dim]."""
+        return self.ids.numpy(), self.embeddings.value.numpy()
+
+    def set_rows(self, ids: Any, rows: Any = None) -> None:
+        """Gives the layer the rows of these ids, and no others.
+
+        Args:
+            ids: int64 [n], each once, in any order.
+            rows: [n, output_dim]; None: the ids' initial values.
+
+        Raises:
+            UsageError: the ids are not unique or out of range, or the shapes do not fit together.
+        """
+        ids = np.array(ids, np.int64)
+        if rows is None:
+            rows = self._initial_values()(ids).numpy()
+        self.hold(ids, np.array(rows, self.variable_dtype))
+
+    def hold(self, ids: Array, rows: Array) -> None:
+        """As `set_rows`, without copies where the ids are in order: neither array may be changed afterwards."""
+        if ids.ndim != 1 or rows.shape != (len(ids), self.output_dim):
+            raise UsageError(
+                f"The rows of the layer {self.name!r} have shape {rows.shape} for ids of shape {ids.shape}. Expected "
+                f"ids [n] and rows [n, {self.output_dim}]."
+            )
+        if len(ids) and not (ids[1:] > ids[:-1]).all():
+            order = np.argsort(ids, kind="stable")
+            ids, rows = ids[order], rows[order]
+            if not (ids[1:] > ids[:-1]).all():
+                raise UsageError(f"The layer {self.name!r} was given several rows of one id. Give each id once.")
+        if len(ids) and (ids[0] < 0 or (self.input_dim is not None and ids[-1] >= self.input_dim)):
+            raise UsageError(
+                f"The layer {self.name!r} was given rows of ids from {ids[0]} to {ids[-1]}. Expected ids from 0 on"
+                + ("." if self.input_dim is None else f", below input_dim={self.input_dim}.")
+            )
+        self.build()
+        fill(self._embeddings, rows)
+        self._ids.assign(ids)
+
+    def table_spec(self) -> TableSpec:
+        """What the other processes of a job have to know of the table."""
+        config = keras.saving.serialize_keras_object(self.embeddings_initializer)
+        return TableSpec(self.input_dim, json.dumps(config), self._table_seed())
+
+    def call(self, inputs: Any) -> Any:
+        outputs = combine(self._as_integers(inputs), self._lookup, self.combiner, self.mask_zero)
+        return keras.ops.cast(outputs, self.compute_dtype)
+
+    def _as_integers(self, inputs: Any) -> Any:
+        """int64, unless they are integers already. Keras makes floats of what a Sequential model is given that does not
+        begin with an Input."""
+        if not isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
+            inputs = tf.convert_to_tensor(inputs)
+        if inputs.dtype.is_integer:
+            return inputs
+        exact = 2 ** {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}.get(inputs.dtype, 0)
+        if exact > 1 and self.input_dim is not None and self.input_dim <= exact:
+            return tf.cast(inputs, tf.int64)
+        limit = f"{inputs.dtype.name} tells only ids up to {exact} apart." if exact > 1 else "It takes integer ids."
+        raise ModelFileError(
+            f"The embedding layer {self.name!r} was given {inputs.dtype.name} of shape {inputs.shape}. {limit} Turn "
+            "strings into ids with keras.layers.Hashing or keras.layers.StringLookup, numbers with "
+            "keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
+            'keras.Input(..., dtype="int64"), without which Keras makes floats of ids.'
+        )
+
+    def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
+        """Rows [..., output_dim] of integer `ids` [...]; those of a job's parameter servers, in a job."""
+        flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+        with tf.control_dependencies(self._in_range(flat)):
+            flat = tf.identity(flat)
+        held = tf.convert_to_tensor(self._ids)
+        places = tf.raw_ops.LowerBound(sorted_inputs=held[None], values=flat[None], out_type=tf.int64)[0]
+        inside = tf.where(places < tf.size(held, tf.int64))
+        same = tf.equal(tf.gather(held, tf.gather_nd(places, inside)), tf.gather_nd(flat, inside))
+        found = tf.tensor_scatter_nd_update(tf.zeros_like(flat, tf.bool), inside, same)
+        here, missing = tf.where(found)[:, 0], tf.where(~found)[:, 0]
+        rows = tf.dynamic_stitch(
+            [tf.cast(here, tf.int32), tf.cast(missing, tf.int32)],
+            [
+                tf.gather(self._embeddings.value, tf.gather(places, here)),
+                self._initial_values()(tf.gather(flat, missing)),
+            ],
+        )
+        shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
+        rows = tf.reshape(rows, shape)
+        rows.set_shape([*ids.shape, self.output_dim] if ids.shape.rank is not None else None)
+        return rows
+
+    def _in_range(self, ids: tf.Tensor) -> list[Any]:
+        limit = "" if self.input_dim is None else f", below input_dim={self.input_dim}"
+        message = f"The layer {self.name!r} was asked for ids out of range. Expected ids from 0 on{limit}."
+        checks = [tf.debugging.assert_greater_equal(ids, tf.zeros([], tf.int64), message)]
+        if self.input_dim is not None:
+            checks.append(tf.debugging.assert_less(ids, tf.constant(self.input_dim, tf.int64), message))
+        return [check for check in checks if check is not None]  # None where it runs eagerly
+
+    def _initial_values(self) -> InitialValues:
+        return InitialValues(
+            self.embeddings_initializer, self._table_seed(), self.input_dim, self.output_dim, self.variable_dtype
+        )
+
+    def _table_seed(self) -> int:
+        return zlib.crc32(self.name.encode()) if self.seed is None else self.seed
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        if not self.supports_masking or isinstance(inputs, tf.RaggedTensor):
+            return None
+        if isinstance(inputs, tf.SparseTensor):
+            inputs = tf.sparse.to_dense(inputs)
+        return keras.ops.not_equal(inputs, 0)
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        return (*(input_shape if self.combiner is None else input_shape[:-1]), self.output_dim)
+
+    def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
+        ragged = getattr(inputs, "ragged", False) and (self.combiner is None or len(inputs.shape) > 2)
+        return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype, ragged=ragged)
+
+    def save_own_variables(self, store: Any) -> None:
+        if self.built:
+            store["ids"], store["rows"] = self.rows()
+
+    def load_own_variables(self, store: Any) -> None:
+        self.set_rows(store["ids"], store["rows"])
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "output_dim": self.output_dim,
+            "input_dim": self.input_dim,
+            "embeddings_initializer": keras.initializers.serialize(self.embeddings_initializer),
+            "mask_zero": self.mask_zero,
+            "combiner": self.combiner,
+            "seed": self.seed,
+        }
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise UsageError(f"Embedding takes an integer greater than 0 as {name}. Received: {value!r}.")

@@ -1,0 +1,231 @@
+"""The part of a step's graph that leads to the ids that it looks up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.layers.table_layers import TableLayer
+from elasticcb.optimizer_traits import model_optimizers
+
+# Stateful to TensorFlow, and yet the same whenever they run: they read, or check.
+_HARMLESS = {
+    "Assert", "LookupTableFindV2", "LookupTableSizeV2", "PartitionedCall", "ReadVariableOp", "ResourceGather",
+    "VarHandleOp", "VariableShape",
+}  # fmt: skip
+_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # how the ops' names begin
+
+
+class Recording:
+    """Writes down what layers are asked for while a step is traced, and answers with rows that mean nothing."""
+
+    def __init__(self, layers: Mapping[int, TableLayer]) -> None:
+        self._layers = layers
+        self._graph = tf.compat.v1.get_default_graph()
+        self._asked: dict[int, list[tf.Tensor]] = {}
+        self._answers: set[Any] = set()  # operations
+        self._problems: dict[int, str] = {}
+
+    def lookup(self, index: int, ids: tf.Tensor) -> tf.Tensor:
+        """A stand-in for the rows of `ids`, through which the tape reaches the layer's variable."""
+        layer = self._layers[index]
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self._graph:
+            self._problems.setdefault(
+                index,
+                "it is called inside a loop, a condition or a function of its own (a layer that runs another one step "
+                "by step, as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where its ids "
+                "can't be known before the step runs. Call it from the model's `call` itself, on the ids of all steps "
+                "at once: it takes ids of any shape.",
+            )
+        before = len(graph.get_operations())
+        rows = tf.gather(layer._embeddings._value, tf.zeros_like(ids))
+        self._answers.update(graph.get_operations()[before:])
+        self._asked.setdefault(index, []).append(tf.cast(ids, tf.int64))
+        return rows
+
+    def calls(self) -> dict[int, int]:
+        """How often each table is asked."""
+        return {index: len(asked) for index, asked in self._asked.items()}
+
+    def problems(self) -> dict[int, str]:
+        """Why rows can't be known beforehand, by table."""
+        return dict(self._problems)
+
+    def find_problems(self, model: keras.Model) -> None:
+        """Looks for ids that depend on what the step computes, and for variables with other uses."""
+        inner = {id(own): outer for outer, own in self._graph.captures}
+        weights = {id(variable._value.handle): variable for variable in model.weights}
+        for index, layer in self._layers.items():
+            if index not in self._problems and self._has_other_uses(layer):
+                self._problems[index] = (
+                    "the step uses its variable in other ways than by calling the layer (as the weights of an output "
+                    "layer, in a loss, in an assignment), for which all rows are needed."
+                )
+        for index, asked in self._asked.items():
+            if index not in self._problems:
+                problem = self._problem_of_ids(asked, inner, weights)
+                if problem:
+                    self._problems[index] = problem
+
+    def _has_other_uses(self, layer: TableLayer) -> bool:
+        handle = id(layer._embeddings._value.handle)
+        return any(
+            consumer not in self._answers and consumer.type != "VariableShape"
+            for outer, own in self._graph.captures
+            if id(outer) == handle
+            for consumer in own.consumers()
+        )
+
+    def _problem_of_ids(self, ids: Sequence[tf.Tensor], inner: Mapping[int, Any], weights: Mapping[int, Any]) -> str:
+        for operation in _ancestors(ids):
+            if operation in self._answers:
+                return (
+                    "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
+                    "Compute ids from the features alone."
+                )
+            if operation.type == "Placeholder" and operation.outputs:
+                own = operation.outputs[0]
+                variable = weights.get(id(inner.get(id(own))))
+                if variable is not None and variable.trainable:
+                    return (
+                        f"its ids depend on the weights {variable.path!r}, which change from step to step. Compute ids "
+                        "from the features alone."
+                    )
+                if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
+                    name = getattr(variable, "path", "a variable, as the seed of random numbers")
+                    return (
+                        f"its ids depend on {name}, which the step changes. Compute ids from the features alone; draw "
+                        "random ids in `feed`."
+                    )
+            elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:
+                return (
+                    f"its ids depend on the operation {operation.type}, which may give other values when the step "
+                    "runs. Compute ids from the features alone, without randomness and Python functions "
+                    "(tf.numpy_function has stateful=False); or compute them in `feed`."
+                )
+        return ""
+
+    def outputs(self) -> list[tf.Tensor]:
+        """By table in order whether an id is out of range (bool [tables]); for each table its unique ids (int64 [n]),
+        and for each of its calls the positions of the ids among them (int32, of the ids' shape)."""
+        bad, result = [], []
+        same = _Sameness()
+        made: dict[Any, list[tf.Tensor]] = {}  # tables that are asked for the same ids share them
+        for index in sorted(self._asked):
+            asked, limit = self._asked[index], self._layers[index].input_dim
+            key = tuple(map(same.number, asked))
+            if key not in made:
+                made[key] = _unique_ids(asked)
+            unique = made[key][0]
+            bad.append(tf.reduce_any(unique < 0 if limit is None else (unique < 0) | (unique >= limit)))
+            result += made[key]
+        return [tf.stack(bad) if bad else tf.zeros([0], tf.bool), *result]
+
+
+def _unique_ids(asked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    flat = [tf.reshape(ids, [-1]) for ids in asked]
+    unique, positions = tf.unique(tf.concat(flat, 0) if len(flat) > 1 else flat[0])
+    parts = tf.split(positions, [tf.size(ids) for ids in flat]) if len(flat) > 1 else [positions]
+    return [unique, *(tf.reshape(part, tf.shape(ids)) for part, ids in zip(parts, asked, strict=True))]
+
+
+class _Sameness:
+    """Numbers tensors of a graph: those with the same number have the same values."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}  # of operations, and of what makes operations the same
+
+    def number(self, tensor: tf.Tensor) -> tuple[int, int]:
+        pending = [tensor.op]
+        while pending:
+            operation = pending[-1]
+            missing = [before.op for before in operation.inputs if before.op not in self._numbers]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if operation in self._numbers:
+                continue
+            kind: Any = operation
+            if operation.type != "Placeholder" and not operation.control_inputs and not operation.op_def.is_stateful:
+                attributes = operation.node_def.attr
+                given = tuple((self._numbers[before.op], before.value_index) for before in operation.inputs)
+                kind = (operation.type, tuple((k, str(attributes[k])) for k in sorted(attributes)), given)
+            self._numbers[operation] = self._numbers.setdefault(kind, len(self._numbers))
+        return self._numbers[tensor.op], tensor.value_index
+
+
+def id_function(
+    model: keras.Model, recorded: Callable[[Any], Recording], specs: Any
+) -> tuple[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], Recording]:
+    """A function of the leaves of a batch that gives `Recording.outputs`, where it has no problems.
+
+    Args:
+        recorded: traces a step.
+        specs: of the batch.
+    """
+    recording: Recording
+    outputs: list[tf.Tensor] = []
+
+    parts = tf.nest.flatten(specs, expand_composites=True)
+    signature = [tf.TensorSpec(spec.shape, spec.dtype) for spec in parts if spec is not None]
+
+    def traced(*given: tf.Tensor) -> list[tf.Tensor]:
+        nonlocal recording
+        leaves = iter(given)
+        flat = [None if spec is None else next(leaves) for spec in parts]
+        recording = recorded(tf.nest.pack_sequence_as(specs, flat, expand_composites=True))
+        recording.find_problems(model)
+        if not recording.problems():
+            outputs.extend(recording.outputs())
+        return outputs
+
+    with _without_updates(model):
+        # Has no automatic control dependencies, by which ids would wait for everything that happens before them.
+        whole = tf.compat.v1.wrap_function(traced, signature)
+    if recording.problems():
+        return lambda leaves: [], recording
+    different = list(dict.fromkeys(map(id, outputs)))
+    places = [different.index(id(output)) for output in outputs]
+    needed = set(_ancestors(outputs))
+    feeds = [place for place in range(len(signature)) if whole.inputs[place].op in needed]
+    by_id = {id(output): output for output in outputs}
+    part = whole.prune([whole.inputs[place] for place in feeds], [by_id[key] for key in different])
+
+    def function(leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        # A call of `part` compares its arguments with a signature, which takes as long as all the rest.
+        found = part._call_flat([leaves[place] for place in feeds], part.captured_inputs)
+        return [found[place] for place in places]
+
+    return function, recording
+
+
+@contextlib.contextmanager
+def _without_updates(model: keras.Model) -> Iterator[None]:
+    """Optimizers do nothing, apart from those that somebody listens to."""
+    silent = [optimizer for optimizer in model_optimizers(model) if "apply" not in vars(optimizer)]
+    for optimizer in silent:
+        vars(optimizer)["apply"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for optimizer in silent:
+            del vars(optimizer)["apply"]
+
+
+def _ancestors(tensors: Sequence[tf.Tensor]) -> list[Any]:
+    """The operations that these tensors come from."""
+    pending = [tensor.op for tensor in tensors]
+    seen: dict[Any, None] = dict.fromkeys(pending)
+    while pending:
+        operation = pending.pop()
+        for before in (*(tensor.op for tensor in operation.inputs), *operation.control_inputs):
+            if before not in seen:
+                seen[before] = None
+                pending.append(before)
+    return list(seen)

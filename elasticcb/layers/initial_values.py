@@ -1,0 +1,143 @@
+"""Initial rows of embedding tables: functions of (seed, id) alone.
+
+Which server makes a row, in which order and how often then makes no difference, and an exported model gives an id
+that it has never seen the row that training would have started from. The numbers come from a counter-based generator:
+the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014) over
+(seed, id, column), in TensorFlow operations, so that the same code runs in a job and in a SavedModel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_SUPPORTED = (
+    "uniform, normal and truncated normal, zeros, ones and constant, and the variance scaling family "
+    "(Glorot, He, Lecun)"
+)
+
+
+class InitialValues:
+    """The initial rows of one table.
+
+    Args:
+        initializer: a Keras initializer, its name, or JSON of `keras.saving.serialize_keras_object`. Its own seed is
+            not used.
+        seed: of the table.
+        input_dim: ids are below it; None: any id.
+        dim: columns.
+        dtype: of the rows; a float.
+
+    Raises:
+        ModelFileError: the initializer is none that can make one row at a time, or needs an `input_dim`.
+    """
+
+    def __init__(self, initializer: Any, seed: int, input_dim: int | None, dim: int, dtype: str = "float32") -> None:
+        if isinstance(initializer, str) and initializer.startswith("{"):
+            initializer = keras.saving.deserialize_keras_object(json.loads(initializer))
+        self._draw = _distribution(keras.initializers.get(initializer), input_dim, dim)
+        self._start = _mix_number(seed)
+        self._dim = dim
+        self._dtype = tf.as_dtype(dtype)
+
+    def __call__(self, ids: Any) -> tf.Tensor:
+        """Rows [n, dim] of `ids`, int64 [n]."""
+        ids = tf.convert_to_tensor(ids, tf.int64)
+        return tf.cast(self._draw(_Cells(ids, self._dim, self._start)), self._dtype)
+
+
+class _Cells:
+    """The numbers of some rows."""
+
+    def __init__(self, ids: tf.Tensor, dim: int, start: int) -> None:
+        self._ids = ids
+        self._dim = dim
+        self._start = start
+
+    def filled(self, value: float) -> tf.Tensor:
+        return tf.fill([tf.size(self._ids), self._dim], tf.constant(value, tf.float64))
+
+    def uniform(self, low: float, high: float) -> tf.Tensor:
+        """In [low, high), float64."""
+        rows = _mix(tf.bitcast(self._ids, tf.uint64) * _constant(_GOLDEN) + _constant(self._start))
+        # An array: of a list, tf.constant would make float64 on the way.
+        columns = tf.constant(np.array([_mix_number(column + 1) for column in range(self._dim)], np.uint64))
+        bits = tf.bitwise.right_shift(_mix(rows[:, None] ^ columns[None, :]), _constant(11))
+        unit = tf.cast(tf.bitcast(bits, tf.int64), tf.float64) * 2.0**-53  # the 53 bits of a float64
+        return low + unit * (high - low)
+
+    def normal(self, mean: float, deviation: float, bound: float = math.inf) -> tf.Tensor:
+        """Within `bound` deviations of the mean."""
+        outside = math.erfc(bound / math.sqrt(2)) / 2
+        # In the middle of 2**53 parts, so that it is neither 0 nor 1.
+        share = outside + (self.uniform(0.0, 1.0) + 2.0**-54) * (1 - 2 * outside)
+        return mean + tf.math.ndtri(tf.minimum(share, 1 - 2.0**-53)) * deviation
+
+
+_Draw = Callable[[_Cells], tf.Tensor]
+
+
+def _distribution(initializer: Any, input_dim: int | None, dim: int) -> _Draw:
+    kinds = keras.initializers
+    kind = type(initializer)
+    if kind is kinds.RandomUniform:
+        return lambda cells: cells.uniform(initializer.minval, initializer.maxval)
+    if kind is kinds.RandomNormal:
+        return lambda cells: cells.normal(initializer.mean, initializer.stddev)
+    if kind is kinds.TruncatedNormal:
+        return lambda cells: cells.normal(initializer.mean, initializer.stddev, 2.0)
+    if kind is kinds.Constant and not hasattr(initializer.value, "__len__"):
+        return lambda cells: cells.filled(float(initializer.value))
+    if kind in (kinds.Zeros, kinds.Ones):
+        return lambda cells: cells.filled(float(kind is kinds.Ones))
+    if isinstance(initializer, kinds.VarianceScaling) and kind.__module__.startswith("keras."):
+        return _variance_scaling(initializer, input_dim, dim)
+    raise ModelFileError(
+        f"The embeddings_initializer {getattr(initializer, 'name', None) or kind.__name__!r} can't make one row of a "
+        f"table at a time, from its id. Received: {initializer!r}. Expected one of Keras's own: {_SUPPORTED}."
+    )
+
+
+def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> _Draw:
+    if input_dim is None and initializer.mode != "fan_out":
+        raise ModelFileError(
+            f"The embeddings_initializer {type(initializer).__name__} scales values by the number of rows, and a table "
+            "without input_dim has no such number. Give the layer an input_dim, or an initializer that says the scale, "
+            'as "uniform" or keras.initializers.RandomNormal(stddev=0.05).'
+        )
+    fans = {"fan_in": input_dim or 0, "fan_out": dim, "fan_avg": ((input_dim or 0) + dim) / 2}
+    variance = initializer.scale / max(1.0, fans[initializer.mode])
+    if initializer.distribution == "uniform":
+        limit = math.sqrt(3 * variance)
+        return lambda cells: cells.uniform(-limit, limit)
+    if initializer.distribution == "untruncated_normal":
+        return lambda cells: cells.normal(0.0, math.sqrt(variance))
+    # What is cut off takes this share of the deviation away.
+    return lambda cells: cells.normal(0.0, math.sqrt(variance) / 0.87962566103423978, 2.0)
+
+
+def _mix(value: tf.Tensor) -> tf.Tensor:
+    value = (value ^ tf.bitwise.right_shift(value, _constant(30))) * _constant(0xBF58476D1CE4E5B9)
+    value = (value ^ tf.bitwise.right_shift(value, _constant(27))) * _constant(0x94D049BB133111EB)
+    return value ^ tf.bitwise.right_shift(value, _constant(31))
+
+
+def _mix_number(value: int) -> int:
+    """As `_mix`, of a number that is known now."""
+    bits = (value * _GOLDEN + _GOLDEN) % 2**64
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+    return bits ^ (bits >> 31)
+
+
+def _constant(value: int) -> tf.Tensor:
+    return tf.constant(value, tf.uint64)

@@ -1,0 +1,86 @@
+"""Embedding layers whose rows can live elsewhere, and how their lookups are answered by others."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeGuard
+
+import keras
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+from elasticcb.layers.embedding import Embedding
+
+
+class NotServableError(ModelFileError):
+    """Parameter servers can't hold the rows of an embedding layer, because of the way in which the model uses it."""
+
+
+class TableLayer(Protocol):
+    """An embedding layer of either kind."""
+
+    name: str
+    path: str
+    input_dim: int | None
+    output_dim: int
+    _embeddings: keras.Variable
+
+
+Lookup = Callable[[tf.Tensor], tf.Tensor]  # rows [..., dim] of int64 ids [...]
+
+_NATIVE = keras.layers.Embedding
+
+
+def table_layers(model: keras.Model) -> dict[int, list[TableLayer]]:
+    """The embedding layers of a built model, by the index of their variable in `model.weights`.
+
+    Layers of both kinds, however deep; of Keras's kind, those that look rows up as Keras does.
+    """
+    indices = {id(variable): index for index, variable in enumerate(model.weights)}
+    found: dict[int, list[TableLayer]] = {}
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        index = indices.get(id(getattr(layer, "_embeddings", None)))
+        if index is not None and (is_own(layer) or _looks_up_as_keras(layer)):
+            found.setdefault(index, []).append(layer)
+    return found
+
+
+def is_own(layer: Any) -> TypeGuard[Embedding]:
+    return isinstance(layer, Embedding)
+
+
+def _looks_up_as_keras(layer: Any) -> bool:
+    kind = type(layer)
+    return isinstance(layer, _NATIVE) and all(
+        getattr(kind, name) is getattr(_NATIVE, name) for name in ("call", "build", "embeddings", "compute_mask")
+    )
+
+
+def answer(layer: Any, lookup: Lookup) -> None:
+    """Lets `lookup` answer what the layer is asked for, until `stop_answering`."""
+    # Around Keras's __setattr__, which tracks what it is given.
+    vars(layer).update({"_lookup": lookup} if is_own(layer) else {"call": _keras_call(layer, lookup)})
+
+
+def stop_answering(layer: Any) -> None:
+    vars(layer).pop("_lookup" if is_own(layer) else "call", None)
+
+
+def _keras_call(layer: Any, lookup: Lookup) -> Callable[[Any], Any]:
+    """`keras.layers.Embedding.call`, with the same results."""
+
+    def rows(ids: tf.Tensor) -> tf.Tensor:
+        ids = tf.cast(ids, tf.int64)
+        # To Keras, -1 is the last row.
+        return tf.cast(lookup(tf.where(ids < 0, ids + layer.input_dim, ids)), layer.compute_dtype)
+
+    def call(inputs: Any) -> Any:
+        if isinstance(inputs, tf.RaggedTensor):
+            return inputs.with_flat_values(rows(inputs.flat_values))
+        if isinstance(inputs, tf.SparseTensor):  # what is absent is row 0
+            inputs = tf.sparse.to_dense(tf.sparse.reorder(inputs))
+        return rows(tf.convert_to_tensor(inputs))
+
+    return call

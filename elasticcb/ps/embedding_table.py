@@ -1,0 +1,313 @@
+"""One server's rows of an embedding table, which are made on first use.
+
+Not thread-safe: the caller lets one in at a time. Ids are int64 >= 0 and unique within each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.ps.table_candidates import Candidates
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_rows import TableRows
+from elasticcb.ps.table_snapshot import TableSnapshot
+from elasticcb.table_state import TableState
+
+Array = npt.NDArray[Any]
+
+InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
+# (rows, slots by name, gradients), each [n, dim] -> (rows, slots by name)
+Apply = Callable[[Array, dict[str, Array], Array], tuple[Array, Mapping[str, Array]]]
+
+_SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
+
+
+class Change(NamedTuple):
+    """Rows that are about to be updated: int64 [n] ids and places, the others [n, dim]."""
+
+    ids: Array
+    places: Array
+    rows: Array
+    slots: dict[str, Array]
+    gradients: Array
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """What a table holds and what became of ids.
+
+    Attributes:
+        rows, bytes: now; bytes with slots, counts and the index.
+        candidates: ids that were not asked for often enough yet.
+        lookups: ids looked up in training, as often as they were.
+        created, evicted: rows, so far.
+        refused: lookups in training of ids that got no row, since the table is full or they came too rarely.
+        dropped: gradients of ids without a row.
+    """
+
+    rows: int
+    bytes: int
+    candidates: int
+    lookups: int
+    created: int
+    evicted: int
+    refused: int
+    dropped: int
+
+
+class EmbeddingTable:
+    """Rows by id.
+
+    Args:
+        dim, dtype: of a row.
+        initial_values: gives the rows of new ids; None where all rows are given (`load`), which then stay.
+        slots: the initial row of each of the optimizer's slots, [dim], by name.
+        limits: shared by all tables of the server; None: none.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dtype: npt.DTypeLike,
+        initial_values: InitialRows | None,
+        slots: Mapping[str, Array],
+        limits: TableLimits | None = None,
+        name: str = "the embedding table",
+    ) -> None:
+        self.name = name
+        self._initial_values, self._initial_slots = initial_values, dict(slots)
+        self._limits = TableLimits() if limits is None else limits
+        self._rows = TableRows(dim, dtype, slots)
+        self._candidates = Candidates(self._limits.min_count)
+        self._snapshots: list[TableSnapshot] = []
+        self._version = self._swept = 0
+        self._lookups = self._created = self._evicted = self._refused = self._dropped = 0
+        self._limits.tables.append(self)
+
+    # -------------------------------------------------------------- training
+
+    def lookup(self, ids: Array, create: bool) -> Array:
+        """The rows of `ids` (int64 [n]), a new array [n, dim].
+
+        Args:
+            create: in training: new ids get rows, as far as the limits allow; without it nothing changes.
+
+        Raises `ElasticCBError` when the table is full, and `WireError` for ids that it can't have.
+        """
+        _check_ids(ids, self.name)
+        places = self._rows.index.find(ids)
+        missing = np.flatnonzero(places < 0)
+        if create:
+            self._lookups += len(ids)
+        if not len(missing):
+            if create:
+                self._rows.count_hits(places)
+            return self._rows.read(places)
+        initial = self.initial_rows(ids[missing])
+        if create:
+            self._make_rows(ids, places, missing, initial)
+        present = places >= 0
+        if create:
+            self._rows.count_hits(places[present])
+            self._refused += len(ids) - np.count_nonzero(present)
+        rows = np.empty((len(ids), self._rows.dim), self._rows.dtype)
+        rows[missing] = initial
+        rows[present] = self._rows.read(places[present])
+        return rows
+
+    def update(self, ids: Array, gradients: Array, apply: Apply, version: int) -> None:
+        """Updates the rows of `ids` (int64 [n]): `prepare`, `apply` and `commit`.
+
+        Args:
+            gradients: [n, dim].
+            apply: from (rows, slots, gradients) to (rows, slots).
+            version: of the model after this update.
+
+        Raises `WireError` for ids or gradients that it can't have; what `apply` raises goes through, and nothing has
+        changed then.
+        """
+        change = self.prepare(ids, gradients)
+        if len(change.ids):
+            self.commit(change, *apply(change.rows, change.slots, change.gradients), version)
+        else:
+            self.advance(version)
+
+    def prepare(self, ids: Array, gradients: Array) -> Change:
+        """What is to be updated by `gradients` ([n, dim]) of the rows of `ids` (int64 [n]).
+
+        A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
+        age limits rows, the row is made again.
+        """
+        _check_ids(ids, self.name)
+        if gradients.shape != (len(ids), self._rows.dim):
+            raise WireError(
+                f"The gradients of {len(ids)} rows of {self.name} have the shape {list(gradients.shape)}; expected "
+                f"{[len(ids), self._rows.dim]}."
+            )
+        places = self._rows.index.find(ids)
+        missing = np.flatnonzero(places < 0)
+        if len(missing):
+            if self._limits.remakes_rows:
+                self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
+            present = places >= 0
+            self._dropped += len(ids) - np.count_nonzero(present)
+            ids, gradients, places = ids[present], gradients[present], places[present]
+        return Change(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
+
+    def commit(self, change: Change, rows: Array, slots: Mapping[str, Array], version: int) -> None:
+        """Sets new rows and slots, each [n, dim]; the table has not changed since `change` was prepared."""
+        for snapshot in self._snapshots:
+            snapshot.keep(change.ids, change.rows)
+        self._rows.write(change.places, rows, slots, version)
+        self.advance(version)
+
+    def advance(self, version: int) -> None:
+        """Tells which version the model has now, by which rows grow old."""
+        self._version = max(self._version, version)
+        self._sweep()
+
+    def initial_rows(self, ids: Array) -> Array:
+        """Of ids without a row, [n, dim]. Raises `ElasticCBError` where all rows should have been given."""
+        if self._initial_values is None:
+            raise ElasticCBError(
+                f"{self.name} has no row of the id {int(ids[0])}: its rows were all given at the start, and new ones "
+                "can't be made."
+            )
+        return np.asarray(self._initial_values(ids), self._rows.dtype).reshape(len(ids), self._rows.dim)
+
+    def _make_rows(self, ids: Array, places: Array, missing: Array, initial: Array) -> None:
+        """Adds rows for `ids[missing]`, of the values `initial`, as far as allowed; `places` gets their places."""
+        admitted = self._candidates.count(ids[missing], self._version)
+        chosen = np.flatnonzero(admitted)
+        present = places[places >= 0]
+        before = self._evicted
+        room = self._limits.room(self, len(chosen), present)
+        if self._evicted != before:  # the others may have moved
+            places[:] = self._rows.index.find(ids)
+        chosen = chosen[:room]
+        if len(chosen):
+            places[missing[chosen]] = self._rows.add(ids[missing[chosen]], initial[chosen], self._version)
+            self._created += len(chosen)
+
+    # -------------------------------------------------------------- limits
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows.row_bytes
+
+    @property
+    def bytes(self) -> int:
+        """What the table holds, with slots, counts and the index."""
+        return len(self._rows) * self._rows.row_bytes + self._candidates.bytes
+
+    @property
+    def used(self) -> Array:
+        return self._rows.used
+
+    @property
+    def may_lose_rows(self) -> bool:
+        return self._initial_values is not None
+
+    def evict(self, places: Array) -> None:
+        """Removes rows; their ids have initial values again."""
+        if self._snapshots:
+            ids, rows = self._rows.index.ids[places], self._rows.read(places)
+            for snapshot in self._snapshots:
+                snapshot.keep(ids, rows)
+        self._rows.remove(places)
+        self._evicted += len(places)
+
+    def forget_candidates(self) -> None:
+        self._candidates.clear()
+
+    def _sweep(self) -> None:
+        """Removes rows and candidates that are too old; not at each update, since all are looked at."""
+        age = self._limits.max_age
+        if not age or self._version - self._swept < max(1, age // _SWEEPS_PER_AGE):
+            return
+        self._swept = self._version
+        oldest = self._version - age
+        self._candidates.forget_older(oldest)
+        old = np.flatnonzero(self._rows.used < oldest)
+        if len(old) and self.may_lose_rows:
+            self.evict(old)
+
+    # -------------------------------------------------------------- all rows
+
+    def snapshot(self) -> TableSnapshot:
+        """The rows as they are now, however training goes on. Release it after use."""
+        snapshot = TableSnapshot(self._rows, self.initial_rows, self._forget)
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def _forget(self, snapshot: TableSnapshot) -> None:
+        if snapshot in self._snapshots:
+            self._snapshots.remove(snapshot)
+
+    def export(self) -> TableState:
+        """Everything, as arrays that are never written again."""
+        return self._rows.slice(0, len(self._rows))
+
+    def rows(self, start: int, count: int) -> tuple[Array, Array]:
+        """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end.
+
+        In no order, which is the same from call to call as long as the table is not trained.
+        """
+        return self._rows.rows(start, count)
+
+    def load(self, state: TableState) -> None:
+        """Replaces all rows by those of `state`; slots that it has none of begin anew.
+
+        Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
+        """
+        state = self._checked(state)
+        rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots)
+        # Snapshots keep what they are of; nobody changes it any more.
+        self._snapshots.clear()
+        self._rows = rows
+        self._candidates.clear()
+        self._version = self._swept = 0 if state.used is None else int(state.used.max(initial=0))
+        room = self._limits.room_at_start(self, len(state.ids))
+        if room < len(state.ids):
+            newest = np.arange(len(state.ids)) if state.used is None else np.argsort(-state.used, kind="stable")
+            state = state.select(newest[:room])
+        rows.fill(state)
+
+    def _checked(self, state: TableState) -> TableState:
+        shape = (len(state.ids), self._rows.dim)
+        given = {"rows": state.rows, **state.slots}
+        wrong = [f"{name} of the shape {list(array.shape)}" for name, array in given.items() if array.shape != shape]
+        wrong += [f"the slot {name}" for name in sorted(state.slots.keys() - self._initial_slots.keys())]
+        if wrong:
+            raise ElasticCBError(
+                f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
+                f"{', '.join(sorted(self._initial_slots)) or '(none)'}. Train on with the same model and optimizer."
+            )
+        _check_ids(state.ids, self.name)
+        return state
+
+    def statistics(self) -> TableStatistics:
+        return TableStatistics(
+            rows=len(self._rows),
+            bytes=self.bytes,
+            candidates=len(self._candidates),
+            lookups=self._lookups,
+            created=self._created,
+            evicted=self._evicted,
+            refused=self._refused,
+            dropped=self._dropped,
+        )
+
+
+def _check_ids(ids: Array, name: str) -> None:
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise WireError(f"Ids of {name} are {ids.dtype.name} of the shape {list(ids.shape)}; expected int64 [n].")
+    if len(ids) and ids.min() < 0:
+        raise WireError(f"The id {int(ids.min())} was given to {name}; ids begin at 0.")

@@ -1,0 +1,68 @@
+"""Arrays that grow without being copied."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class GrowingArray:
+    """An array of zeros whose first axis grows.
+
+    It lies in memory pages of its own, which the system moves by their addresses when there must be more of them, and
+    hands out at the first write: neither growth nor what is reserved ahead costs anything for each row.
+
+    Args:
+        row_shape, dtype: of what one index of the first axis names.
+
+    Attributes:
+        array: all that is reserved, [capacity, *row_shape]. Take it anew after each `reserve`.
+    """
+
+    def __init__(self, row_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        self._row_shape, self._dtype = row_shape, np.dtype(dtype)
+        self._row_bytes = max(1, math.prod(row_shape) * self._dtype.itemsize)
+        self._pages = _pages(mmap.PAGESIZE)
+        self.array = self._view()
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for as many rows, or more."""
+        if rows <= len(self.array):
+            return
+        size = len(self._pages)
+        while size < rows * self._row_bytes:
+            size *= 2
+        held = self.array
+        del self.array
+        try:
+            del held
+            self._pages.resize(size)
+        except (BufferError, OSError, SystemError, ValueError):
+            # Something still uses the array, or the system can't move pages.
+            old, self._pages = self._pages, _pages(size)
+            self._pages[: len(old)] = old[:]
+        _use_large_pages(self._pages)
+        self.array = self._view()
+
+    def _view(self) -> Array:
+        capacity = len(self._pages) // self._row_bytes
+        array: Array = np.ndarray((capacity, *self._row_shape), self._dtype, self._pages)
+        return array
+
+
+def _pages(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _use_large_pages(pages: mmap.mmap) -> None:
+    """Rows are read here and there: with large pages the processor needs to look up fewer addresses."""
+    if hasattr(mmap, "MADV_HUGEPAGE") and len(pages) >= 4 << 20:
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)

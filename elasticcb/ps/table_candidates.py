@@ -1,0 +1,70 @@
+"""Ids that were asked for in training, but not often enough for a row of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.ps.growing_array import GrowingArray
+from elasticcb.ps.id_index import IdIndex
+
+Array = npt.NDArray[Any]
+
+_BYTES = 32 + 4 + 8  # of one: its place in the index, a count and a version
+
+
+class Candidates:
+    """Counts them.
+
+    Args:
+        min_count: so many times are enough.
+    """
+
+    def __init__(self, min_count: int) -> None:
+        self._min_count = min_count
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def bytes(self) -> int:
+        return len(self) * _BYTES
+
+    def count(self, ids: Array, version: int) -> Array:
+        """Counts `ids` (int64 [n], unique) once more; those that were counted often enough now, bool [n], are
+        candidates no longer."""
+        if self._min_count <= 1:
+            return np.ones(len(ids), bool)
+        places = self._index.find(ids)
+        new = np.flatnonzero(places < 0)
+        if len(new):
+            places[new] = self._index.insert(ids[new])
+            for array in (self._counts, self._seen):
+                array.reserve(len(self._index))
+            self._counts.array[places[new]] = 0
+        counts = self._counts.array.take(places) + 1
+        self._counts.array[places] = counts
+        self._seen.array[places] = version
+        enough: Array = counts >= self._min_count
+        if enough.any():
+            self._remove(places[enough])
+        return enough
+
+    def forget_older(self, version: int) -> None:
+        """Drops those that nobody asked for since before `version`."""
+        old = np.flatnonzero(self._seen.array[: len(self)] < version)
+        if len(old):
+            self._remove(old)
+
+    def clear(self) -> None:
+        self._index = IdIndex()
+        self._counts = GrowingArray((), np.int32)
+        self._seen = GrowingArray((), np.int64)
+
+    def _remove(self, places: Array) -> None:
+        gaps, moved = self._index.remove(places)
+        for array in (self._counts, self._seen):
+            array.array[gaps] = array.array[moved]

@@ -1,0 +1,151 @@
+"""How much embedding tables may hold, and which rows have to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import ElasticCBError
+
+Array = npt.NDArray[Any]
+
+ERROR, EVICT, INITIAL = "error", "evict", "initial"
+WHEN_FULL = (ERROR, EVICT, INITIAL)
+_EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
+
+
+class Limited(Protocol):
+    """A table, as the limits see it."""
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def may_lose_rows(self) -> bool:
+        """Rows that were given can't be made again."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def used(self) -> Array:
+        """The version at which each row was last trained, int64 [n]."""
+
+    def evict(self, places: Array) -> None: ...
+
+    def forget_candidates(self) -> None:
+        """Drops the counts of ids that have no row yet."""
+
+
+@dataclass
+class TableLimits:
+    """What all tables of one server may hold together; the tables share this object.
+
+    Attributes:
+        memory_bytes: of rows, slots, counts and indices; 0: no limit.
+        when_full: what becomes of a new id then: "error" ends the job; "evict" makes room, by the rows that were not
+            trained for the longest time; "initial" lets new ids keep their initial values, untrained.
+        min_count: an id gets a row from so many lookups in training on, and keeps its initial value until then.
+        max_age: rows that were not trained for more versions than this go; 0: they stay.
+    """
+
+    memory_bytes: int = 0
+    when_full: str = ERROR
+    min_count: int = 1
+    max_age: int = 0
+    tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """What all tables hold now."""
+        return sum(table.bytes for table in self.tables)
+
+    def room(self, table: Limited, rows: int, keep: Array | None = None) -> int:
+        """How many of `rows` new rows `table` may add, after making room where that is allowed.
+
+        Args:
+            keep: places in `table` that stay, int64 [n].
+
+        Raises `ElasticCBError` when they can't be added and the limits say so.
+        """
+        fitting = self._fitting(table, rows)
+        if fitting < rows and self.when_full == EVICT:
+            wanted = rows * table.row_bytes - (self.memory_bytes - self.bytes)
+            self._evict(max(wanted, int(self.memory_bytes * _EVICTED_AT_ONCE)), table, keep)
+            fitting = self._fitting(table, rows)
+        if fitting < rows and self.when_full != INITIAL:
+            raise self._full(table, rows)
+        return fitting
+
+    def room_at_start(self, table: Limited, rows: int) -> int:
+        """How many of `rows` rows `table` may take over, where it holds none.
+
+        Raises `ElasticCBError` when that is not all, and none may be left out.
+        """
+        fitting = self._fitting(table, rows)
+        if fitting < rows and (self.when_full == ERROR or not table.may_lose_rows):
+            raise self._full(table, rows)
+        return fitting
+
+    @property
+    def remakes_rows(self) -> bool:
+        """Whether a row that was evicted is made again for a gradient: that takes the place of no other row."""
+        return self.min_count <= 1 and self.when_full == ERROR
+
+    def _fitting(self, table: Limited, rows: int) -> int:
+        if not self.memory_bytes:
+            return rows
+        return max(0, min(rows, (self.memory_bytes - self.bytes) // table.row_bytes))
+
+    def _full(self, table: Limited, rows: int) -> ElasticCBError:
+        return ElasticCBError(
+            f"The embedding tables of a parameter server are full: they hold {self.bytes:,} bytes, {rows:,} new rows "
+            f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        more = "Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps), or"
+        if self.when_full == EVICT:
+            return f"All rows that may go have gone. {more} make batches smaller."
+        return f"{more} choose another --embedding_when_full than {ERROR!r} ({EVICT!r} or {INITIAL!r})."
+
+    def _evict(self, wanted_bytes: int, table: Limited, keep: Array | None) -> None:
+        """Frees `wanted_bytes`, or all that may go."""
+        before = self.bytes
+        for each in self.tables:
+            each.forget_candidates()
+        wanted_bytes -= before - self.bytes
+        losing = [each for each in self.tables if each.may_lose_rows and len(each.used)]
+        if wanted_bytes <= 0 or not losing:
+            return
+        ages = [each.used.copy() for each in losing]
+        newest = max(int(age.max()) for age in ages) + 1
+        if keep is not None and table in losing:
+            ages[losing.index(table)][keep] = newest
+        last = _last_version_to_go(ages, [each.row_bytes for each in losing], wanted_bytes, newest)
+        going = [np.flatnonzero(age < last) for age in ages]
+        wanted_bytes -= sum(len(places) * each.row_bytes for each, places in zip(losing, going, strict=True))
+        for each, age, places in zip(losing, ages, going, strict=True):
+            if last < newest and wanted_bytes > 0:  # of those last trained at that version, only as many as needed
+                same = np.flatnonzero(age == last)[: -(-wanted_bytes // each.row_bytes)]
+                wanted_bytes -= len(same) * each.row_bytes
+                places = np.concatenate([places, same])
+            if len(places):
+                each.evict(places)
+
+
+def _last_version_to_go(ages: Iterable[Array], row_bytes: Iterable[int], wanted_bytes: int, newest: int) -> int:
+    """The smallest version such that rows last trained then or before cost `wanted_bytes`; at most `newest`."""
+    held = list(zip(ages, row_bytes, strict=True))
+    low, high = min(int(age.min()) for age, _ in held), newest
+    while low < high:
+        middle = (low + high) // 2
+        if sum(np.count_nonzero(age <= middle) * size for age, size in held) >= wanted_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return low

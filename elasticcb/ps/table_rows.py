@@ -1,0 +1,153 @@
+"""The rows of an embedding table in memory, and what goes with each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.ps.growing_array import GrowingArray
+from elasticcb.ps.id_index import IdIndex
+from elasticcb.table_state import TableState
+from elasticcb.tensors import SHARED_ALIGNMENT
+
+Array = npt.NDArray[Any]
+
+# What a row costs beside its values: two counts, and its place in the index.
+OVERHEAD_BYTES = 16 + 32
+
+# NumPy gathers and scatters elements of these sizes fastest, and any others as opaque ones.
+_OF_SIZE: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
+
+class TableRows:
+    """Rows at places 0, 1, 2, … without gaps, found by id.
+
+    Args:
+        dim, dtype: of a row.
+        slots: the initial row of each slot, [dim], by name.
+    """
+
+    def __init__(self, dim: int, dtype: npt.DTypeLike, slots: Mapping[str, Array]) -> None:
+        self.dim, self.dtype = dim, np.dtype(dtype)
+        self.index = IdIndex()
+        self._initial = {name: np.asarray(row, self.dtype).reshape(dim) for name, row in slots.items()}
+        self._rows = GrowingArray((dim,), self.dtype)
+        self._slots = {name: GrowingArray((dim,), self.dtype) for name in slots}
+        self._hits = GrowingArray((), np.int64)
+        self._used = GrowingArray((), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def row_bytes(self) -> int:
+        """What one row costs, with all that goes with it."""
+        return self.dim * self.dtype.itemsize * (1 + len(self._slots)) + OVERHEAD_BYTES
+
+    @property
+    def used(self) -> Array:
+        """The version at which each was last trained, int64 [n]: a view, until the next change."""
+        return self._used.array[: len(self)]
+
+    @property
+    def hits(self) -> Array:
+        """How often each was looked up in training, int64 [n]: a view, until the next change."""
+        return self._hits.array[: len(self)]
+
+    def add(self, ids: Array, rows: Array, version: int) -> Array:
+        """Adds `rows` ([n, dim]) of `ids` (int64 [n], unique, not here yet); returns their places."""
+        places = self.index.insert(ids)
+        first, end = len(self) - len(ids), len(self)
+        self._reserve(end)
+        self._rows.array[first:end] = rows
+        for name, slot in self._slots.items():
+            slot.array[first:end] = self._initial[name]
+        self._hits.array[first:end] = 0
+        self._used.array[first:end] = version
+        return places
+
+    def remove(self, places: Array) -> None:
+        """Removes what is at `places` (int64 [n], unique); other rows may change places."""
+        gaps, moved = self.index.remove(places)
+        for array in (self._rows, *self._slots.values(), self._hits, self._used):
+            array.array[gaps] = array.array[moved]
+
+    def read(self, places: Array) -> Array:
+        """A new array [n, dim]."""
+        return _gather(self._rows.array, places)
+
+    def read_slots(self, places: Array) -> dict[str, Array]:
+        """New arrays [n, dim]."""
+        return {name: _gather(slot.array, places) for name, slot in self._slots.items()}
+
+    def write(self, places: Array, rows: Array, slots: Mapping[str, Array], version: int) -> None:
+        """Sets rows and slots, each [n, dim], that were trained at `version`."""
+        _scatter(self._rows.array, places, rows)
+        for name, slot in self._slots.items():
+            _scatter(slot.array, places, slots[name])
+        self._used.array[places] = version
+
+    def count_hits(self, places: Array) -> None:
+        """Notes one more lookup of each of `places` (unique)."""
+        self._hits.array[places] = self._hits.array.take(places) + 1
+
+    def slice(self, start: int, count: int) -> TableState:
+        """Copies of what is at places [start, start + count), as far as there is any."""
+        end = min(start + count, len(self))
+        return TableState(
+            self.index.ids[start:end].copy(),
+            self._rows.array[start:end].copy(),
+            {name: slot.array[start:end].copy() for name, slot in self._slots.items()},
+            self._hits.array[start:end].copy(),
+            self._used.array[start:end].copy(),
+        )
+
+    def rows(self, start: int, count: int) -> tuple[Array, Array]:
+        """(ids, rows) of the same, without the rest."""
+        end = min(start + count, len(self))
+        return self.index.ids[start:end].copy(), self._rows.array[start:end].copy()
+
+    def fill(self, state: TableState) -> None:
+        """Adds all of `state`; none of it is here yet. Slots that it lacks begin anew."""
+        first, end = len(self), len(self) + len(state.ids)
+        self.add(state.ids, state.rows, 0)
+        for name, slot in state.slots.items():
+            self._slots[name].array[first:end] = slot
+        if state.hits is not None:
+            self._hits.array[first:end] = state.hits
+        if state.used is not None:
+            self._used.array[first:end] = state.used
+
+    def _reserve(self, rows: int) -> None:
+        for array in (self._rows, *self._slots.values(), self._hits, self._used):
+            array.reserve(rows)
+
+
+def _gather(array: Array, places: Array) -> Array:
+    rows = _aligned((len(places), array.shape[1]), array.dtype)
+    # NumPy gathers right into `out` only where it need not check places.
+    _elements(array).take(places, out=_elements(rows), mode="clip")
+    return rows
+
+
+def _scatter(array: Array, places: Array, rows: Array) -> None:
+    _elements(array)[places] = _elements(np.ascontiguousarray(rows, array.dtype))
+
+
+def _elements(array: Array) -> Array:
+    """Rows [n, dim] as elements of one opaque dtype, [n]."""
+    size = array.itemsize * array.shape[1]
+    view: Array = array.view(_OF_SIZE.get(size, np.dtype(f"V{size}"))).reshape(len(array))
+    return view
+
+
+def _aligned(shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+    """An array that TensorFlow takes without a copy."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    memory = np.empty(size + SHARED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % SHARED_ALIGNMENT
+    array: Array = memory[start : start + size].view(dtype).reshape(shape)
+    return array

@@ -1,0 +1,173 @@
+"""Updates rows of embedding tables with the user's own optimizer.
+
+A clone of the optimizer runs on a small variable that holds just the rows of one push ("lazy" updates: what would
+change a row without a gradient, as momentum and weight decay do, waits until it has one). The clone takes the number of
+steps and the learning rate of the optimizer that it stands for, so that Adam's correction of its averages counts the
+steps of the model, not those of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy.typing as npt
+import tensorflow as tf
+
+from elasticcb.eager_tensors import array_of, tensor_of
+from elasticcb.errors import ModelFileError, describe, user_traceback
+from elasticcb.optimizer_traits import may_update_rows
+from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.optimizer import ServerOptimizer
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.row_update import _free_rows
+from elasticcb.quick_call import quick_call
+
+Array = npt.NDArray[Any]
+
+
+class TableUpdate:
+    """The optimizer of one table.
+
+    To be called before the dense variables of the same push are updated, which advances the optimizer.
+
+    Args:
+        optimizer: that the table is trained by. Its variables need not include the table.
+        index: of the table in the model.
+        spec: of the table.
+
+    Attributes:
+        kind: the optimizer's class name.
+        slots: the initial row of each slot, [dim], by name.
+
+    Raises `ModelFileError` for an optimizer that needs more than single rows.
+    """
+
+    def __init__(self, optimizer: ServerOptimizer, index: int, spec: VariableSpec) -> None:
+        self.kind = optimizer.kind
+        if not may_update_rows(optimizer.optimizer):
+            raise _not_by_rows(self.kind, spec)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._bucket = keras.Variable(
+                tf.zeros([1, *spec.shape[1:]], spec.dtype), dtype=spec.dtype, trainable=True, name=_name(spec)
+            )
+            self._bucket._path = spec.path
+            _free_rows(self._bucket)
+            self._clone = optimizer.clone(index, self._bucket)
+            self.slots = {slot.name: slot.value.numpy()[0] for slot in self._clone.slots}
+            for slot in self._clone.slots:
+                _free_rows(slot.value)
+        if self._clone.extras:
+            raise _not_by_rows(self.kind, spec)
+        self._own = [(self._clone.shared[name], value) for name, value in optimizer.shared.items()]
+        self._function: _Compiled | None = None
+
+    @property
+    def signature(self) -> list[tf.TensorSpec]:
+        """Of `run`."""
+        return [tf.TensorSpec([None, *self._bucket.shape[1:]], self._bucket.dtype)] * (2 + len(self.slots))
+
+    def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
+        """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
+        for own, value in self._own:
+            own.assign(value.value)
+        self._bucket.value.assign(rows)
+        for slot, values in zip(self._clone.slots, slots, strict=True):
+            slot.value.value.assign(values)
+        # The optimizer may keep the gradient in a variable, but its memory is that of the push.
+        self._clone.optimizer.apply([tf.raw_ops.DeepCopy(x=gradients)], [self._bucket])
+        return [tf.identity(self._bucket.value), *(tf.identity(slot.value.value) for slot in self._clone.slots)]
+
+    def __call__(self, rows: Array, slots: Mapping[str, Array], gradients: Array) -> tuple[Array, dict[str, Array]]:
+        """New rows and slots from old ones and gradients, each [n, dim].
+
+        Raises `ModelFileError` with the user's traceback when the optimizer fails.
+        """
+        if self._function is None:
+            self._function = _Compiled([self])
+        return self._function([(rows, slots, gradients)])[0]
+
+
+class TableUpdates:
+    """The optimizers of all tables of a server; one push is one call of a compiled function, whichever tables it names.
+
+    Args:
+        updates: by table.
+    """
+
+    def __init__(self, updates: Mapping[int, TableUpdate]) -> None:
+        self._updates = updates
+        self._compiled: dict[tuple[int, ...], _Compiled] = {}
+
+    def __call__(
+        self, tables: Mapping[int, EmbeddingTable], rows: Mapping[int, tuple[Array, Array]], version: int
+    ) -> None:
+        """Updates rows of `tables` by gradients.
+
+        Args:
+            rows: by table, (ids int64 [n], gradients [n, dim]).
+            version: of the model after this update.
+
+        Raises what `EmbeddingTable.prepare` and `TableUpdate` raise; no row has changed then.
+        """
+        changes = {index: tables[index].prepare(*given) for index, given in rows.items()}
+        changes = {index: change for index, change in changes.items() if len(change.ids)}
+        key = tuple(changes)
+        if key and key not in self._compiled:
+            self._compiled[key] = _Compiled([self._updates[index] for index in key])
+        given = [(change.rows, change.slots, change.gradients) for change in changes.values()]
+        results = self._compiled[key](given) if key else []
+        for (index, change), result in zip(changes.items(), results, strict=True):
+            tables[index].commit(change, *result, version)
+        for index in rows.keys() - changes.keys():
+            tables[index].advance(version)
+
+
+class _Compiled:
+    """The updates of several tables as one compiled function."""
+
+    def __init__(self, updates: Sequence[TableUpdate]) -> None:
+        self._updates = updates
+        self._call: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]] | None = None
+
+    def __call__(
+        self, changes: Sequence[tuple[Array, Mapping[str, Array], Array]]
+    ) -> list[tuple[Array, dict[str, Array]]]:
+        """From (rows, slots, gradients) of each table to its (rows, slots)."""
+        tensors = [
+            tensor_of(array)
+            for update, (rows, slots, gradients) in zip(self._updates, changes, strict=True)
+            for array in (gradients, rows, *(slots[name] for name in update.slots))
+        ]
+        try:
+            if self._call is None:
+                self._call = quick_call(self._run, [spec for update in self._updates for spec in update.signature])
+            results = iter([array_of(tensor) for tensor in self._call(tensors)])
+        except Exception as error:
+            kinds = ", ".join(dict.fromkeys(update.kind for update in self._updates))
+            raise ModelFileError(
+                f"The optimizer {kinds} failed on rows of an embedding table: {describe(error)}", user_traceback(error)
+            ) from error
+        return [(next(results), {name: next(results) for name in update.slots}) for update in self._updates]
+
+    def _run(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        given = iter(tensors)
+        return [
+            result
+            for update in self._updates
+            for result in update.run(*(next(given) for _ in range(2 + len(update.slots))))
+        ]
+
+
+def _name(spec: VariableSpec) -> str:
+    return spec.path.rpartition("/")[2]
+
+
+def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:
+    return ModelFileError(
+        f"The optimizer {kind} can't train the embedding table {spec.path!r}, of which each step updates a few rows: "
+        "an optimizer that averages weights (use_ema), accumulates gradients, or does not treat each element on its "
+        "own needs all rows. Use another one (SGD, Adagrad, Adam, Ftrl, ...); a class of your own whose update of an "
+        "element depends on that element alone says so with the class attribute `elementwise = True`."
+    )

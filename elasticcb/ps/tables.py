@@ -1,0 +1,139 @@
+"""All embedding tables of one parameter server: each holds the rows whose ids are its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elasticcb.eager_tensors import array_of
+from elasticcb.errors import WireError
+from elasticcb.layers.initial_values import InitialValues
+from elasticcb.ps.embedding_table import EmbeddingTable, TableSnapshot
+from elasticcb.ps.optimizer_set import OptimizerSet
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.push import Rows
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_update import TableUpdate, TableUpdates
+from elasticcb.quick_call import quick_call
+from elasticcb.table_spec import TableSpec, server_of
+from elasticcb.table_state import TableState
+from elasticcb.tensors import Array, dtype_of
+
+
+class Tables:
+    """The tables among the variables `specs`.
+
+    Args:
+        specs: all variables of the model.
+        index, num_ps: this server's place.
+        optimizers: of the model; None where nothing is trained.
+        limits: of memory and age.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[VariableSpec],
+        index: int,
+        num_ps: int,
+        optimizers: OptimizerSet | None,
+        limits: TableLimits,
+    ) -> None:
+        self._specs = specs
+        self._index, self._num_ps = index, num_ps
+        self._tables: dict[int, EmbeddingTable] = {}
+        self._updates: dict[int, TableUpdate] = {}
+        for number, spec in enumerate(specs):
+            if spec.table:
+                if optimizers is not None and spec.trainable:
+                    self._updates[number] = TableUpdate(optimizers.of(number), number, spec)
+                self._tables[number] = self._make(number, limits)
+        self._update_all = TableUpdates(self._updates)
+
+    def _make(self, number: int, limits: TableLimits) -> EmbeddingTable:
+        spec = self._specs[number]
+        table = TableSpec.from_json(spec.table)
+        values = None
+        if table.initializer:
+            initializer = keras.saving.deserialize_keras_object(json.loads(table.initializer))
+            values = _compiled(InitialValues(initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype))
+        update = self._updates.get(number)
+        slots = {} if update is None else update.slots
+        return EmbeddingTable(
+            spec.row_elements, dtype_of(spec.dtype), values, slots, limits, f"the embedding table {spec.path!r}"
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def __getitem__(self, number: int) -> EmbeddingTable:
+        """Raises `WireError` for a variable that is no table."""
+        if number not in self._tables:
+            known = sorted(self._tables) or "none"
+            raise WireError(f"A message names the embedding table {number}; tables are {known}.")
+        return self._tables[number]
+
+    def check_ids(self, number: int, ids: Array) -> None:
+        """Raises `WireError` unless all `ids` are of this server, and may be in the table."""
+        spec = self._specs[number]
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise WireError(
+                f"Ids of {spec.path!r}: int64[n] was expected, {ids.dtype.name}{list(ids.shape)} was given."
+            )
+        if not len(ids):
+            return
+        limit = spec.shape[0] or None
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or (limit is not None and highest >= limit):
+            wrong, below = (lowest if lowest < 0 else highest), ("" if limit is None else f", below {limit}")
+            raise WireError(f"Id {wrong} of {spec.path!r} is out of range: expected ids from 0 on{below}.")
+        if self._num_ps > 1 and (server_of(ids, self._num_ps) != self._index).any():
+            raise WireError(f"Ids of {spec.path!r} came to server {self._index} of {self._num_ps} that are another's.")
+
+    def lookup(
+        self, number: int, ids: Array, create: bool, snapshot: Mapping[int, TableSnapshot] | None = None
+    ) -> Array:
+        """The rows [n, dim] of `ids` (int64 [n], unique), of a snapshot or at present.
+
+        Args:
+            create: ids without a row get one; never in a snapshot.
+        """
+        table = self[number]
+        self.check_ids(number, ids)
+        return table.lookup(ids, create) if snapshot is None else snapshot[number].lookup(ids)
+
+    def update(self, rows: Mapping[int, Rows], version: int) -> None:
+        """Updates rows by the gradients of a checked push."""
+        self._update_all(self._tables, rows, version)
+        for number in self._tables.keys() - rows.keys():
+            self._tables[number].advance(version)
+
+    def snapshot(self) -> dict[int, TableSnapshot]:
+        return {number: table.snapshot() for number, table in self._tables.items()}
+
+    def export(self) -> dict[int, TableState]:
+        return {number: table.export() for number, table in self._tables.items()}
+
+    def load(self, states: Mapping[int, TableState]) -> None:
+        """Replaces the rows of the tables that `states` holds by the part of it that is this server's."""
+        for number, state in states.items():
+            table, dim = self[number], self._specs[number].row_elements
+            if state.rows.shape != (len(state.ids), dim):
+                raise WireError(
+                    f"Rows of {self._specs[number].path!r}: [{len(state.ids)}, {dim}] was expected, "
+                    f"{list(state.rows.shape)} was given."
+                )
+            own = state.part(self._index, self._num_ps)
+            if number not in self._updates:  # nothing is trained here
+                own = replace(own, slots={})
+            self.check_ids(number, own.ids)
+            table.load(own)
+
+
+def _compiled(initial_values: InitialValues) -> Callable[[Array], Array]:
+    make = quick_call(lambda ids: [initial_values(ids)], [tf.TensorSpec([None], tf.int64)])
+    return lambda ids: array_of(make([tf.constant(ids)])[0])

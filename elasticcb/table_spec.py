@@ -1,0 +1,49 @@
+"""What every process knows of an embedding table: a variable whose rows parameter servers hold by id."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.tensors import Array
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table.
+
+    Attributes:
+        input_dim: ids are below it; None: any id from 0 on.
+        initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
+            given before training.
+        seed: of initial rows.
+    """
+
+    input_dim: int | None
+    initializer: str = ""
+    seed: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TableSpec:
+        """Raises `WireError` when `text` is none."""
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise WireError(f"{text!r} does not describe an embedding table: {error}.") from error
+
+
+def server_of(ids: Array, num_ps: int) -> Array:
+    """Which parameter server holds the rows of `ids` (int64 [n])."""
+    return ids % num_ps
+
+
+def ids_of_server(index: int, num_ps: int, input_dim: int) -> Array:
+    """All ids below `input_dim` whose rows a server holds, in order, int64."""
+    return np.arange(index, input_dim, num_ps, dtype=np.int64)

@@ -1,0 +1,123 @@
+"""The content of an embedding table, as it travels, is kept in checkpoints, and is cut for servers and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.table_spec import server_of
+from elasticcb.tensors import Array
+
+_PREFIX = "table/"
+
+
+@dataclass
+class TableState:
+    """Rows by id, in any order.
+
+    Attributes:
+        ids: int64 [n], unique.
+        rows: [n, dim].
+        slots: of the optimizer, by name: [n, dim] each. One that is not there starts afresh.
+        hits: how often each was looked up in training, int64 [n]; None when nobody counted.
+        used: the version at which each was last trained, int64 [n]; None when nobody counted.
+    """
+
+    ids: Array
+    rows: Array
+    slots: dict[str, Array] = field(default_factory=dict)
+    hits: Array | None = None
+    used: Array | None = None
+
+    @classmethod
+    def of_range(cls, rows: Array, slots: Mapping[str, Array] | None = None) -> TableState:
+        """A table whose rows are all there: of the ids 0 .. len(rows) - 1."""
+        return cls(np.arange(len(rows), dtype=np.int64), rows, dict(slots or {}))
+
+    def select(self, places: Array) -> TableState:
+        """The rows at `places` (int64, or a mask)."""
+        return TableState(
+            self.ids[places],
+            self.rows[places],
+            {name: slot[places] for name, slot in self.slots.items()},
+            None if self.hits is None else self.hits[places],
+            None if self.used is None else self.used[places],
+        )
+
+    def part(self, index: int, num_ps: int) -> TableState:
+        """What server `index` of `num_ps` holds of it."""
+        return self if num_ps == 1 else self.select(server_of(self.ids, num_ps) == index)
+
+
+def joined(states: Sequence[TableState]) -> TableState:
+    """One table of all servers' parts, in the order of the ids."""
+    parts = [state for state in states if len(state.ids)] or states[:1]
+
+    def all_of(arrays: Iterable[Array | None]) -> Any:
+        found = list(arrays)
+        known = [array for array in found if array is not None]
+        return np.concatenate(known) if len(known) == len(found) else None
+
+    whole = TableState(
+        all_of(state.ids for state in parts),
+        all_of(state.rows for state in parts),
+        {
+            name: all_of(state.slots[name] for state in parts)
+            for name in parts[0].slots
+            if all(name in state.slots for state in parts)
+        },
+        all_of(state.hits for state in parts),
+        all_of(state.used for state in parts),
+    )
+    ids = whole.ids
+    return whole if (ids[1:] > ids[:-1]).all() else whole.select(np.argsort(ids))
+
+
+def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
+    """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
+    tensors: dict[str, Array] = {}
+    for index, state in tables.items():
+        prefix = f"{_PREFIX}{index}/"
+        tensors |= {prefix + "ids": state.ids, prefix + "rows": state.rows}
+        counts = {"hits": state.hits, "used": state.used}
+        tensors |= {prefix + name: count for name, count in counts.items() if count is not None}
+        tensors |= {f"{prefix}slot/{name}": slot for name, slot in state.slots.items()}
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
+    """The inverse of `to_tensors`; other tensors are passed over. Raises `WireError` for what is no table."""
+    found: dict[int, dict[str, Array]] = {}
+    for name, array in tensors.items():
+        if name.startswith(_PREFIX):
+            index, _, rest = name[len(_PREFIX) :].partition("/")
+            if not index.isdecimal():
+                raise WireError(f"{name!r} names no embedding table; expected table/INDEX/….")
+            found.setdefault(int(index), {})[rest] = array
+    return {index: _state_of(index, arrays) for index, arrays in found.items()}
+
+
+def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
+    missing = {"ids", "rows"} - arrays.keys()
+    if missing:
+        raise WireError(f"Table {index} comes without {' and '.join(sorted(missing))}.")
+    state = TableState(
+        arrays["ids"],
+        arrays["rows"],
+        {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith("slot/")},
+        arrays.get("hits"),
+        arrays.get("used"),
+    )
+    count = len(state.ids) if state.ids.ndim == 1 and state.ids.dtype == np.int64 else -1
+    sizes = [len(state.rows), *(len(slot) for slot in state.slots.values())]
+    sizes += [len(counts) for counts in (state.hits, state.used) if counts is not None]
+    if any(size != count for size in sizes):
+        raise WireError(
+            f"Table {index}: ids {state.ids.dtype.name}{list(state.ids.shape)} came with {sizes} rows; expected int64 "
+            "ids and one row, and one row of each slot, for each."
+        )
+    return state

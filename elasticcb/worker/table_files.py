@@ -1,0 +1,53 @@
+"""A whole embedding table in one process, without memory of its size: its rows are in a file that is mapped."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from typing import IO, Any
+
+import numpy as np
+
+from elasticcb.tensors import Array
+
+_CHUNK_ROWS = 1 << 16
+
+
+def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) -> tuple[Array, Array]:
+    """The ids (int64 [n], in order) and rows ([n, dim]) of a table.
+
+    Args:
+        pieces: (ids, rows), in any order.
+        folder: where there is room for the rows; the file has no name, and goes with the array.
+        input_dim: of a table all of whose rows are there; 0: it is to be seen which are.
+    """
+    found: list[Array] = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        count, rows = 0, np.zeros((0, 0), np.float32)
+        for ids, piece in pieces:
+            rows = _mapped(file, piece.dtype, max(input_dim, count + len(ids)), piece.shape[1])
+            if input_dim:
+                rows[ids] = piece
+            else:
+                rows[count:] = piece
+            found.append(ids)
+            count += len(ids)
+        if input_dim:
+            return np.arange(input_dim, dtype=np.int64), rows
+        ids = np.concatenate(found) if found else np.zeros(0, np.int64)
+        if (ids[1:] > ids[:-1]).all():
+            return ids, rows
+        order = np.argsort(ids)
+        with tempfile.TemporaryFile(dir=folder) as target:
+            ordered = _mapped(target, rows.dtype, *rows.shape)
+            for start in range(0, count, _CHUNK_ROWS):
+                ordered[start : start + _CHUNK_ROWS] = rows[order[start : start + _CHUNK_ROWS]]
+            return ids[order], ordered
+
+
+def _mapped(file: IO[bytes], dtype: np.dtype[Any], rows: int, dim: int) -> Array:
+    """The file, made as long as needed, as an array that outlives it."""
+    if not rows * dim:
+        return np.zeros((rows, dim), dtype)
+    file.truncate(rows * dim * dtype.itemsize)
+    return np.memmap(file, dtype, "r+", shape=(rows, dim))

@@ -1,0 +1,215 @@
+"""Embedding layers whose rows live on the parameter servers: the same results as in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import elasticcb
+from elasticcb.checkpoint import find_latest, read_manifest
+from elasticcb.errors import JobFailedError
+from elasticcb.layers import Embedding
+from elasticcb.settings import Command
+from jobs import job_settings, run_job, write_model_file
+
+VOCABULARY = 300
+IDS = np.random.default_rng(0).zipf(1.3, (320, 4)) % VOCABULARY
+LABELS = (IDS.sum(1) % 7).astype("float32")[:, None]
+
+
+def model_of(embedding: keras.layers.Layer, optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    ids = keras.Input((4,), dtype="int64")
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(embedding(ids)))
+    model = keras.Model(ids, outputs)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def native_model(optimizer: keras.optimizers.Optimizer, **options: object) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    return model_of(keras.layers.Embedding(VOCABULARY, 8, **options), optimizer)
+
+
+def cluster(num_workers: int = 1, num_ps: int = 2, **options: object) -> elasticcb.Cluster:
+    given = {"kind": "inprocess", "log_level": "ERROR", "embedding_threshold_bytes": 1000, **options}
+    return elasticcb.Cluster(num_workers, num_ps, **given)
+
+
+def tables_in(folder: Path) -> list[str]:
+    variables = read_manifest(find_latest(folder))["variables"]
+    return [variable["path"] for variable in variables if variable.get("table")]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_large_keras_embedding_trains_as_fit_does(tmp_path: Path, jit_compile: bool) -> None:
+    ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
+    ours.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], jit_compile=jit_compile)
+    with cluster(checkpoint_dir=tmp_path) as servers:
+        history = servers.fit(ours, IDS, LABELS, batch_size=30, epochs=2, shuffle=False, verbose=0)
+        evaluated = servers.evaluate(ours, IDS, LABELS, verbose=0)
+        predicted = servers.predict(ours, IDS, verbose=0)
+    expected = plain.fit(IDS, LABELS, batch_size=30, epochs=2, shuffle=False, verbose=0)
+    assert tables_in(tmp_path) == [ours.weights[0].path]
+    assert history.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-5)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+    assert evaluated == pytest.approx(plain.evaluate(IDS, LABELS, verbose=0), rel=1e-5)
+    np.testing.assert_allclose(predicted, plain.predict(IDS, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_repeated_ids_are_updated_as_fit_updates_them() -> None:
+    quarter = np.random.default_rng(0).permutation(75)
+    ids = np.stack([quarter + 75 * column for column in range(4)], 1)  # none twice
+    labels = ids.mean(1, keepdims=True).astype("float32") / 100
+    ours, plain = (native_model(keras.optimizers.Adagrad(0.1)) for _ in range(2))
+    with cluster() as servers:
+        servers.fit(ours, ids, labels, batch_size=15, shuffle=False, verbose=0)
+    plain.fit(ids, labels, batch_size=15, shuffle=False, verbose=0)
+    pairs = zip(ours.weights + ours.optimizer.variables, plain.weights + plain.optimizer.variables, strict=True)
+    for own, other in pairs:
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=own.path)
+
+
+def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path) -> None:
+    class Tied(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = keras.layers.Embedding(VOCABULARY, 8)
+
+        def call(self, ids):
+            found = keras.ops.mean(self.items(ids), axis=1)
+            return keras.ops.matmul(found, keras.ops.transpose(self.items.embeddings))
+
+    model = Tied()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with cluster(checkpoint_dir=tmp_path) as servers:
+        servers.fit(model, IDS, IDS[:, 0], batch_size=32, verbose=0)
+    assert tables_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) -> None:
+    keras.utils.set_random_seed(1)
+    model = model_of(Embedding(8), keras.optimizers.Adam(0.03))
+    ids = IDS.astype("int64") * 10**12
+    with cluster(num_workers=2, max_staleness=max_staleness) as servers:
+        first = servers.fit(model, ids, LABELS, batch_size=16, epochs=4, verbose=0).history["loss"]
+        held, rows = model.layers[1].rows()
+        assert held.tolist() == np.unique(ids).tolist()
+        assert rows.shape == (len(held), 8)
+        assert servers.evaluate(model, ids, LABELS, verbose=0) == pytest.approx(
+            model.evaluate(ids, LABELS, verbose=0), rel=1e-5
+        )
+        second = servers.fit(model, ids, LABELS, batch_size=16, epochs=4, verbose=0).history["loss"]
+    assert first[0] > first[-1] > second[-1]
+    assert int(model.optimizer.iterations.numpy()) == 160
+
+
+def test_evaluate_leaves_the_learning_rate_alone() -> None:
+    model = native_model(keras.optimizers.SGD(0.1))
+    with cluster(num_ps=1) as servers:
+        servers.evaluate(model, IDS, LABELS, verbose=0)
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+
+
+def test_synchronous_workers_make_one_update_of_rows() -> None:
+    ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
+    with cluster(num_workers=2, use_async=False, grads_to_wait=2) as servers:
+        servers.fit(ours, IDS, LABELS, batch_size=160, epochs=3, shuffle=False, verbose=0)
+    plain.fit(IDS, LABELS, batch_size=320, epochs=3, shuffle=False, verbose=0)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_rounded_for_the_way_still_train() -> None:
+    ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
+    with cluster(wire_dtype="bfloat16") as servers:
+        servers.fit(ours, IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
+    plain.fit(IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        assert not np.array_equal(own, other)
+        np.testing.assert_allclose(own, other, atol=0.02)
+
+
+def test_a_full_table_ends_the_job_with_words() -> None:
+    model = model_of(Embedding(8), keras.optimizers.SGD(0.1))
+    with (
+        cluster(num_ps=1, embedding_memory_bytes=3000) as servers,
+        pytest.raises(JobFailedError, match="embedding_memory_bytes"),
+    ):
+        servers.fit(model, IDS, LABELS, batch_size=32, verbose=0)
+
+
+def test_an_id_out_of_range_is_named() -> None:
+    model = native_model(keras.optimizers.SGD(0.1))
+    with cluster() as servers, pytest.raises(JobFailedError, match=r"asked for the id 999.*input_dim=300"):
+        servers.fit(model, np.where(np.arange(320)[:, None] < 300, IDS, 999), LABELS, shuffle=False, verbose=0)
+
+
+MODEL_FILE = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import elasticcb
+    from elasticcb.callbacks import SavedModelExporter
+    from elasticcb.layers import Embedding
+
+    def custom_model():
+        words = keras.Input((), dtype="string", name="word")
+        ids = keras.Input((), dtype="int64", name="id")
+        hashed = keras.layers.Hashing(10_000)(words)
+        found = [Embedding(4, name="open")(ids), keras.layers.Embedding(10_000, 4, name="hashed")(hashed)]
+        return keras.Model({"word": words, "id": ids}, keras.layers.Dense(1)(keras.layers.Concatenate()(found)))
+
+    def loss(labels, predictions):
+        return tf.reduce_mean((labels - predictions) ** 2)
+
+    def optimizer():
+        return keras.optimizers.Adagrad(0.1)
+
+    def feed(dataset, mode, metadata):
+        def parsed(line):
+            id, word, label = tf.unstack(tf.strings.split(line, ","), 3)
+            features = {"id": tf.strings.to_number(id, tf.int64), "word": word}
+            return features if mode == "prediction" else (features, tf.strings.to_number(label)[None])
+        return dataset.map(parsed)
+
+    def eval_metrics_fn():
+        return {"mae": keras.metrics.MeanAbsoluteError()}
+
+    def callbacks():
+        return [SavedModelExporter()]
+"""
+
+
+def test_a_job_exports_its_tables_and_another_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    model_file = write_model_file(tmp_path / "zoo", MODEL_FILE)
+    lines = [f"{row % 50 * 10**10},w{row % 40},{row % 5}" for row in range(200)]
+    data = tmp_path / "data.csv"
+    data.write_text("\n".join(lines) + "\n")
+    settings = {
+        "training": str(data), "minibatch_size": 20, "directory": str(tmp_path / "checkpoints"), "num_ps": 2,
+        "threshold_bytes": 1000, "output": str(tmp_path / "model"),
+    }  # fmt: skip
+    summary, _ = run_job(job_settings(model_file, tmp_path / "job", num_epochs=6, **settings))
+    assert summary.version == 60
+    served = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+    seen = served(id=tf.constant([0, 10**10], tf.int64), word=tf.constant(["w0", "w1"]))
+    unseen = served(id=tf.constant([7], tf.int64), word=tf.constant(["never seen"]))
+    assert np.isfinite(next(iter(seen.values())).numpy()).all()
+    assert np.isfinite(next(iter(unseen.values())).numpy()).all()
+
+    checkpoint = find_latest(tmp_path / "checkpoints")
+    assert json.loads(read_manifest(checkpoint)["variables"][0]["table"])["input_dim"] is None
+    again = {**settings, "directory": "", "directory_for_init": str(checkpoint), "num_ps": 1, "validation": str(data)}
+    evaluated, _ = run_job(
+        job_settings(model_file, tmp_path / "evaluate", Command.EVALUATE, **{**again, "output": "", "training": ""})
+    )
+    further, _ = run_job(job_settings(model_file, tmp_path / "more", num_epochs=1, **again))
+    assert further.version == 70
+    assert further.metrics["mae"] < evaluated.metrics["mae"] < 1.2

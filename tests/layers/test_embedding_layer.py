@@ -1,0 +1,175 @@
+"""The layer outside a job: rows that it holds, initial values for the rest."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError, UsageError
+from elasticcb.layers import Embedding
+
+HELD = np.array([9, 2, 2**40])
+ROWS = np.arange(1.0, 10.0, dtype="float32").reshape(3, 3)
+
+
+def holding(**kwargs):
+    layer = Embedding(3, name="words", **kwargs)
+    layer.set_rows(HELD, ROWS)
+    return layer
+
+
+def test_held_ids_get_their_rows_and_others_their_initial_value():
+    layer = holding(embeddings_initializer=keras.initializers.Constant(0.5))
+    found = layer(tf.constant([[9, 5], [2**40, 2]]))
+    np.testing.assert_array_equal(found, [[ROWS[0], [0.5] * 3], [ROWS[2], ROWS[1]]])
+    ids, rows = layer.rows()
+    np.testing.assert_array_equal(ids, [2, 9, 2**40])
+    np.testing.assert_array_equal(rows, ROWS[[1, 0, 2]])
+
+
+def test_layer_without_rows_gives_initial_values_of_its_seed():
+    one, same, other = Embedding(3, seed=1), Embedding(3, seed=1), Embedding(3, seed=2)
+    ids = tf.constant([1, 2, 1])
+    np.testing.assert_array_equal(one(ids), same(ids))
+    assert not np.any(one(ids).numpy() == other(ids).numpy())
+    assert not np.any(Embedding(3, name="a")(ids).numpy() == Embedding(3, name="b")(ids).numpy())
+    np.testing.assert_array_equal(Embedding(3, name="a")(ids), Embedding(3, name="a")(ids))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_ids_of_any_integer_dtype_and_shape(dtype):
+    layer = holding()
+    for shape in ((), (0,), (2,), (2, 3, 4)):
+        ids = tf.fill(shape, tf.constant(9, dtype))
+        np.testing.assert_array_equal(layer(ids), np.broadcast_to(ROWS[0], (*shape, 3)))
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_combiners_are_those_of_tensorflow(combiner, kind):
+    table = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+    layer = Embedding(3, 6, combiner=combiner)
+    layer.set_rows(np.arange(6), table)
+    lists = [[1, 5, 1], [], [2], [0, 3]]
+    ragged = tf.ragged.constant(lists, dtype=tf.int64)
+    given = ragged if kind == "ragged" else ragged.to_sparse()
+    expected = tf.nn.safe_embedding_lookup_sparse(table, ragged.to_sparse(), combiner=combiner)
+    np.testing.assert_allclose(layer(given), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_combined_dense_ids_leave_padding_out_when_it_is_masked(combiner):
+    padded, ragged = tf.constant([[9, 2, 0], [0, 0, 0], [2, 2, 2]]), tf.ragged.constant([[9, 2], [], [2, 2, 2]])
+    layer, masking = holding(combiner=combiner), holding(combiner=combiner, mask_zero=True)
+    np.testing.assert_allclose(masking(padded), layer(ragged), rtol=1e-6)
+    np.testing.assert_allclose(masking(tf.RaggedTensor.from_tensor(padded)), layer(ragged), rtol=1e-6)
+    assert layer(padded).shape == (3, 3)
+    assert masking.compute_mask(padded) is None
+
+
+def test_deeper_ids_are_combined_along_their_last_axis():
+    layer = holding(combiner="sum")
+    nested = tf.ragged.constant([[[9, 2], [2]], [[]]], dtype=tf.int64)
+    assert layer(nested).to_list() == [[(ROWS[0] + ROWS[1]).tolist(), ROWS[1].tolist()], [[0, 0, 0]]]
+    cube = tf.constant([[[9, 2], [2, 2]]])
+    np.testing.assert_array_equal(layer(tf.sparse.from_dense(cube)), layer(cube))
+    assert layer(cube).shape == (1, 2, 3)
+
+
+def test_ragged_ids_without_combiner_give_ragged_vectors():
+    found = holding()(tf.ragged.constant([[9], [], [2, 9]]))
+    assert found.to_list() == [[ROWS[0].tolist()], [], [ROWS[1].tolist(), ROWS[0].tolist()]]
+
+
+def test_sparse_ids_without_combiner_count_absent_ones_as_zero():
+    dense = tf.constant([[9, 0], [0, 2]])
+    layer = holding()
+    np.testing.assert_array_equal(layer(tf.sparse.from_dense(dense)), layer(dense))
+
+
+def test_symbolic_shapes_and_masks_are_those_of_keras():
+    ids = keras.Input((5,), dtype="int32")
+    assert Embedding(3)(ids).shape == (None, 5, 3)
+    assert Embedding(3, combiner="mean")(ids).shape == (None, 3)
+    assert Embedding(3)(keras.Input((None,), dtype="int32", ragged=True)).ragged
+    assert not Embedding(3, combiner="sum")(keras.Input((None,), dtype="int32", ragged=True)).ragged
+    np.testing.assert_array_equal(Embedding(3, mask_zero=True).compute_mask(tf.constant([1, 0])), [True, False])
+    assert Embedding(3, dtype="mixed_float16")(ids).dtype == "float16"
+
+
+def test_held_rows_are_trained_outside_a_job():
+    layer = holding()
+    model = keras.Sequential([keras.Input((2,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.array([[9, 7], [9, 2]]), np.ones(2), verbose=0)
+    changed = (layer.rows()[1] != ROWS[[1, 0, 2]]).any(axis=1)
+    assert changed.tolist() == [True, True, False]
+
+
+def test_rows_given_without_values_are_initial_ones():
+    layer = Embedding(3, 100)
+    before = layer(tf.range(5))
+    layer.set_rows(range(5))
+    np.testing.assert_array_equal(layer.rows()[1], before)
+
+
+def test_model_keeps_ids_and_rows_in_its_files(tmp_path):
+    def model():
+        ids = keras.Input((2,), dtype="int64")
+        return keras.Model(ids, Embedding(3, name="words", combiner="sum", mask_zero=True, seed=4)(ids))
+
+    one, x = model(), tf.constant([[9, 2], [2**40, 77]])
+    one.layers[1].set_rows(HELD, ROWS)
+    one.save(tmp_path / "whole.keras")
+    one.save_weights(tmp_path / "some.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "whole.keras")
+    np.testing.assert_array_equal(loaded(x), one(x))
+    other = model()
+    other.load_weights(tmp_path / "some.weights.h5")
+    np.testing.assert_array_equal(other(x), one(x))
+    assert len(one.weights) == 1
+    empty = model()
+    empty.save(tmp_path / "empty.keras")
+    np.testing.assert_array_equal(keras.models.load_model(tmp_path / "empty.keras")(x), empty(x))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_id_out_of_range_is_refused(wrong):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"'words' was asked for ids out of range.*input_dim=10"):
+        Embedding(3, 10, name="words")(tf.constant([wrong]))
+
+
+def test_strings_and_floats_that_can_not_hold_the_ids_are_refused():
+    with pytest.raises(ModelFileError, match=r"given string.*keras.layers.Hashing"):
+        Embedding(3)(tf.constant(["a"]))
+    with pytest.raises(ModelFileError, match="float32 tells only ids up to 16777216 apart"):
+        Embedding(3)(tf.constant([1.0]))
+    assert Embedding(3, 1000)(tf.constant([1.0])).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "message"),
+    [
+        ([1, 2], np.zeros((3, 3)), r"Expected ids \[n\] and rows \[n, 3\]"),
+        ([1, 2], np.zeros((2, 4)), r"have shape \(2, 4\)"),
+        ([2, 1, 2], np.zeros((3, 3)), "several rows of one id"),
+        ([1, -1], np.zeros((2, 3)), "from -1 to 1"),
+        ([1, 10], np.zeros((2, 3)), "below input_dim=10"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(ids, rows, message):
+    with pytest.raises(UsageError, match=message):
+        Embedding(3, 10).set_rows(ids, rows)
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    with pytest.raises(UsageError, match="output_dim"):
+        Embedding(0)
+    with pytest.raises(UsageError, match="input_dim"):
+        Embedding(3, input_dim=1.5)
+    with pytest.raises(UsageError, match="combiner 'max'"):
+        Embedding(3, combiner="max")
+    with pytest.raises(ModelFileError, match="Orthogonal"):
+        Embedding(3, embeddings_initializer=keras.initializers.Orthogonal())

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.table_state import TableState
+
+DIM = 3
+
+
+def initial(ids):
+    """A row that tells its id."""
+    return np.outer(ids % 1000, [1.0, 10.0, 100.0]).astype(np.float32)
+
+
+def descend(rows, slots, gradients):
+    """As SGD with momentum."""
+    momentum = 0.9 * slots["momentum"] - gradients
+    return rows + momentum, {"momentum": momentum}
+
+
+def make_table(**limits):
+    return EmbeddingTable(DIM, "float32", initial, {"momentum": np.zeros(DIM)}, **limits)
+
+
+def some_ids(random, below=500):
+    ids = np.unique(random.integers(0, below, random.integers(0, 60)))
+    random.shuffle(ids)
+    return ids
+
+
+class Model:
+    """The same table as dicts."""
+
+    def __init__(self):
+        self.rows, self.momentum, self.hits, self.used = {}, {}, {}, {}
+        self.version = 0
+
+    def copy(self):
+        other = Model()
+        other.rows = dict(self.rows)
+        return other
+
+    def make(self, each):
+        if each not in self.rows:
+            self.rows[each], self.momentum[each] = initial(np.array([each]))[0], np.zeros(DIM, np.float32)
+            self.hits[each], self.used[each] = 0, self.version
+
+    def lookup(self, ids, create):
+        for each in ids.tolist() if create else []:
+            self.make(each)
+            self.hits[each] += 1
+        found = [self.rows.get(int(each), initial(np.array([each]))[0]) for each in ids]
+        return np.array(found, np.float32).reshape(len(ids), DIM)
+
+    def update(self, ids, gradients, version):
+        for each, gradient in zip(ids.tolist(), gradients, strict=True):
+            self.make(each)
+            new, slots = descend(self.rows[each], {"momentum": self.momentum[each]}, gradient)
+            self.rows[each], self.momentum[each], self.used[each] = new, slots["momentum"], version
+        self.version = version
+
+    def check(self, state):
+        assert sorted(state.ids.tolist()) == sorted(self.rows)
+        for place, each in enumerate(state.ids.tolist()):
+            np.testing.assert_array_equal(state.rows[place], self.rows[each])
+            np.testing.assert_array_equal(state.slots["momentum"][place], self.momentum[each])
+            assert (state.hits[place], state.used[place]) == (self.hits[each], self.used[each])
+
+
+WEIGHTS = [0.3, 0.1, 0.4, 0.05, 0.05, 0.05, 0.05]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_table_does_what_dicts_of_rows_do(seed):
+    random = np.random.default_rng(seed)
+    table, model, version = make_table(), Model(), 0
+    snapshots = []
+    for step in range(120):
+        ids = some_ids(random)
+        what = random.choice(["lookup", "peek", "update", "snapshot", "release", "evict", "reload"], p=WEIGHTS)
+        if what in ("lookup", "peek"):
+            create = what == "lookup"
+            np.testing.assert_array_equal(table.lookup(ids, create), model.lookup(ids, create))
+        elif what == "update":
+            version += 1
+            gradients = random.standard_normal((len(ids), DIM)).astype(np.float32)
+            table.update(ids, gradients, descend, version)
+            model.update(ids, gradients, version)
+        elif what == "snapshot":
+            snapshots.append((table.snapshot(), model.copy()))
+        elif what == "release" and snapshots:
+            snapshots.pop(random.integers(len(snapshots)))[0].release()
+        elif what == "evict":
+            places = random.permutation(len(table.used))[:20]
+            for each in table.export().ids[places].tolist():
+                for held in (model.rows, model.momentum, model.hits, model.used):
+                    del held[each]
+            table.evict(places)
+        elif what == "reload":
+            state = table.export()
+            table.load(state.select(random.permutation(len(state.ids))))
+            model.version = int(state.used.max(initial=0))
+        if step % 10 == 9:
+            model.check(table.export())
+        for snapshot, then in snapshots:
+            np.testing.assert_array_equal(snapshot.lookup(ids), then.lookup(ids, False))
+
+
+def test_rows_stream_in_parts_that_make_up_all_of_them():
+    table = make_table()
+    table.lookup(np.arange(100), True)
+    parts = [table.rows(start, 30) for start in range(0, 100, 30)]
+    ids = np.concatenate([part for part, _ in parts])
+    assert sorted(ids.tolist()) == list(range(100))
+    np.testing.assert_array_equal(np.concatenate([rows for _, rows in parts]), initial(ids))
+
+
+def test_what_lookups_and_exports_give_away_does_not_change_with_training():
+    table = make_table()
+    ids = np.arange(10)
+    looked_up, exported = table.lookup(ids, True), table.export()
+    table.update(ids, np.ones((10, DIM), np.float32), descend, 1)
+    np.testing.assert_array_equal(looked_up, initial(ids))
+    np.testing.assert_array_equal(exported.rows, initial(exported.ids))
+
+
+def test_snapshot_keeps_only_rows_that_have_changed():
+    table = make_table()
+    table.lookup(np.arange(100), True)
+    snapshot = table.snapshot()
+    for version in (1, 2, 3):
+        table.update(np.arange(7), np.ones((7, DIM), np.float32), descend, version)
+    assert snapshot.kept == 7
+    np.testing.assert_array_equal(snapshot.lookup(np.arange(200)), initial(np.arange(200)))
+
+
+def test_snapshot_outlives_a_load():
+    table = make_table()
+    table.lookup(np.arange(10), True)
+    snapshot = table.snapshot()
+    table.load(TableState(np.arange(10), np.zeros((10, DIM), np.float32)))
+    table.update(np.arange(10), np.ones((10, DIM), np.float32), descend, 1)
+    np.testing.assert_array_equal(snapshot.lookup(np.arange(10)), initial(np.arange(10)))
+    snapshot.release()
+    snapshot.release()
+
+
+def test_update_that_fails_changes_nothing():
+    table = make_table()
+    table.lookup(np.arange(10), True)
+    before = table.export()
+
+    def fail(rows, slots, gradients):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        table.update(np.arange(10), np.ones((10, DIM), np.float32), fail, 1)
+    for name in ("ids", "rows", "hits", "used"):
+        np.testing.assert_array_equal(getattr(table.export(), name), getattr(before, name))
+
+
+def test_slots_that_a_state_lacks_begin_with_their_initial_row():
+    table = EmbeddingTable(2, "float32", None, {"accumulator": np.full(2, 0.1, np.float32)})
+    table.load(TableState(np.array([5, 3]), np.zeros((2, 2), np.float32)))
+    np.testing.assert_array_equal(table.export().slots["accumulator"], np.full((2, 2), 0.1, np.float32))
+
+
+def test_id_without_a_row_in_a_table_of_given_rows_is_named():
+    table = EmbeddingTable(2, "float32", None, {}, name="emb/embeddings")
+    table.load(TableState(np.arange(3), np.zeros((3, 2), np.float32)))
+    with pytest.raises(ElasticCBError, match="emb/embeddings has no row of the id 3"):
+        table.lookup(np.arange(5), True)
+
+
+def test_state_of_another_shape_or_with_other_slots_is_refused():
+    table = make_table()
+    with pytest.raises(ElasticCBError, match=r"rows of the shape \[2, 4\].*rows of 3"):
+        table.load(TableState(np.arange(2), np.zeros((2, 4), np.float32)))
+    with pytest.raises(ElasticCBError, match=r"the slot velocity.*momentum"):
+        table.load(TableState(np.arange(2), np.zeros((2, 3)), {"velocity": np.zeros((2, 3))}))
+
+
+def test_impossible_ids_and_gradients_are_refused():
+    table = make_table()
+    with pytest.raises(WireError, match="The id -1 "):
+        table.lookup(np.array([3, -1]), True)
+    with pytest.raises(WireError, match="int32"):
+        table.lookup(np.array([3], np.int32), False)
+    with pytest.raises(WireError, match=r"\[2, 4\]; expected \[2, 3\]"):
+        table.update(np.arange(2), np.zeros((2, 4), np.float32), descend, 1)
+    assert table.statistics().rows == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_rows_of_other_dtypes_are_kept_as_they_are(dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    table = EmbeddingTable(2, dtype, lambda ids: np.ones((len(ids), 2)), {"momentum": np.zeros(2)})
+    ids = np.arange(5000)
+    table.lookup(ids, True)
+    table.update(ids, np.full((5000, 2), 0.25, dtype), descend, 1)
+    assert table.lookup(ids, False).dtype == dtype
+    np.testing.assert_array_equal(table.lookup(ids, False).astype(float), np.full((5000, 2), 0.75))
+
+
+def test_statistics_count_rows_bytes_and_lookups():
+    table = make_table()
+    table.lookup(np.arange(10), True)
+    table.lookup(np.arange(5, 15), True)
+    table.lookup(np.arange(30), False)
+    statistics = table.statistics()
+    assert (statistics.rows, statistics.lookups, statistics.created) == (15, 20, 15)
+    assert statistics.bytes == 15 * table.row_bytes > 15 * 2 * DIM * 4

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from elasticcb.ps.id_index import IdIndex
+
+RANGES = {"few": 5_000, "many": 1 << 40, "all": 2**63 - 1}
+
+
+@pytest.mark.parametrize("highest", RANGES.values(), ids=RANGES)
+def test_index_does_what_a_dict_does(highest):
+    random = np.random.default_rng(1)
+    index, model = IdIndex(), {}
+    for _ in range(60):
+        ids = np.unique(random.integers(0, highest, random.integers(0, 300)))
+        random.shuffle(ids)
+        places = index.find(ids)
+        assert places.tolist() == [model.get(int(each), -1) for each in ids]
+
+        new = ids[places < 0]
+        model |= zip(new.tolist(), index.insert(new).tolist(), strict=True)
+
+        if random.random() < 0.3:
+            gone = random.permutation(len(index))[: random.integers(0, len(index) + 1)]
+            taken, before = index.remove(gone)
+            moves = dict(zip(before.tolist(), taken.tolist(), strict=True))
+            model = {each: moves.get(place, place) for each, place in model.items() if place not in set(gone.tolist())}
+        assert sorted(model.values()) == list(range(len(index)))
+        assert {int(each): place for place, each in enumerate(index.ids)} == model
+
+
+def test_ids_of_one_bucket_are_all_found():
+    index = IdIndex()
+    every = np.arange(1 << 20)
+    starts = index._starts(every)
+    same = every[starts == starts[0]]
+    assert len(same) > 300
+    assert index.insert(same).tolist() == list(range(len(same)))
+    assert index.find(same).tolist() == list(range(len(same)))
+    index.remove(np.arange(0, len(same), 2))
+    assert (index.find(same[::2]) == -1).all()
+    assert sorted(index.find(same[1::2]).tolist()) == list(range(len(same) // 2))
+
+
+def test_no_ids_are_no_trouble():
+    index, none = IdIndex(), np.empty(0, np.int64)
+    assert index.find(none).shape == index.insert(none).shape == (0,)
+    assert [part.tolist() for part in index.remove(none)] == [[], []]
+
+
+def test_ids_of_a_read_only_array_are_found():
+    index = IdIndex()
+    ids = np.frombuffer(np.arange(9).tobytes(), np.int64)
+    index.insert(ids)
+    assert index.find(ids).tolist() == list(range(9))

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.table_limits import EVICT, INITIAL, TableLimits
+from elasticcb.table_state import TableState
+
+DIM = 2
+ROW_BYTES = EmbeddingTable(DIM, "float32", None, {}).row_bytes
+
+
+def make_table(limits, initial_values=lambda ids: np.zeros((len(ids), DIM), np.float32), **kwargs):
+    return EmbeddingTable(DIM, "float32", initial_values, {}, limits, **kwargs)
+
+
+def count_up(rows, slots, gradients):
+    return rows + 1, {}
+
+
+def train(table, ids, version):
+    ids = np.array(ids)
+    table.lookup(ids, True)
+    table.update(ids, np.zeros((len(ids), DIM), np.float32), count_up, version)
+
+
+def ids_of(table):
+    return sorted(table.export().ids.tolist())
+
+
+def values_of(table, ids):
+    return table.lookup(np.array(ids), False)[:, 0].tolist()
+
+
+def test_full_table_raises_an_error_that_names_the_flags():
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES))
+    train(table, range(10), 1)
+    with pytest.raises(ElasticCBError, match=r"--embedding_memory_bytes.*--embedding_when_full"):
+        table.lookup(np.array([3, 10]), True)
+    assert ids_of(table) == list(range(10))
+    assert values_of(table, [10]) == [0]
+
+
+def test_full_table_evicts_the_rows_that_were_not_trained_for_the_longest_time():
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    train(table, range(5), 1)
+    train(table, range(5, 10), 2)
+    train(table, [0, 1, 2], 3)
+    train(table, [20, 21], 4)
+    assert ids_of(table) == [0, 1, 2, 5, 6, 7, 8, 9, 20, 21]
+    assert values_of(table, [0, 3, 20]) == [2, 0, 1]
+    assert table.statistics().evicted == 2
+
+
+def test_rows_of_the_same_batch_are_not_evicted_for_each_other():
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    train(table, range(10), 1)
+    train(table, [0, *range(30, 39)], 2)
+    assert ids_of(table) == [0, *range(30, 39)]
+    assert values_of(table, [0, 38]) == [2, 1]
+
+
+def test_batch_of_more_ids_than_may_be_held_is_an_error():
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    with pytest.raises(ElasticCBError, match="All rows that may go have gone"):
+        table.lookup(np.arange(11), True)
+
+
+def test_full_table_that_may_not_grow_leaves_new_ids_their_initial_values():
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=INITIAL))
+    train(table, range(8), 1)
+    train(table, [0, *range(20, 25)], 2)
+    assert ids_of(table) == [*range(8), 20, 21]
+    assert values_of(table, [0, 20, 22]) == [2, 1, 0]
+    statistics = table.statistics()
+    assert (statistics.refused, statistics.dropped) == (3, 3)
+
+
+def test_cap_is_that_of_all_tables_together():
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT)
+    old, new = make_table(limits), make_table(limits)
+    train(old, range(6), 1)
+    train(new, range(4), 2)
+    train(new, range(4, 7), 3)
+    assert (ids_of(old), ids_of(new)) == ([3, 4, 5], list(range(7)))
+    assert limits.bytes == 10 * ROW_BYTES
+
+
+def test_rows_that_were_given_are_never_evicted():
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT, max_age=2)
+    given, other = make_table(limits, initial_values=None), make_table(limits)
+    given.load(TableState(np.arange(6), np.zeros((6, DIM), np.float32)))
+    for version in range(1, 20):
+        train(other, [version], version)
+        train(given, [3], version)
+    assert ids_of(given) == list(range(6))
+    with pytest.raises(ElasticCBError, match="are full"):
+        given.load(TableState(np.arange(11), np.zeros((11, DIM), np.float32)))
+
+
+def test_evicting_costs_one_look_at_all_rows_for_many_new_ones():
+    table = make_table(TableLimits(memory_bytes=1600 * ROW_BYTES, when_full=EVICT))
+    for version in range(16):
+        train(table, range(version * 100, version * 100 + 100), version)
+    train(table, [9999], 16)
+    assert table.statistics().rows == 1501
+    assert ids_of(table)[0] == 100
+
+
+def test_id_gets_a_row_from_its_third_time_on():
+    table = make_table(TableLimits(min_count=3))
+    for version in range(1, 6):
+        train(table, [7, version + 100], version)
+        table.lookup(np.array([50]), False)  # an evaluation does not count
+    assert ids_of(table) == [7]
+    assert values_of(table, [7]) == [3]
+    statistics = table.statistics()
+    assert (statistics.candidates, statistics.refused, statistics.dropped) == (5, 7, 7)
+
+
+def test_rows_and_candidates_that_are_too_old_go():
+    table = make_table(TableLimits(min_count=2, max_age=10))
+    for version in (1, 2):
+        train(table, [1, 2, version + 100], version)
+    for version in range(3, 16):
+        train(table, [2], version)
+    assert ids_of(table) == [2]
+    assert table.statistics().candidates == 0
+    assert values_of(table, [1]) == [0]
+
+
+def test_snapshot_keeps_the_rows_that_are_evicted():
+    table = make_table(TableLimits(memory_bytes=4 * ROW_BYTES, when_full=EVICT))
+    train(table, range(4), 1)
+    snapshot = table.snapshot()
+    train(table, range(10, 14), 2)
+    train(table, range(4), 3)
+    assert snapshot.lookup(np.array([0, 3, 10]))[:, 0].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("when_full", [EVICT, INITIAL])
+def test_checkpoint_of_more_rows_than_may_be_held_gives_the_newest(when_full):
+    table = make_table(TableLimits(memory_bytes=3 * ROW_BYTES, when_full=when_full))
+    rows = np.ones((5, DIM), np.float32)
+    table.load(TableState(np.arange(5), rows, used=np.array([5, 1, 4, 2, 3])))
+    assert ids_of(table) == [0, 2, 4]
+
+
+def test_checkpoint_of_more_rows_than_may_be_held_is_an_error_where_a_full_table_is():
+    table = make_table(TableLimits(memory_bytes=3 * ROW_BYTES))
+    with pytest.raises(ElasticCBError, match="are full"):
+        table.load(TableState(np.arange(5), np.ones((5, DIM), np.float32)))
+
+
+def test_candidates_make_room_for_rows():
+    limits = TableLimits(memory_bytes=4 * ROW_BYTES, when_full=EVICT, min_count=2)
+    table = make_table(limits)
+    table.lookup(np.arange(100), True)
+    assert table.statistics().candidates == 100
+    table.lookup(np.arange(2), True)
+    assert table.statistics().rows == 2
+    assert limits.bytes <= limits.memory_bytes

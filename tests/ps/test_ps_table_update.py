@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+from elasticcb.optimizer_variables import Leaf
+from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.optimizer import ServerOptimizer
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.table_update import TableUpdate, TableUpdates
+from helpers_ps import Signed
+
+ROWS, DIM, STEPS = 40, 5, 6
+SPEC = VariableSpec("emb/embeddings", (0, DIM), "float32", True, table="{}")
+DENSE = VariableSpec("dense/bias", (3,), "float32", True)
+
+
+class ElementwiseSigned(Signed):
+    elementwise = True
+
+
+# Their update of a row without a gradient is nothing.
+SAME_AS_DENSE = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "SGD with a schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "Adagrad, clipped": lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.5),
+}
+ALL = {
+    **SAME_AS_DENSE,
+    "SGD with momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(0.1),
+    "AdamW": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+    "Nadam": lambda: keras.optimizers.Nadam(0.1),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.5),
+    "a user's own": lambda: ElementwiseSigned(0.1),
+}
+
+
+def server_optimizer(make):
+    """As on a server that holds a dense variable and the table's rows."""
+    dense = keras.Variable(np.zeros(3, np.float32), name="bias")
+
+    def leaf():
+        return Leaf("0", make(), {0: DENSE, 1: SPEC})
+
+    return ServerOptimizer(leaf(), leaf, {0: dense}), dense
+
+
+def batches(seed=0):
+    random = np.random.default_rng(seed)
+    for _ in range(STEPS):
+        ids = random.permutation(ROWS)[: random.integers(1, ROWS)]
+        yield ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
+
+
+def initial(ids):
+    return np.random.default_rng(5).standard_normal((ROWS, DIM)).astype(np.float32)[ids]
+
+
+def make_table(update):
+    return EmbeddingTable(DIM, "float32", initial, update.slots)
+
+
+@pytest.mark.parametrize("name", SAME_AS_DENSE)
+def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
+    optimizer, bias = server_optimizer(ALL[name])
+    update = TableUpdate(optimizer, 1, SPEC)
+    table = make_table(update)
+    plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
+    plain.build([whole])
+    for version, (ids, gradients) in enumerate(batches(), 1):
+        table.update(ids, gradients, update, version)
+        optimizer.optimizer.apply([tf.zeros(3)], [bias])
+        gradient = np.zeros((ROWS, DIM), np.float32)
+        gradient[ids] = gradients
+        plain.apply([tf.constant(gradient)], [whole])
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
+    optimizer, bias = server_optimizer(ALL[name])
+    update = TableUpdate(optimizer, 1, SPEC)
+    table = make_table(update)
+    plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
+    other = keras.Variable(np.zeros(3, np.float32), name="bias")
+    plain.build([other, whole])
+    random = np.random.default_rng(1)
+    for version in range(1, STEPS):
+        gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
+        table.update(np.arange(ROWS), gradients, update, version)
+        optimizer.optimizer.apply([tf.ones(3)], [bias])
+        plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_of_rows_is_its_formula_with_the_steps_of_the_model():
+    rate, beta_1, beta_2, epsilon = 0.1, 0.9, 0.999, 1e-7
+    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adam(rate))
+    update = TableUpdate(optimizer, 1, SPEC)
+    table = make_table(update)
+    rows = initial(np.arange(ROWS)).astype(np.float64)
+    momentum, velocity = np.zeros_like(rows), np.zeros_like(rows)
+    for step, (ids, gradients) in enumerate(batches(), 1):
+        table.update(ids, gradients, update, step)
+        optimizer.advance()
+        # Rows without a gradient: neither their averages decay nor do they move.
+        momentum[ids] = beta_1 * momentum[ids] + (1 - beta_1) * gradients
+        velocity[ids] = beta_2 * velocity[ids] + (1 - beta_2) * gradients.astype(np.float64) ** 2
+        alpha = rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+        rows[ids] -= alpha * momentum[ids] / (np.sqrt(velocity[ids]) + epsilon)
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), rows, rtol=1e-4, atol=1e-5)
+
+
+def test_rate_that_was_set_is_used_for_rows_from_then_on():
+    optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD(0.5))
+    update = TableUpdate(optimizer, 1, SPEC)
+    ones = np.ones((2, DIM), np.float32)
+    np.testing.assert_array_equal(update(ones, {}, ones)[0], 0.5 * ones)
+    optimizer.set_learning_rate(0.25)
+    np.testing.assert_array_equal(update(ones, {}, ones)[0], 0.75 * ones)
+
+
+def test_several_tables_are_updated_as_each_alone():
+    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adam(0.1))
+    narrow = VariableSpec("first/embeddings", (0, 1), "float32", True, table="{}")
+    updates = {1: TableUpdate(optimizer, 1, SPEC), 2: TableUpdate(optimizer, 1, narrow)}
+    apart, together = (
+        {
+            1: EmbeddingTable(DIM, "float32", initial, updates[1].slots),
+            2: EmbeddingTable(1, "float32", lambda ids: initial(ids)[:, :1], updates[2].slots),
+        }
+        for _ in range(2)
+    )
+    update_all = TableUpdates(updates)
+    for version, (ids, gradients) in enumerate(batches(), 1):
+        given = {1: (ids, gradients), 2: (ids[::2], gradients[::2, :1])}
+        if version == 4:
+            del given[1]
+        for index, pair in given.items():
+            apart[index].update(*pair, updates[index], version)
+        update_all(together, given, version)
+        optimizer.advance()
+    for index in apart:
+        np.testing.assert_array_equal(apart[index].export().rows, together[index].export().rows)
+        np.testing.assert_array_equal(apart[index].export().used, together[index].export().used)
+
+
+def test_slots_begin_as_keras_makes_them():
+    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
+    slots = TableUpdate(optimizer, 1, SPEC).slots
+    assert [slot.tolist() for slot in slots.values()] == [[pytest.approx(0.3)] * DIM]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adafactor(0.1),
+        lambda: keras.optimizers.Adam(0.1, use_ema=True),
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        lambda: Signed(0.1),
+    ],
+    ids=["Adafactor", "use_ema", "accumulation", "a user's own that says nothing"],
+)
+def test_optimizer_that_needs_whole_tables_is_refused_with_the_table_named(make):
+    optimizer, _ = server_optimizer(make)
+    with pytest.raises(ModelFileError, match=r"can't train the embedding table 'emb/embeddings'.*elementwise = True"):
+        TableUpdate(optimizer, 1, SPEC)
+
+
+def test_error_in_a_users_optimizer_is_told_with_its_traceback():
+    class Broken(ElementwiseSigned):
+        elementwise = True
+
+        def update_step(self, gradient, variable, learning_rate):
+            raise ValueError("my mistake")
+
+    optimizer, _ = server_optimizer(lambda: Broken(0.1))
+    update = TableUpdate(optimizer, 1, SPEC)
+    table = make_table(update)
+    with pytest.raises(ModelFileError, match=r"Broken failed on rows.*my mistake") as caught:
+        table.update(np.arange(2), np.zeros((2, DIM), np.float32), update, 1)
+    assert "update_step" in caught.value.user_traceback
