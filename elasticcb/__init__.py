@@ -50,6 +50,8 @@ class Mode:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "layers":
+        return import_module(f"{__name__}.layers")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

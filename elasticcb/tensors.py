@@ -63,6 +63,19 @@ def from_message(message: pb.Tensor) -> Array:
     return _view(message, memoryview(message.content), message.name)
 
 
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite."""
+    if array.dtype.kind in "iub":
+        return True
+    if array.dtype in (np.float32, np.float64):
+        flat = array.reshape(-1)
+        # One pass at memory speed. A sum of squares that overflows is looked at again, element by element.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if math.isfinite(np.dot(flat, flat)):
+                return True
+    return bool(np.isfinite(array).all())
+
+
 @dataclass(frozen=True)
 class Frame(Generic[Header]):
     """A header and the arrays that travel with it, by name."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from elasticcb.checkpoint import find_versions
 from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.layers import Embedding
 from elasticcb.settings import Command
 from elasticcb.sidecar import SidecarEvaluator
 from jobs import job_settings, run_job, write_model_file
@@ -337,3 +338,36 @@ def test_arguments_that_cant_be_used_are_told_before_anything_is_read(tmp_path, 
     make_model().save(tmp_path / "a.keras")
     with pytest.raises(UsageError, match="no variables yet, and a generator"):
         SidecarEvaluator(lazy, (pair for pair in [data]), tmp_path, steps=1).start()
+
+
+TABLE_FILE = """
+    import keras
+    from elasticcb.layers import Embedding
+
+    def custom_model():
+        model = keras.Sequential([keras.Input((2,), dtype="int64"), Embedding(4, name="open"), keras.layers.Flatten()])
+        model.add(keras.layers.Dense(1))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+"""
+
+
+def test_embedding_tables_of_a_checkpoint_are_evaluated(tmp_path):
+    ids = np.arange(RECORDS * 2).reshape(RECORDS, 2) % 50
+    labels = (ids.sum(1, keepdims=True) % 3).astype("float32")
+    np.savez(tmp_path / "data.npz", x=ids, y=labels)
+    model_file = write_model_file(tmp_path / "zoo", TABLE_FILE)
+    checkpoints = tmp_path / "checkpoints"
+    run_job(
+        job_settings(
+            model_file, tmp_path / "job", training=str(tmp_path / "data.npz"), num_ps=2, directory=str(checkpoints)
+        )
+    )
+    model = keras.Sequential([keras.Input((2,), dtype="int64"), Embedding(4, name="open"), keras.layers.Flatten()])
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+    before = model.evaluate(ids, labels, verbose=0)
+    SidecarEvaluator(model, (ids, labels), checkpoints, max_evaluations=1, verbose=0).start()
+    held, _ = model.layers[0].rows()
+    assert held.tolist() == list(range(50))
+    assert model.evaluate(ids, labels, verbose=0) < before

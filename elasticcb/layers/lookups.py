@@ -79,6 +79,8 @@ class ServedTables:
             NotServableError: ids depend on rows, weights or randomness, or are asked for inside a loop or function.
             ModelFileError: an id is out of range.
         """
+        if not self._layers:
+            return lambda batch: {}
 
         def trace(specs: Any) -> Callable[..., Wanted]:
             def recorded(batch: Any) -> Recording:

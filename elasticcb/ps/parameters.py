@@ -29,6 +29,7 @@ from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
+from elasticcb.quick_call import quick_call
 from elasticcb.table_state import TableState
 from elasticcb.tensors import dtype_of
 
@@ -287,12 +288,7 @@ class Parameters:
 
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
         if not push.rows:
-            dense = tf.function(
-                lambda blocks: dense_update(blocks, []),
-                input_signature=[blocks_signature],
-                jit_compile=jit_compile,
-                autograph=False,
-            )
+            dense = quick_call(lambda *blocks: dense_update(list(blocks), []), blocks_signature, jit_compile)
             return lambda blocks, rows: dense(blocks)
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from elasticcb.errors import WireError
 from elasticcb.ps.partition import Placed, Slice, VariableSpec, block_sizes, check_blocks, layout
-from elasticcb.tensors import dtype_of
+from elasticcb.tensors import all_finite, dtype_of
 
 Array = npt.NDArray[Any]
 
@@ -125,18 +125,18 @@ class PushReader:
     def non_finite(self, push: Push) -> str:
         """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
         for dtype, block in push.blocks.items():
-            if not _all_finite(block):
+            if not all_finite(block):
                 for placed in self.layout(push):
                     part = block[placed.offset : placed.offset + placed.slice.elements]
                     if placed.dtype == dtype and not np.isfinite(part).all():
                         return self._specs[placed.slice.variable].path
         for index, rows in push.rows.items():
-            if not _all_finite(rows.values.reshape(-1)):
+            if not all_finite(rows.values.reshape(-1)):
                 return self._specs[index].path
         for placed in layout(self._specs, self._slices, False):
             if placed.dtype in push.state:
                 part = push.state[placed.dtype][placed.offset : placed.offset + placed.slice.elements]
-                if not _all_finite(part):
+                if not all_finite(part):
                     return self._specs[placed.slice.variable].path
         return ""
 
@@ -248,17 +248,6 @@ class PushReader:
 
 def _shown(array: Array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
-
-
-def _all_finite(block: Array) -> bool:
-    if block.dtype.kind in "iub":
-        return True
-    if block.dtype in (np.float32, np.float64):
-        # One pass at memory speed. A sum of squares that overflows is looked at again, element by element.
-        with np.errstate(over="ignore", invalid="ignore"):
-            if math.isfinite(np.dot(block, block)):
-                return True
-    return bool(np.isfinite(block).all())
 
 
 def _widened(array: Array, dtype: str) -> Array:

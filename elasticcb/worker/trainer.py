@@ -29,8 +29,9 @@ from elasticcb.ps.partition import Slice, VariableSpec, layout
 from elasticcb.ps_client import Blocks, Push
 from elasticcb.settings import WireDtype
 from elasticcb.table_spec import TableSpec
-from elasticcb.tensors import Array
+from elasticcb.tensors import Array, all_finite
 from elasticcb.worker.assignments import refused_assignments
+from elasticcb.worker.compiled_step import CompiledStep
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
 from elasticcb.worker.table_files import collect
@@ -94,23 +95,29 @@ class Trainer:
             "prediction": self._predict_step,
         }
         self.lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
-        self._compile(jit=bool(getattr(model, "jit_compile", False)))
+        # Each batch has another number of rows, for which XLA would compile the step again.
+        self._compile(jit=bool(getattr(model, "jit_compile", False)) and not tables)
 
     def _compile(self, jit: bool) -> None:
         self._jit = jit
-        steps = (self._train_step, self._served_step(self._test_step), self._served_step(self._predict_step))
+        steps: tuple[Callable[..., Any], ...] = (
+            self._train_step,
+            self._served_step(self._test_step),
+            self._served_step(self._predict_step),
+        )
         if getattr(self.model, "run_eagerly", False):
             self._inner_step = self._model_step
             self._train, self._test, self._predict = steps
             return
 
-        def compiled(function: Any, **options: Any) -> Any:
-            return tf.function(function, autograph=False, reduce_retracing=True, **options)
-
         # XLA gets the model's own step alone: it can't compile the search for the rows of an embedding.
-        self._inner_step = compiled(self._model_step, jit_compile=True) if jit else self._model_step
-        self._train = compiled(self._train_step)
-        self._test, self._predict = (compiled(step, jit_compile=jit or None) for step in steps[1:])
+        self._inner_step = (
+            tf.function(self._model_step, autograph=False, reduce_retracing=True, jit_compile=True)
+            if jit
+            else self._model_step
+        )
+        self._train = CompiledStep(self._train_step)
+        self._test, self._predict = (CompiledStep(step, jit_compile=jit or None) for step in steps[1:])
 
     def _run(self, name: str, *args: Any) -> Any:
         """Runs a compiled step, without XLA from the first time on that it can't compile one."""
@@ -142,7 +149,7 @@ class Trainer:
             wanted: what `lookups["training"]` gave for the batch.
             rows: by embedding table, the rows [n, dim] of the ids in `wanted`.
         """
-        logs, states, dense, gradients, pairs, deltas, finite, usable, served = self._run(
+        logs, states, dense, gradients, pairs, deltas, usable, served = self._run(
             "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64), *_table_inputs(wanted, rows)
         )
         logs = {name: to_number(value) for name, value in logs.items()}
@@ -157,7 +164,7 @@ class Trainer:
             loss=float(np.mean(logs["loss"])) if "loss" in logs else 0.0,
         )
         overflow = ""
-        if not finite:
+        if not _is_finite(push):
             push.non_finite = self._find_non_finite(push)
             if np.isfinite(push.loss):  # else no scale can help
                 overflow = self._explain_overflow(usable.numpy())
@@ -233,13 +240,9 @@ class Trainer:
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = [self._pack(server, dense) for server in self._partition]
         deltas = [self._state_deltas(slices, blocks[server]) for server, slices in enumerate(self._partition)]
-        checked = [flat for server in gradients + deltas for flat in server.values() if flat.dtype.is_floating]
-        checked += [values for _, values in pairs.values()] + list(served.values())
-        checked += [logs["loss"]] if "loss" in logs else []
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in checked])
         gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
         # Keys, because a function compiled for another kind of batch may have other variables.
-        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, deltas, finite, usable, served
+        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, deltas, usable, served
 
     def _rounded(self, gradient: Any) -> Any:
         return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
@@ -315,6 +318,12 @@ class Trainer:
                 if delta is not None and not np.isfinite(delta[offset : offset + part.elements].astype(float)).all():
                     return f"the new value of {self._specs[part.variable].path!r}"
         return ""
+
+
+def _is_finite(push: Push) -> bool:
+    arrays = [flat for server in push.gradients + push.state_deltas for flat in server.values()]
+    arrays += [values for _, values in push.rows.values()]
+    return bool(np.isfinite(push.loss)) and all(map(all_finite, arrays))
 
 
 def _difference(new: Any, old: Any) -> Any:

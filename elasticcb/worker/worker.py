@@ -36,6 +36,7 @@ from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient, PushResult
 from elasticcb.settings import Command, JobSettings, NonFinite
 from elasticcb.spec import Spec
+from elasticcb.step_logs import is_overridden
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
@@ -141,6 +142,8 @@ class Worker:
             on_error=self._settings.training.callback_errors,
             warn=lambda warning: self._progress.warn(warning.subject, warning.text, warning.errors),
         )
+        hooks = ("on_train_begin", "on_train_batch_begin", "on_train_batch_end")
+        self._rate_may_change = any(map(self._callbacks.wants, hooks)) or is_overridden(self._model, "train_step")
         self._reports_batches = cluster.batch_events
         self._reports_predictions = cluster.predictions
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
@@ -447,7 +450,9 @@ class Worker:
             self._stop_told = True
 
     def _changed_learning_rate(self) -> float | None:
-        """The optimizer's learning rate if a callback changed it."""
+        """The optimizer's learning rate if a callback, or a step of the model's own, changed it."""
+        if not self._rate_may_change:
+            return None
         rate = _settable_learning_rate(self._model)
         return None if rate == self._base_learning_rate else rate
 

@@ -1,0 +1,52 @@
+"""A step of the model as a compiled function whose calls cost little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from elasticcb.layers.batch_signatures import Signatures, flat_tensors
+from elasticcb.quick_call import quick_call
+
+
+class CompiledStep:
+    """A function of a batch and of structures of tensors, traced once per kind of batch.
+
+    A `tf.function` compares the shapes of all inputs with those of every call before, which takes longer than a small
+    step when these are always others: each batch has another number of rows.
+
+    Args:
+        step: takes the batch, then what `call` is given.
+        jit_compile: as in `tf.function`.
+    """
+
+    def __init__(self, step: Callable[..., Any], jit_compile: bool | None = None) -> None:
+        self._step = step
+        self._jit_compile = jit_compile
+        self._signatures: Signatures[Callable[[Sequence[Any]], Any]] = Signatures(self._trace)
+        self._others: Any = ()  # of the call that is traced
+
+    def __call__(self, batch: Any, *others: Any) -> Any:
+        leaves, key = flat_tensors(batch)
+        self._others = others
+        return self._signatures.function(batch, key)([*leaves, *tf.nest.flatten(others)])
+
+    def _trace(self, specs: Any) -> Callable[[Sequence[Any]], Any]:
+        others = self._others
+        signature = [tf.TensorSpec(s.shape, s.dtype) for s in tf.nest.flatten(specs, expand_composites=True) if s]
+        count = len(signature)
+
+        def step(*flat: Any) -> Any:
+            given = iter(flat[:count])
+            leaves = [None if s is None else next(given) for s in tf.nest.flatten(specs, expand_composites=True)]
+            batch = tf.nest.pack_sequence_as(specs, leaves, expand_composites=True)
+            return self._step(batch, *tf.nest.pack_sequence_as(others, list(flat[count:])))
+
+        signature += [_of_any_rows(tensor) for tensor in tf.nest.flatten(others)]
+        return quick_call(step, signature, self._jit_compile)
+
+
+def _of_any_rows(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape, tensor.dtype)
