@@ -108,6 +108,12 @@ class ClientMemory:
             self._segment.close()
             self._segment = None
 
+    def shrink(self) -> None:
+        """Frees the segment, after frames that were larger than those to come."""
+        with self.lock:
+            self.forget()
+            self._wanted = _SMALLEST
+
     def _usable_segment(self) -> Segment | None:
         if self._segment is not None and self._segment.size < self._wanted <= _LARGEST:
             self.forget()
@@ -117,7 +123,8 @@ class ClientMemory:
 
     def _make(self) -> None:
         try:
-            segment = Segment.create(self._wanted)
+            # Some room: how many rows of embedding tables travel differs from batch to batch.
+            segment = Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
         except OSError as error:
             self._usable = False
             logger.warning("No memory to share with a server of this machine: %s. Tensors are sent, slower.", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class PSClient:
         self.learning_rate_version = -1  # rises when the master sets the base rate
         self.snapshot_version = 0  # of the weights that `pull_snapshot` fetched last
         self._client_id = client_id
+        self._exchanging = threading.RLock()  # a worker may push in one thread and pull in another
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
         self._servers = [
@@ -146,8 +148,9 @@ class PSClient:
 
     def pull(self) -> Blocks:
         """Fetches what is newer than the weights at hand."""
-        self._exchange(self._servers, [self._request(server, None, pull=True) for server in self._servers])
-        return self.blocks
+        with self._exchanging:
+            self._exchange(self._servers, [self._request(server, None, pull=True) for server in self._servers])
+            return self.blocks
 
     def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0, pull: bool = False) -> dict[int, Array]:
         """Rows of embedding tables, by variable: [n, dim] each.
@@ -158,6 +161,10 @@ class PSClient:
             evaluation_round: of whose snapshot the rows are; 0: as they are now.
             pull: fetch newer weights, too.
         """
+        with self._exchanging:
+            return self._lookup(ids, create, evaluation_round, pull)
+
+    def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
         frames = []
         asked = self._split(ids)
         for server, wanted in zip(self._servers, asked, strict=True):
@@ -216,7 +223,10 @@ class PSClient:
             ids: of embedding tables, by variable: whose rows after the update to fetch along (`create`d, as in
                 training); unique int64 [n].
         """
-        ids = ids or {}
+        with self._exchanging:
+            return self._push(push, learning_rate, pull, ids or {})
+
+    def _push(self, push: Push, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
         asked = self._split(ids)
         self._sequence += 1
         # Staged pushes change the other servers only once the first one has decided.
@@ -373,6 +383,7 @@ class PSClient:
             return self._call_frame(server, Frame(header, tensors), "Initialize").header
 
         answers = list(self._pool.map(initialize, range(len(self._servers))))
+        self._free_memory()
         self.version, self.learning_rate = answers[0].version, answers[0].learning_rate
 
     def export(self) -> ModelState:
@@ -397,6 +408,7 @@ class PSClient:
             whole = joined([part[table] for part in parts])
             state.weights[table], state.ids[table] = whole.rows, whole.ids
             state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
+        self._free_memory()
         return state
 
     def load_state(
@@ -425,7 +437,12 @@ class PSClient:
         # In synchronous mode the first one makes the others set what they got.
         list(self._pool.map(load, range(1, len(self._servers))))
         self.version = load(0)
+        self._free_memory()
         return self.version
+
+    def _free_memory(self) -> None:
+        for server in self._servers:
+            server.connection.free_memory()
 
     def _packed(
         self, index: int, weights: Sequence[Array] | None, state: OptimizerState, tables: Mapping[int, TableState]

@@ -333,6 +333,11 @@ class Connection:
             raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
         raise ConnectionLostError(f"A call to {self._name} at {self.address} failed: {code.name}: {details}") from None
 
+    def free_memory(self) -> None:
+        """Frees memory that is shared with the server, after large frames."""
+        for memory in self._memories.values():
+            memory.shrink()
+
     def close(self) -> None:
         self.channel.close()
         for memory in self._memories.values():

@@ -10,6 +10,11 @@ import tensorflow as tf
 from elasticcb.layers.batch_signatures import Signatures, flat_tensors
 from elasticcb.quick_call import quick_call
 
+try:
+    from tensorflow.python.eager.context import function_executor_type
+except ImportError:  # it is no public name
+    function_executor_type = None
+
 
 class CompiledStep:
     """A function of a batch and of structures of tensors, traced once per kind of batch.
@@ -27,11 +32,28 @@ class CompiledStep:
         self._jit_compile = jit_compile
         self._signatures: Signatures[Callable[[Sequence[Any]], Any]] = Signatures(self._trace)
         self._others: Any = ()  # of the call that is traced
+        # Operations run one after another in the thread that calls: threads that hand each other small ones cost more
+        # than they bring. Within an operation there may be several threads.
+        self._inline = function_executor_type is not None
+        self._has_run = False
 
     def __call__(self, batch: Any, *others: Any) -> Any:
         leaves, key = flat_tensors(batch)
         self._others = others
-        return self._signatures.function(batch, key)([*leaves, *tf.nest.flatten(others)])
+        function = self._signatures.function(batch, key)
+        self._others = ()  # whose memory is wanted for others
+        inputs = [*leaves, *tf.nest.flatten(others)]
+        if self._inline:
+            try:
+                with function_executor_type("SINGLE_THREADED_EXECUTOR"):
+                    result = function(inputs)
+                self._has_run = True
+                return result
+            except tf.errors.OpError:
+                if self._has_run:
+                    raise
+                self._inline = False  # there are ops that such an executor does not know
+        return function(inputs)
 
     def _trace(self, specs: Any) -> Callable[[Sequence[Any]], Any]:
         others = self._others
