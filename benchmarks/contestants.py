@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PEERS = Path(__file__).resolve().parent / "peers"
-# Of one function of the strategy's. With 1 the coordinator's work shows; 50 were not faster where it was tried.
+# Of one function of the strategy's. With 1 the coordinator's work shows.
 _STRATEGY_STEPS = 20
 
 
