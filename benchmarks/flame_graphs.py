@@ -10,6 +10,7 @@ it has not started: run it as root, or with the capability SYS_PTRACE.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,10 @@ def main() -> None:
             command = [spy, "record", "--pid", str(pids[0]), "--output", str(target), "--format", "flamegraph"]
             command += ["--duration", str(arguments.seconds), "--rate", "100", "--threads"]
             subprocess.run([*command, *(["--native"] if arguments.native else [])], check=True)
+            # The title is py-spy's command line, with paths of this machine.
+            title = f"{role}: {arguments.workload}, batch {arguments.batch_size}"
+            svg = re.sub(r'(id="title"[^>]*>)[^<]*', rf"\g<1>{title}", target.read_text())
+            target.write_text(svg)
             print(f"{target}: {target.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
