@@ -52,9 +52,11 @@ def main() -> None:
 def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int, windows: int) -> list[str]:
     """The last columns of a line."""
     from elasticcb.ps.embedding_table import EmbeddingTable
+    from elasticcb.ps.table_update import TableUpdates
 
-    update = table_update(optimizer, dim)
-    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), update.slots)
+    of_table = table_update(optimizer, dim)
+    update = TableUpdates({0: of_table})
+    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots)
     random = np.random.default_rng(0)
     version = 0
 
@@ -68,7 +70,7 @@ def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int,
             started = time.process_time()
             table.lookup(ids, create=True)
             looked_up = time.process_time()
-            table.update(ids, gradient, update, version)
+            update({0: table}, {0: (ids, gradient)}, version)
             looking_up += looked_up - started
             updating += time.process_time() - looked_up
         return looking_up, updating

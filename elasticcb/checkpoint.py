@@ -126,14 +126,16 @@ def load_slices(
     for place, saved in enumerate(files):
         held = [Slice(*part) for part in saved["slices"]]
         wanted = [part for part in held if part.variable in parts and parts[part.variable].overlaps(part)]
-        if not wanted and place != scalars_from and not tables:
+        # As many servers as then hold the same ids each.
+        has_ids = bool(tables) and (place == index or len(files) != num_ps)
+        if not wanted and place != scalars_from and not has_ids:
             continue
         path = folder / saved["name"]
         _check_file(path, saved)
         try:
             with safe_open(path, framework="np") as file:
                 names = list(file.keys())
-                own = {name: file.get_tensor(name) for name in names if name.startswith("table/")}
+                own = {name: file.get_tensor(name) for name in names if has_ids and name.startswith("table/")}
                 for number, state in table_state.from_tensors(own).items():
                     tables[number].append(state.part(index, num_ps))
                 by_variable = _by_variable(names)

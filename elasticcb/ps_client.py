@@ -458,10 +458,9 @@ class PSClient:
         for index, spec in enumerate(self.specs):
             if spec.table:
                 slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
-                whole = TableState.of_range(weights[index], slots)
-                if ids and index in ids:
-                    whole.ids = ids[index]
-                tables[index] = whole
+                rows = weights[index]
+                own = ids[index] if ids and index in ids else np.arange(len(rows), dtype=np.int64)
+                tables[index] = TableState(own, rows, slots)
         return tables
 
     def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.errors import WireError
-from elasticcb.tensors import SHARED_ALIGNMENT, Array
+from elasticcb.tensors import SHARED_ALIGNMENT, Array, aligned
 
 _FOLDER = "/dev/shm"
 _PREFIX = "elasticcb-"
@@ -121,9 +121,7 @@ def is_supported() -> bool:
 
 def aligned_copy(array: Array) -> Array:
     """A copy that TensorFlow takes without another one."""
-    memory = np.empty(array.nbytes + SHARED_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % SHARED_ALIGNMENT
-    copy: Array = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy = aligned(array.shape, array.dtype)
     copy[...] = array
     return copy
 

@@ -6,8 +6,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-import numpy as np
-
 from elasticcb.errors import WireError
 from elasticcb.tensors import Array
 
@@ -42,8 +40,3 @@ class TableSpec:
 def server_of(ids: Array, num_ps: int) -> Array:
     """Which parameter server holds the rows of `ids` (int64 [n])."""
     return ids % num_ps
-
-
-def ids_of_server(index: int, num_ps: int, input_dim: int) -> Array:
-    """All ids below `input_dim` whose rows a server holds, in order, int64."""
-    return np.arange(index, input_dim, num_ps, dtype=np.int64)

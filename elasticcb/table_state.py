@@ -33,11 +33,6 @@ class TableState:
     hits: Array | None = None
     used: Array | None = None
 
-    @classmethod
-    def of_range(cls, rows: Array, slots: Mapping[str, Array] | None = None) -> TableState:
-        """A table whose rows are all there: of the ids 0 .. len(rows) - 1."""
-        return cls(np.arange(len(rows), dtype=np.int64), rows, dict(slots or {}))
-
     def select(self, places: Array) -> TableState:
         """The rows at `places` (int64, or a mask)."""
         return TableState(

@@ -63,6 +63,20 @@ def from_message(message: pb.Tensor) -> Array:
     return _view(message, memoryview(message.content), message.name)
 
 
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, allocate: Callable[..., Array] = np.empty) -> Array:
+    """An array whose memory TensorFlow takes without a copy.
+
+    Args:
+        allocate: `np.empty`, or `np.zeros`, whose memory is not touched.
+    """
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    memory = allocate(size + SHARED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % SHARED_ALIGNMENT
+    array: Array = memory[start : start + size].view(kind).reshape(shape)
+    return array
+
+
 def all_finite(array: Array) -> bool:
     """Whether no element is NaN or infinite."""
     if array.dtype.kind in "iub":

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.batch_signatures import Signatures, flat_tensors
 from elasticcb.errors import ModelFileError
-from elasticcb.layers.batch_signatures import Signatures, flat_tensors
 from elasticcb.layers.id_graph import Recording, id_function
 from elasticcb.layers.row_variables import make_free_rows, make_whole, untouched_zeros
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering, table_layers

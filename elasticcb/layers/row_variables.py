@@ -1,4 +1,4 @@
-"""Variables of embedding layers whose number of rows changes."""
+"""Variables whose number of rows changes."""
 
 # mypy: allow-subclassing-any
 
@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.eager_tensors import tensor_of
-from elasticcb.tensors import SHARED_ALIGNMENT, Array
+from elasticcb.tensors import Array, aligned
 
 
 class RowVariable(keras.Variable):
-    """Has any number of rows, whatever `shape` says. Of rank 2."""
+    """Has any number of rows, whatever `shape` says."""
 
     def _initialize(self, value: Any) -> None:  # of Keras's
         with tf.init_scope(), tf.device("/CPU:0"):
@@ -23,16 +23,16 @@ class RowVariable(keras.Variable):
 
 
 def make_free_rows(variable: keras.Variable) -> None:
-    """Empties a variable of rank 2 and lets it have any number of rows from now on."""
+    """Empties a variable and lets it have any number of rows from now on."""
     with tf.init_scope(), tf.device("/CPU:0"):
-        variable._value = _free(tf.zeros([0, variable.shape[1]], variable.dtype), variable)
+        variable._value = _free(tf.zeros([0, *variable.shape[1:]], variable.dtype), variable)
 
 
 def _free(value: Any, variable: keras.Variable) -> tf.Variable:
     return tf.Variable(
         value,
         dtype=variable.dtype,
-        shape=[None, variable.shape[1]],
+        shape=[None, *variable.shape[1:]],
         trainable=variable.trainable,
         name=variable.name,
     )
@@ -53,9 +53,5 @@ def make_whole(variable: keras.Variable, rows: Array) -> None:
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros, aligned as TensorFlow shares memory, that take no memory until they are written to."""
-    kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-    size = int(np.prod(shape)) * kind.itemsize
-    memory = np.zeros(size + SHARED_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % SHARED_ALIGNMENT
-    return memory[start : start + size].view(kind).reshape(shape)
+    """Zeros that TensorFlow shares, and that take no memory until they are written to."""
+    return aligned(shape, tf.as_dtype(dtype).as_numpy_dtype, np.zeros)

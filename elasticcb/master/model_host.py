@@ -70,11 +70,12 @@ class ModelHost:
         self.sources: dict[str, Sources] = {mode: pipeline.sources()}
         if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
             self.sources["evaluation"] = open_pipeline(settings, self.spec, "evaluation").sources()
-        updated = prime(self.spec, self.model, pipeline.first_batch(), mode)
+        batch = pipeline.first_batch()
+        updated = prime(self.spec, self.model, batch, mode)
         self.metrics.reset()
         element = pipeline.element_spec
         self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
-        self.tables = self._find_tables(settings, pipeline.first_batch(), mode, updated)
+        self.tables = self._find_tables(settings, batch, mode, updated)
         self.variables = variable_specs(self.model, updated, self.tables)
         self.callbacks = Dispatcher(
             job_callbacks(self.spec, settings),

@@ -1,6 +1,6 @@
 """One server's rows of an embedding table, which are made on first use.
 
-Not thread-safe: the caller lets one in at a time. Ids are int64 >= 0 and unique within each call.
+Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >= 0, unique within each call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.errors import ElasticCBError
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
@@ -22,8 +22,6 @@ from elasticcb.table_state import TableState
 Array = npt.NDArray[Any]
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
-# (rows, slots by name, gradients), each [n, dim] -> (rows, slots by name)
-Apply = Callable[[Array, dict[str, Array], Array], tuple[Array, Mapping[str, Array]]]
 
 _SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
@@ -99,9 +97,8 @@ class EmbeddingTable:
         Args:
             create: in training: new ids get rows, as far as the limits allow; without it nothing changes.
 
-        Raises `ElasticCBError` when the table is full, and `WireError` for ids that it can't have.
+        Raises `ElasticCBError` when the table is full.
         """
-        _check_ids(ids, self.name)
         places = self._rows.index.find(ids)
         missing = np.flatnonzero(places < 0)
         if create:
@@ -122,35 +119,12 @@ class EmbeddingTable:
         rows[present] = self._rows.read(places[present])
         return rows
 
-    def update(self, ids: Array, gradients: Array, apply: Apply, version: int) -> None:
-        """Updates the rows of `ids` (int64 [n]): `prepare`, `apply` and `commit`.
-
-        Args:
-            gradients: [n, dim].
-            apply: from (rows, slots, gradients) to (rows, slots).
-            version: of the model after this update.
-
-        Raises `WireError` for ids or gradients that it can't have; what `apply` raises goes through, and nothing has
-        changed then.
-        """
-        change = self.prepare(ids, gradients)
-        if len(change.ids):
-            self.commit(change, *apply(change.rows, change.slots, change.gradients), version)
-        else:
-            self.advance(version)
-
     def prepare(self, ids: Array, gradients: Array) -> Change:
         """What is to be updated by `gradients` ([n, dim]) of the rows of `ids` (int64 [n]).
 
         A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
         age limits rows, the row is made again.
         """
-        _check_ids(ids, self.name)
-        if gradients.shape != (len(ids), self._rows.dim):
-            raise WireError(
-                f"The gradients of {len(ids)} rows of {self.name} have the shape {list(gradients.shape)}; expected "
-                f"{[len(ids), self._rows.dim]}."
-            )
         places = self._rows.index.find(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
@@ -263,11 +237,12 @@ class EmbeddingTable:
         return self._rows.rows(start, count)
 
     def load(self, state: TableState) -> None:
-        """Replaces all rows by those of `state`; slots that it has none of begin anew.
+        """Replaces all rows by those of `state`. What it lacks (slots, counts) stays as it was for ids that stay, and
+        begins anew for others.
 
         Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
         """
-        state = self._checked(state)
+        state = self._completed(self._checked(state))
         rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots)
         # Snapshots keep what they are of; nobody changes it any more.
         self._snapshots.clear()
@@ -280,6 +255,14 @@ class EmbeddingTable:
             state = state.select(newest[:room])
         rows.fill(state)
 
+    def _completed(self, state: TableState) -> TableState:
+        """`state`, with what it lacks as it is here."""
+        places = self._rows.index.find(state.ids)
+        here = np.flatnonzero(places >= 0)
+        if not len(here):
+            return state
+        return self._rows.completed(state, here, places[here])
+
     def _checked(self, state: TableState) -> TableState:
         shape = (len(state.ids), self._rows.dim)
         given = {"rows": state.rows, **state.slots}
@@ -290,8 +273,10 @@ class EmbeddingTable:
                 f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
                 f"{', '.join(sorted(self._initial_slots)) or '(none)'}. Train on with the same model and optimizer."
             )
-        _check_ids(state.ids, self.name)
         return state
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def statistics(self) -> TableStatistics:
         return TableStatistics(
@@ -304,10 +289,3 @@ class EmbeddingTable:
             refused=self._refused,
             dropped=self._dropped,
         )
-
-
-def _check_ids(ids: Array, name: str) -> None:
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise WireError(f"Ids of {name} are {ids.dtype.name} of the shape {list(ids.shape)}; expected int64 [n].")
-    if len(ids) and ids.min() < 0:
-        raise WireError(f"The id {int(ids.min())} was given to {name}; ids begin at 0.")

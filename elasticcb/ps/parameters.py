@@ -161,9 +161,14 @@ class Parameters:
             optimizers.set_learning_rate(push.learning_rate)
         try:
             with tf.device("/CPU:0"):
+                of_tables = {i: rows for i, rows in push.rows.items() if self.specs[i].table}
                 # Before the iterations rise.
-                self.tables.update({i: rows for i, rows in push.rows.items() if self.specs[i].table}, self.version + 1)
-                self._apply_gradients(push)
+                self.tables.update(of_tables, self.version + 1)
+                self._apply_gradients(
+                    replace(push, rows={i: rows for i, rows in push.rows.items() if i not in of_tables})
+                    if of_tables
+                    else push
+                )
         finally:
             if base is not None:
                 optimizers.set_learning_rate(base)
@@ -217,7 +222,6 @@ class Parameters:
         return self.optimizers
 
     def _apply_gradients(self, push: Push) -> None:
-        push = replace(push, rows={i: rows for i, rows in push.rows.items() if not self.specs[i].table})
         updating = self._need_optimizers().updating(push.updated)
         key = (push.dense, tuple(push.rows), tuple(part.name for part in updating))
         blocks = [tensor_of(block) for block in push.blocks.values()]
@@ -296,7 +300,7 @@ class Parameters:
             given = dict(zip(push.rows, rows, strict=True))
             # All clones start from the iterations and the rate before this update.
             for row_update in updates.values():
-                row_update.copy_shared()
+                row_update.clone.copy_shared()
             done: list[tf.Tensor] = []
             if targets or idle:
                 whole = [
@@ -310,7 +314,7 @@ class Parameters:
                     row_update.run(*given[index])
                 for clone in by_clone:
                     if clone is not None:
-                        updates[clone].copy_shared_back()
+                        updates[clone].clone.copy_shared_back()
 
         rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
         function: Callable[..., Any] = tf.function(

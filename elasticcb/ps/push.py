@@ -212,8 +212,6 @@ class PushReader:
         ids, values = pair["ids"], _widened(pair["values"], spec.dtype)
         if not spec.shape:
             raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise WireError(f"Row ids of {spec.path!r}: int64[n] was expected, {_shown(ids)} was given.")
         expected = (len(ids), *spec.shape[1:])
         if values.dtype != dtype_of(spec.dtype) or values.shape != expected:
             raise WireError(
@@ -222,28 +220,35 @@ class PushReader:
             )
         if part is None:
             self._check_ids(index, ids)
-            return Rows(ids, values)
-        first, last = part.row_range(spec)
-        if len(ids) and not (ids.min() >= 0 and ids.max() < last - first):
-            wrong = ids[(ids < 0) | (ids >= last - first)][0]
-            raise WireError(
-                f"Row id {wrong} of {spec.path!r} is out of range: this server holds {last - first} rows of "
-                f"it (rows {first} to {last} of {spec.rows}), counted from 0."
-            )
-        if len(ids) > 1:
-            ordered = np.sort(ids)
-            repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-            if len(repeated):
-                raise WireError(
-                    f"Row id {repeated[0]} of {spec.path!r} comes more than once; the worker adds up the "
-                    "gradients of a row before it pushes them."
-                )
+        else:
+            first, last = part.row_range(spec)
+            held = f" This server holds rows {first} to {last} of {spec.rows}; ids count from the first of them."
+            check_row_ids(ids, last - first, spec.path, held)
         return Rows(ids, values)
 
     def _gradients_of(self, held: Sequence[int]) -> str:
         paths = ", ".join(repr(self._specs[index].path) for index in held[:4])
         more = f" and {len(held) - 4} more" if len(held) > 4 else ""
         return f"Gradients of {paths or 'no variable'}{more}"
+
+
+def check_row_ids(ids: Array, below: int | None, path: str, hint: str = "") -> None:
+    """Raises `WireError`, which names the variable, unless `ids` are int64 [n], unique, from 0 on and `below`."""
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise WireError(f"Row ids of {path!r}: int64[n] was expected, {_shown(ids)} was given.")
+    if not len(ids):
+        return
+    ordered = np.sort(ids)
+    wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
+    if wrong < 0 or (below is not None and wrong >= below):
+        limit = "" if below is None else f", below {below}"
+        raise WireError(f"Row id {wrong} of {path!r} is out of range: expected ids from 0 on{limit}.{hint}")
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        raise WireError(
+            f"Row id {repeated[0]} of {path!r} comes more than once; the worker names each row once, with the sum of "
+            "its gradients."
+        )
 
 
 def _shown(array: Array) -> str:

@@ -11,7 +11,58 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from elasticcb.layers.row_variables import make_free_rows
 from elasticcb.ps.optimizer import ServerOptimizer
+
+
+class RowClone:
+    """A clone of an optimizer on a variable that holds just the rows to be updated.
+
+    Args:
+        optimizer: that the clone stands for.
+        index: of the whole variable in the model.
+        shape, dtype, path: of the whole variable, of rank 1 or more.
+
+    Attributes:
+        slots: the initial row of each slot, [dim], by name.
+        has_extras: whether the optimizer keeps for a variable what is not of its shape, and so not of its rows.
+    """
+
+    def __init__(self, optimizer: ServerOptimizer, index: int, shape: tuple[int, ...], dtype: str, path: str) -> None:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._rows = keras.Variable(
+                tf.zeros([1, *shape[1:]], dtype), dtype=dtype, trainable=True, name=path.rpartition("/")[2]
+            )
+            self._rows._path = path
+            make_free_rows(self._rows)
+            clone = optimizer.clone(index, self._rows)
+            self.slots = {slot.name: slot.value.numpy()[0] for slot in clone.slots}
+            self._slots = [slot.value for slot in clone.slots]
+            for slot in self._slots:
+                make_free_rows(slot)
+        self.has_extras = bool(clone.extras)
+        self._optimizer = clone.optimizer
+        # A schedule needs no copy: it is a function of the iterations.
+        self._shared = [(value, clone.shared[name]) for name, value in optimizer.shared.items()]
+
+    def copy_shared(self) -> None:
+        """Gives the clone the iterations and the learning rate. Called while a function is traced."""
+        for main, clone in self._shared:
+            clone.assign(main.value)
+
+    def copy_shared_back(self) -> None:
+        """Takes the iterations over from the clone, when nothing else has advanced them."""
+        for main, clone in self._shared:
+            main.assign(clone.value)
+
+    def apply(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
+        """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
+        self._rows.value.assign(rows)
+        for slot, values in zip(self._slots, slots, strict=True):
+            slot.value.assign(values)
+        # The optimizer may keep the gradient in a variable, but its memory is that of the push.
+        self._optimizer.apply([tf.raw_ops.DeepCopy(x=gradients)], [self._rows])
+        return [tf.identity(variable.value) for variable in (self._rows, *self._slots)]
 
 
 class RowUpdate:
@@ -24,54 +75,12 @@ class RowUpdate:
     """
 
     def __init__(self, server: ServerOptimizer, index: int, variable: keras.Variable) -> None:
-        self._server = server
-        self._table = variable
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._bucket = keras.Variable(
-                tf.zeros([1, *variable.shape[1:]], variable.dtype),
-                dtype=variable.dtype,
-                trainable=True,
-                name=variable.name,
-            )
-            self._bucket._path = variable.path
-            _free_rows(self._bucket)
-            self._clone = server.clone(index, self._bucket)
-            for slot in self._clone.slots:
-                _free_rows(slot.value)
+        self.clone = RowClone(server, index, tuple(variable.shape), variable.dtype, variable.path)
         main = {slot.name: slot.value for slot in server.slots if slot.variable == index}
-        self._slots = [(main[slot.name], slot.value) for slot in self._clone.slots]
-        # A schedule needs no copy: it is a function of the iterations.
-        self._shared = [(value, self._clone.shared[name]) for name, value in server.shared.items()]
-
-    def copy_shared(self) -> None:
-        """Gives the clone the iterations and the learning rate. Called while a function is traced."""
-        for main, clone in self._shared:
-            clone.assign(main.value)
-
-    def copy_shared_back(self) -> None:
-        """Takes the iterations over from the clone, when nothing else has advanced them."""
-        for main, clone in self._shared:
-            main.assign(clone.value)
+        self._tables = [variable.value, *(main[name].value for name in self.clone.slots)]
 
     def run(self, ids: tf.Tensor, values: tf.Tensor) -> None:
         """Updates the rows `ids` (int64 [n], unique) with the gradients `values` [n, …]."""
-        table = self._table.value
-        self._bucket.value.assign(tf.gather(table, ids))
-        for main, clone in self._slots:
-            clone.value.assign(tf.gather(main.value, ids))
-        self._clone.optimizer.apply([values], [self._bucket])
-        table.scatter_update(tf.IndexedSlices(tf.identity(self._bucket.value), ids))
-        for main, clone in self._slots:
-            main.value.scatter_update(tf.IndexedSlices(tf.identity(clone.value), ids))
-
-
-def _free_rows(variable: keras.Variable) -> None:
-    """Lets the number of rows change from update to update."""
-    shape = tf.TensorShape([None, *variable.shape[1:]])
-    variable._value = tf.Variable(
-        variable.value.read_value(),
-        dtype=variable.dtype,
-        shape=shape,
-        name=variable.name,
-        trainable=variable.trainable,
-    )
+        updated = self.clone.apply(values, *(tf.gather(table, ids) for table in self._tables))
+        for table, rows in zip(self._tables, updated, strict=True):
+            table.scatter_update(tf.IndexedSlices(rows, ids))

@@ -237,7 +237,7 @@ class Servicer:
         request = frame.header
         table = model.parameters.tables[request.variable]
         ids, rows = table.rows(request.start, request.count)
-        return Frame(pb.ReadTableResponse(total=table.statistics().rows), {"ids": ids, "rows": rows})
+        return Frame(pb.ReadTableResponse(total=len(table)), {"ids": ids, "rows": rows})
 
     # -------------------------------------------------------------- training
 
@@ -259,16 +259,18 @@ class Servicer:
             learning_rate=parameters.learning_rate,
             base_learning_rate_version=model.rate_version,
         )
-        pulled = parameters.snapshot()
-        if request.snapshot:
-            pulled = model.snapshot_of(request.snapshot)
-            response.version, response.state_version = pulled.version, pulled.state_version
+        snapshot = model.snapshot_of(request.snapshot) if request.snapshot else None
+        if snapshot is not None:
+            response.version, response.state_version = snapshot.version, snapshot.state_version
         tensors: dict[str, Array] = {}
         for name, ids in wanted.items():
             number = int(name[len(_LOOKUP) :])
-            tensors[f"table/{number}"] = parameters.tables.lookup(number, ids, request.create_rows, pulled.tables)
+            tensors[f"table/{number}"] = parameters.tables.lookup(
+                number, ids, request.create_rows, snapshot and snapshot.tables
+            )
         if not request.pull:
             return Frame(response, tensors)
+        pulled = snapshot or parameters.snapshot()
         # Not "older than known": a server that was restored may stand at a lower version.
         if pulled.version != request.known_version:
             tensors |= {f"weights/{dtype}": block for dtype, block in pulled.weights.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.id_index import IdIndex
 from elasticcb.table_state import TableState
-from elasticcb.tensors import SHARED_ALIGNMENT
+from elasticcb.tensors import aligned
 
 Array = npt.NDArray[Any]
 
@@ -121,13 +122,36 @@ class TableRows:
         if state.used is not None:
             self._used.array[first:end] = state.used
 
+    def completed(self, state: TableState, chosen: Array, places: Array) -> TableState:
+        """`state`; where it lacks slots or counts, with those that some of its rows have here. Others begin anew.
+
+        Args:
+            chosen: which of its rows are here, int64 [n].
+            places: where they are, int64 [n].
+        """
+        count = len(state.ids)
+
+        def filled(initial: Any, held: Array) -> Array:
+            whole: Array = np.empty((count, *held.shape[1:]), held.dtype)
+            whole[:] = initial
+            whole[chosen] = held[places]
+            return whole
+
+        missing = {name: slot for name, slot in self._slots.items() if name not in state.slots}
+        return replace(
+            state,
+            slots=state.slots | {name: filled(self._initial[name], slot.array) for name, slot in missing.items()},
+            hits=filled(0, self._hits.array) if state.hits is None else state.hits,
+            used=filled(0, self._used.array) if state.used is None else state.used,
+        )
+
     def _reserve(self, rows: int) -> None:
         for array in (self._rows, *self._slots.values(), self._hits, self._used):
             array.reserve(rows)
 
 
 def _gather(array: Array, places: Array) -> Array:
-    rows = _aligned((len(places), array.shape[1]), array.dtype)
+    rows = aligned((len(places), array.shape[1]), array.dtype)
     # NumPy gathers right into `out` only where it need not check places.
     _elements(array).take(places, out=_elements(rows), mode="clip")
     return rows
@@ -142,12 +166,3 @@ def _elements(array: Array) -> Array:
     size = array.itemsize * array.shape[1]
     view: Array = array.view(_OF_SIZE.get(size, np.dtype(f"V{size}"))).reshape(len(array))
     return view
-
-
-def _aligned(shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
-    """An array that TensorFlow takes without a copy."""
-    size = shape[0] * shape[1] * dtype.itemsize
-    memory = np.empty(size + SHARED_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % SHARED_ALIGNMENT
-    array: Array = memory[start : start + size].view(dtype).reshape(shape)
-    return array

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy.typing as npt
 import tensorflow as tf
 
@@ -21,7 +20,7 @@ from elasticcb.optimizer_traits import may_update_rows
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps.row_update import _free_rows
+from elasticcb.ps.row_update import RowClone
 from elasticcb.quick_call import quick_call
 
 Array = npt.NDArray[Any]
@@ -40,6 +39,7 @@ class TableUpdate:
     Attributes:
         kind: the optimizer's class name.
         slots: the initial row of each slot, [dim], by name.
+        signature: of what `run` takes.
 
     Raises `ModelFileError` for an optimizer that needs more than single rows.
     """
@@ -48,45 +48,16 @@ class TableUpdate:
         self.kind = optimizer.kind
         if not may_update_rows(optimizer.optimizer):
             raise _not_by_rows(self.kind, spec)
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._bucket = keras.Variable(
-                tf.zeros([1, *spec.shape[1:]], spec.dtype), dtype=spec.dtype, trainable=True, name=_name(spec)
-            )
-            self._bucket._path = spec.path
-            _free_rows(self._bucket)
-            self._clone = optimizer.clone(index, self._bucket)
-            self.slots = {slot.name: slot.value.numpy()[0] for slot in self._clone.slots}
-            for slot in self._clone.slots:
-                _free_rows(slot.value)
-        if self._clone.extras:
+        self._clone = RowClone(optimizer, index, spec.shape, spec.dtype, spec.path)
+        if self._clone.has_extras:
             raise _not_by_rows(self.kind, spec)
-        self._own = [(self._clone.shared[name], value) for name, value in optimizer.shared.items()]
-        self._function: _Compiled | None = None
-
-    @property
-    def signature(self) -> list[tf.TensorSpec]:
-        """Of `run`."""
-        return [tf.TensorSpec([None, *self._bucket.shape[1:]], self._bucket.dtype)] * (2 + len(self.slots))
+        self.slots = self._clone.slots
+        self.signature = [tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)] * (2 + len(self.slots))
 
     def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
         """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
-        for own, value in self._own:
-            own.assign(value.value)
-        self._bucket.value.assign(rows)
-        for slot, values in zip(self._clone.slots, slots, strict=True):
-            slot.value.value.assign(values)
-        # The optimizer may keep the gradient in a variable, but its memory is that of the push.
-        self._clone.optimizer.apply([tf.raw_ops.DeepCopy(x=gradients)], [self._bucket])
-        return [tf.identity(self._bucket.value), *(tf.identity(slot.value.value) for slot in self._clone.slots)]
-
-    def __call__(self, rows: Array, slots: Mapping[str, Array], gradients: Array) -> tuple[Array, dict[str, Array]]:
-        """New rows and slots from old ones and gradients, each [n, dim].
-
-        Raises `ModelFileError` with the user's traceback when the optimizer fails.
-        """
-        if self._function is None:
-            self._function = _Compiled([self])
-        return self._function([(rows, slots, gradients)])[0]
+        self._clone.copy_shared()
+        return self._clone.apply(gradients, rows, *slots)
 
 
 class TableUpdates:
@@ -158,10 +129,6 @@ class _Compiled:
             for update in self._updates
             for result in update.run(*(next(given) for _ in range(2 + len(update.slots))))
         ]
-
-
-def _name(spec: VariableSpec) -> str:
-    return spec.path.rpartition("/")[2]
 
 
 def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from elasticcb.eager_tensors import array_of
@@ -16,7 +15,7 @@ from elasticcb.layers.initial_values import InitialValues
 from elasticcb.ps.embedding_table import EmbeddingTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps.push import Rows
+from elasticcb.ps.push import Rows, check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.quick_call import quick_call
@@ -67,9 +66,6 @@ class Tables:
             spec.row_elements, dtype_of(spec.dtype), values, slots, limits, f"the embedding table {spec.path!r}"
         )
 
-    def __bool__(self) -> bool:
-        return bool(self._tables)
-
     def __getitem__(self, number: int) -> EmbeddingTable:
         """Raises `WireError` for a variable that is no table."""
         if number not in self._tables:
@@ -78,19 +74,9 @@ class Tables:
         return self._tables[number]
 
     def check_ids(self, number: int, ids: Array) -> None:
-        """Raises `WireError` unless all `ids` are of this server, and may be in the table."""
+        """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
         spec = self._specs[number]
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise WireError(
-                f"Ids of {spec.path!r}: int64[n] was expected, {ids.dtype.name}{list(ids.shape)} was given."
-            )
-        if not len(ids):
-            return
-        limit = spec.shape[0] or None
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or (limit is not None and highest >= limit):
-            wrong, below = (lowest if lowest < 0 else highest), ("" if limit is None else f", below {limit}")
-            raise WireError(f"Id {wrong} of {spec.path!r} is out of range: expected ids from 0 on{below}.")
+        check_row_ids(ids, spec.shape[0] or None, spec.path)
         if self._num_ps > 1 and (server_of(ids, self._num_ps) != self._index).any():
             raise WireError(f"Ids of {spec.path!r} came to server {self._index} of {self._num_ps} that are another's.")
 

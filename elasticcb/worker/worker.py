@@ -94,6 +94,7 @@ class Worker:
         self._assigned: Blocks | None = None  # what the model's variables hold
         self._pushed: deque[_Pushed] = deque()  # of the present task, not answered yet
         self._local_steps = 0
+        self._first_step_told = False
         self._last_version = 0
         self._base_learning_rate: float | None = None
         self._learning_rate_version = -1
@@ -373,8 +374,9 @@ class Worker:
             self._pass_over(answer.reason, batch, result.logs)
             self._note_done(batch, float("nan"))
             return True
-        if self._local_steps == 1:
+        if not self._first_step_told:
             logger.info("The first step is done, after compiling it")
+            self._first_step_told = True
         self._adopt_base_learning_rate()
         self._add_states(result.states)
         self._note_event(batch, answer.version, result.logs)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
 from elasticcb.ps.push import Push, PushReader, Rows
@@ -217,3 +218,12 @@ class Cluster:
             connection.close()
         for server in self.servers:
             server.stop(0)
+
+
+def train_rows(table: EmbeddingTable, ids: Any, gradients: Any, apply: Callable[..., Any], version: int) -> None:
+    """Updates rows by `apply`, from (rows, slots, gradients) to (rows, slots)."""
+    change = table.prepare(ids, gradients)
+    if len(change.ids):
+        table.commit(change, *apply(change.rows, change.slots, change.gradients), version)
+    else:
+        table.advance(version)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.table_state import TableState
+from helpers_ps import train_rows
 
 DIM = 3
 
@@ -87,7 +88,7 @@ def test_table_does_what_dicts_of_rows_do(seed):
         elif what == "update":
             version += 1
             gradients = random.standard_normal((len(ids), DIM)).astype(np.float32)
-            table.update(ids, gradients, descend, version)
+            train_rows(table, ids, gradients, descend, version)
             model.update(ids, gradients, version)
         elif what == "snapshot":
             snapshots.append((table.snapshot(), model.copy()))
@@ -122,7 +123,7 @@ def test_what_lookups_and_exports_give_away_does_not_change_with_training():
     table = make_table()
     ids = np.arange(10)
     looked_up, exported = table.lookup(ids, True), table.export()
-    table.update(ids, np.ones((10, DIM), np.float32), descend, 1)
+    train_rows(table, ids, np.ones((10, DIM), np.float32), descend, 1)
     np.testing.assert_array_equal(looked_up, initial(ids))
     np.testing.assert_array_equal(exported.rows, initial(exported.ids))
 
@@ -132,7 +133,7 @@ def test_snapshot_keeps_only_rows_that_have_changed():
     table.lookup(np.arange(100), True)
     snapshot = table.snapshot()
     for version in (1, 2, 3):
-        table.update(np.arange(7), np.ones((7, DIM), np.float32), descend, version)
+        train_rows(table, np.arange(7), np.ones((7, DIM), np.float32), descend, version)
     assert snapshot.kept == 7
     np.testing.assert_array_equal(snapshot.lookup(np.arange(200)), initial(np.arange(200)))
 
@@ -142,7 +143,7 @@ def test_snapshot_outlives_a_load():
     table.lookup(np.arange(10), True)
     snapshot = table.snapshot()
     table.load(TableState(np.arange(10), np.zeros((10, DIM), np.float32)))
-    table.update(np.arange(10), np.ones((10, DIM), np.float32), descend, 1)
+    train_rows(table, np.arange(10), np.ones((10, DIM), np.float32), descend, 1)
     np.testing.assert_array_equal(snapshot.lookup(np.arange(10)), initial(np.arange(10)))
     snapshot.release()
     snapshot.release()
@@ -157,7 +158,7 @@ def test_update_that_fails_changes_nothing():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        table.update(np.arange(10), np.ones((10, DIM), np.float32), fail, 1)
+        train_rows(table, np.arange(10), np.ones((10, DIM), np.float32), fail, 1)
     for name in ("ids", "rows", "hits", "used"):
         np.testing.assert_array_equal(getattr(table.export(), name), getattr(before, name))
 
@@ -183,15 +184,20 @@ def test_state_of_another_shape_or_with_other_slots_is_refused():
         table.load(TableState(np.arange(2), np.zeros((2, 3)), {"velocity": np.zeros((2, 3))}))
 
 
-def test_impossible_ids_and_gradients_are_refused():
+def test_slots_and_counts_that_a_state_lacks_stay_for_ids_that_stay():
     table = make_table()
-    with pytest.raises(WireError, match="The id -1 "):
-        table.lookup(np.array([3, -1]), True)
-    with pytest.raises(WireError, match="int32"):
-        table.lookup(np.array([3], np.int32), False)
-    with pytest.raises(WireError, match=r"\[2, 4\]; expected \[2, 3\]"):
-        table.update(np.arange(2), np.zeros((2, 4), np.float32), descend, 1)
-    assert table.statistics().rows == 0
+    table.lookup(np.arange(4), True)
+    train_rows(table, np.arange(4), np.ones((4, DIM), np.float32), descend, 3)
+    before = table.export()
+    table.load(TableState(np.array([9, 2]), np.zeros((2, DIM), np.float32)))
+    after = table.export()
+    new, kept = after.select(after.ids == 9), after.select(after.ids == 2)
+    np.testing.assert_array_equal(kept.rows, np.zeros((1, DIM)))
+    for name, slot in before.slots.items():
+        np.testing.assert_array_equal(kept.slots[name], slot[before.ids == 2])
+        assert not np.array_equal(new.slots[name], kept.slots[name])
+    assert (kept.hits.tolist(), kept.used.tolist()) == ([1], [3])
+    assert (new.hits.tolist(), new.used.tolist()) == ([0], [0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -201,7 +207,7 @@ def test_rows_of_other_dtypes_are_kept_as_they_are(dtype):
     table = EmbeddingTable(2, dtype, lambda ids: np.ones((len(ids), 2)), {"momentum": np.zeros(2)})
     ids = np.arange(5000)
     table.lookup(ids, True)
-    table.update(ids, np.full((5000, 2), 0.25, dtype), descend, 1)
+    train_rows(table, ids, np.full((5000, 2), 0.25, dtype), descend, 1)
     assert table.lookup(ids, False).dtype == dtype
     np.testing.assert_array_equal(table.lookup(ids, False).astype(float), np.full((5000, 2), 0.75))
 

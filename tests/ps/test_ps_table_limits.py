@@ -7,6 +7,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import EVICT, INITIAL, TableLimits
 from elasticcb.table_state import TableState
+from helpers_ps import train_rows
 
 DIM = 2
 ROW_BYTES = EmbeddingTable(DIM, "float32", None, {}).row_bytes
@@ -23,7 +24,7 @@ def count_up(rows, slots, gradients):
 def train(table, ids, version):
     ids = np.array(ids)
     table.lookup(ids, True)
-    table.update(ids, np.zeros((len(ids), DIM), np.float32), count_up, version)
+    train_rows(table, ids, np.zeros((len(ids), DIM), np.float32), count_up, version)
 
 
 def ids_of(table):

@@ -66,6 +66,10 @@ def make_table(update):
     return EmbeddingTable(DIM, "float32", initial, update.slots)
 
 
+def train(table, update, ids, gradients, version):
+    TableUpdates({1: update})({1: table}, {1: (ids, gradients)}, version)
+
+
 @pytest.mark.parametrize("name", SAME_AS_DENSE)
 def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
     optimizer, bias = server_optimizer(ALL[name])
@@ -74,7 +78,7 @@ def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
     plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
     plain.build([whole])
     for version, (ids, gradients) in enumerate(batches(), 1):
-        table.update(ids, gradients, update, version)
+        train(table, update, ids, gradients, version)
         optimizer.optimizer.apply([tf.zeros(3)], [bias])
         gradient = np.zeros((ROWS, DIM), np.float32)
         gradient[ids] = gradients
@@ -93,7 +97,7 @@ def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
     random = np.random.default_rng(1)
     for version in range(1, STEPS):
         gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
-        table.update(np.arange(ROWS), gradients, update, version)
+        train(table, update, np.arange(ROWS), gradients, version)
         optimizer.optimizer.apply([tf.ones(3)], [bias])
         plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
@@ -107,7 +111,7 @@ def test_adam_of_rows_is_its_formula_with_the_steps_of_the_model():
     rows = initial(np.arange(ROWS)).astype(np.float64)
     momentum, velocity = np.zeros_like(rows), np.zeros_like(rows)
     for step, (ids, gradients) in enumerate(batches(), 1):
-        table.update(ids, gradients, update, step)
+        train(table, update, ids, gradients, step)
         optimizer.advance()
         # Rows without a gradient: neither their averages decay nor do they move.
         momentum[ids] = beta_1 * momentum[ids] + (1 - beta_1) * gradients
@@ -120,10 +124,13 @@ def test_adam_of_rows_is_its_formula_with_the_steps_of_the_model():
 def test_rate_that_was_set_is_used_for_rows_from_then_on():
     optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD(0.5))
     update = TableUpdate(optimizer, 1, SPEC)
+    table, ids = make_table(update), np.arange(2)
     ones = np.ones((2, DIM), np.float32)
-    np.testing.assert_array_equal(update(ones, {}, ones)[0], 0.5 * ones)
+    train(table, update, ids, ones, 1)
+    np.testing.assert_array_equal(table.lookup(ids, False), initial(ids) - np.float32(0.5))
     optimizer.set_learning_rate(0.25)
-    np.testing.assert_array_equal(update(ones, {}, ones)[0], 0.75 * ones)
+    train(table, update, ids, ones, 2)
+    np.testing.assert_array_equal(table.lookup(ids, False), initial(ids) - np.float32(0.5) - np.float32(0.25))
 
 
 def test_several_tables_are_updated_as_each_alone():
@@ -143,7 +150,7 @@ def test_several_tables_are_updated_as_each_alone():
         if version == 4:
             del given[1]
         for index, pair in given.items():
-            apart[index].update(*pair, updates[index], version)
+            TableUpdates({index: updates[index]})(apart, {index: pair}, version)
         update_all(together, given, version)
         optimizer.advance()
     for index in apart:
@@ -184,5 +191,5 @@ def test_error_in_a_users_optimizer_is_told_with_its_traceback():
     update = TableUpdate(optimizer, 1, SPEC)
     table = make_table(update)
     with pytest.raises(ModelFileError, match=r"Broken failed on rows.*my mistake") as caught:
-        table.update(np.arange(2), np.zeros((2, DIM), np.float32), update, 1)
+        train(table, update, np.arange(2), np.zeros((2, DIM), np.float32), 1)
     assert "update_step" in caught.value.user_traceback
