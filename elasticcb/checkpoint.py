@@ -60,6 +60,10 @@ class SavedFile:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> SavedFile:
+        return cls(saved["name"], saved["bytes"], saved["sha256"])
+
 
 # ------------------------------------------------------------------ a server's side
 
@@ -74,18 +78,18 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
 
     Raises `CheckpointError` when it can't be written.
     """
+    slices_held = json.dumps([list(part) for part in slices])
+    return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
+
+
+def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
+    """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
     tensors: dict[str, Array] = {f"weight/{index_}": value for index_, value in part.weights.items()}
     tensors |= {f"slot/{variable}/{name}": value for (variable, name), value in part.slots.items()}
     tensors |= {f"extra/{variable}/{name}": value for (variable, name), value in part.extras.items()}
     tensors |= {f"shared/{name}": value for name, value in part.shared.items()}
     tensors |= table_state.to_tensors(part.tables)
-    metadata = {
-        "format": str(FORMAT),
-        "version": str(part.version),
-        "optimizer": part.optimizer,
-        "slices": json.dumps([list(part) for part in slices]),
-    }
-    path = Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors"
+    metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
         save_file({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in tensors.items()}, path, metadata)
         with path.open("rb") as file:
@@ -93,6 +97,30 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
         return SavedFile(path.name, path.stat().st_size, _sha256(path))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
+
+
+def read_part(path: Path, saved: SavedFile) -> Part:
+    """The inverse of `write_part`. Raises `CheckpointError` when the file is missing or damaged."""
+    check_file(path, saved)
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    part = Part(int(metadata["version"]), optimizer=metadata["optimizer"], tables=table_state.from_tensors(tensors))
+    for name, array in tensors.items():
+        kind, _, rest = name.partition("/")
+        variable, _, slot = rest.partition("/")
+        if kind == "weight":
+            part.weights[int(variable)] = array
+        elif kind == "slot":
+            part.slots[int(variable), slot] = array
+        elif kind == "extra":
+            part.extras[int(variable), slot] = array
+        elif kind == "shared":
+            part.shared[rest] = array
+    return part
 
 
 def load_slices(
@@ -131,7 +159,7 @@ def load_slices(
         if not wanted and place != scalars_from and not has_ids:
             continue
         path = folder / saved["name"]
-        _check_file(path, saved)
+        check_file(path, SavedFile.of(saved))
         try:
             with safe_open(path, framework="np") as file:
                 names = list(file.keys())
@@ -368,7 +396,7 @@ def verify(version_directory: str | Path) -> dict[str, Any]:
     folder = Path(version_directory)
     manifest = read_manifest(folder)
     for saved in manifest["files"]:
-        _check_file(folder / saved["name"], saved)
+        check_file(folder / saved["name"], SavedFile.of(saved))
     return manifest
 
 
@@ -409,15 +437,16 @@ def _shown(variable: Mapping[str, Any] | None) -> str:
     return f"{variable['path']!r} {variable['dtype']}{variable['shape']}{kind}"
 
 
-def _check_file(path: Path, saved: Mapping[str, Any]) -> None:
+def check_file(path: Path, saved: SavedFile) -> None:
+    """Raises `CheckpointError` unless the file is the one that was saved."""
     try:
         size = path.stat().st_size
-        if size == saved["bytes"] and _sha256(path) == saved["sha256"]:
+        if size == saved.bytes and _sha256(path) == saved.sha256:
             return
     except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
     raise CheckpointError(
-        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved['bytes']} that its "
+        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its "
         "manifest tells of. Start from another version."
     )
 

@@ -87,6 +87,11 @@ class MasterClient:
             if answer.ready:
                 return answer
 
+    def find_server(self, index: int) -> tuple[str, int]:
+        """Where the parameter server in a place is now, and its id; waits while a lost one is replaced."""
+        cluster = self.wait_for_cluster()
+        return cluster.ps_addresses[index], cluster.ps_ids[index]
+
     def get_task(self, leases: Iterable[int]) -> Any:
         """The `GetTaskResponse`; waits for some time when there is nothing to do."""
         request = pb.GetTaskRequest(worker_id=self.id, leases=leases)

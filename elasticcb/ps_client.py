@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.optimizer_state import ModelState, OptimizerState
+from elasticcb.errors import ConnectionLostError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
 from elasticcb.rpc import Connection
 from elasticcb.shared_memory import aligned_copy
-from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
 from elasticcb.table_spec import server_of
 from elasticcb.table_state import TableState, joined
-from elasticcb.table_state import from_tensors as tables_from
-from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Array, Frame, dtype_of
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "elasticcb.ParameterServer"
 
@@ -43,6 +43,7 @@ _METHODS = {
 # A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
 # gone is found out by gRPC's keepalive.
 _DEADLINE_SECONDS = 600.0
+_PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
 
 
 @dataclass
@@ -83,11 +84,38 @@ class PushResult:
     rows: dict[int, Array] = field(default_factory=dict)
 
 
+class Link:
+    """The connection to one process that is a server.
+
+    Args:
+        index: of the server.
+        id: of the process.
+    """
+
+    def __init__(self, index: int, address: str, id: int, patience_seconds: float, token: str) -> None:
+        self.address, self.id = address, id
+        self._connection = Connection(address, f"parameter server {index}", patience_seconds, token)
+        self._calls = {name: self._connection.shared_frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
+
+    def call(self, method: str, frame: Frame[Any], patience_seconds: float | None = None) -> Frame[Any]:
+        answer: Frame[Any] = self._connection.call(self._calls[method], frame, _DEADLINE_SECONDS, patience_seconds)
+        return answer
+
+    def free_memory(self) -> None:
+        self._connection.free_memory()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 @dataclass
-class _Server:
-    connection: Connection
+class Server:
+    """One server as its client knows it."""
+
+    index: int
     slices: Sequence[Slice]
-    calls: dict[str, Callable[..., Any]]
+    link: Link
+    moving: threading.Lock = field(default_factory=threading.Lock)
     blocks: dict[str, Array] = field(default_factory=dict)
     version: int = -1
     state_version: int = -1
@@ -104,6 +132,10 @@ class PSClient:
         client_id: the worker's id; names the origin of pushes.
         synchronous: pushes to several servers then are staged, and decided by the first server.
         token: of the job.
+        ids: of the servers' processes, by index.
+        find: by index, the address and the id of the process that is the server now. It is asked when a call gets no
+            answer, and waits while a lost server is replaced; calls then go on with the new one. None: servers are
+            not replaced.
 
     Its methods raise `ConnectionLostError` when a server stays out of reach, `WireError` when it
     refuses a message.
@@ -118,6 +150,8 @@ class PSClient:
         synchronous: bool = False,
         patience_seconds: float = 30.0,
         token: str = "",
+        ids: Sequence[int] = (),
+        find: Callable[[int], tuple[str, int]] | None = None,
     ) -> None:
         self.specs = list(specs)
         self.partition = partition(self.specs, len(addresses), split)
@@ -130,16 +164,14 @@ class PSClient:
         self._exchanging = threading.RLock()  # a worker may push in one thread and pull in another
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
-        self._servers = [
-            self._connect(Connection(address, f"parameter server {index}", patience_seconds, token), slices)
-            for index, (address, slices) in enumerate(zip(addresses, self.partition, strict=True))
-        ]
+        self._patience, self._token, self._find = patience_seconds, token, find
+        self._closed = False
+        links = [self._link(*place) for place in enumerate(zip(addresses, ids or [0] * len(addresses), strict=True))]
+        self._servers = [Server(*known) for known in zip(range(len(links)), self.partition, links, strict=True)]
         self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="ps-client")
 
-    @staticmethod
-    def _connect(connection: Connection, slices: Sequence[Slice]) -> _Server:
-        calls = {name: connection.shared_frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
-        return _Server(connection, slices, calls)
+    def _link(self, index: int, place: tuple[str, int]) -> Link:
+        return Link(index, *place, self._patience, self._token)
 
     @property
     def blocks(self) -> Blocks:
@@ -206,7 +238,7 @@ class PSClient:
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
-        def pull(server: _Server) -> Frame[Any]:
+        def pull(server: Server) -> Frame[Any]:
             request = pb.ExchangeRequest(pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round)
             return self._call(server, "Exchange", request)
 
@@ -263,7 +295,7 @@ class PSClient:
             self.pull()
         return result
 
-    def _request(self, server: _Server, push: Push | None, pull: bool) -> Frame[Any]:
+    def _request(self, server: Server, push: Push | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull,
@@ -303,7 +335,7 @@ class PSClient:
                 rows[part[table][1]] = server.rows[table]
         return found
 
-    def _rows_of(self, server: _Server, index: int, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
+    def _rows_of(self, server: Server, index: int, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
         tensors: dict[str, Array] = {}
         for variable, (ids, values) in rows.items():
             if self.specs[variable].table:
@@ -323,7 +355,7 @@ class PSClient:
             tensors[f"rows/{part.variable}/values"] = values[here]
         return tensors
 
-    def _exchange(self, servers: Sequence[_Server], frames: Sequence[Frame[Any]]) -> list[Any]:
+    def _exchange(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Any]:
         if len(servers) == 1:
             answers = [self._call_frame(servers[0], frames[0])]
         else:
@@ -341,174 +373,53 @@ class PSClient:
                 server.blocks = {**server.blocks, **_kept(blocks)}
         return [answer.header for answer in answers]
 
-    def _call(self, server: _Server, method: str, header: Any) -> Frame[Any]:
+    def _call(self, server: Server, method: str, header: Any) -> Frame[Any]:
         return self._call_frame(server, Frame(header, {}), method)
 
-    @staticmethod
-    def _call_frame(server: _Server, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
-        answer: Frame[Any] = server.connection.call(server.calls[method], frame, _DEADLINE_SECONDS)
-        return answer
+    def _call_frame(self, server: Server, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
+        if self._find is None:
+            return server.link.call(method, frame)
+        begun = time.monotonic()
+        while True:
+            link = server.link
+            try:
+                return link.call(method, frame, patience_seconds=0.0)
+            except ConnectionLostError:
+                if self._closed:
+                    raise
+                if self._moved(server, link):
+                    begun = time.monotonic()
+                    if method == "ReadTable":  # rows have other places now
+                        raise
+                    if method == "Exchange":
+                        frame.header.known_version = frame.header.known_state_version = -1
+                elif time.monotonic() - begun > self._patience:
+                    raise
+                else:
+                    time.sleep(_PAUSE_SECONDS)
 
-    # ------------------------------------------------------------ what only the master says
-
-    def initialize(
-        self,
-        weights: Sequence[Array],
-        checkpoint: str = "",
-        optimizer_state: OptimizerState | None = None,
-        version: int = 0,
-        ids: Ids | None = None,
-    ) -> None:
-        """Gives the servers the model: `weights` in the order of the specs, or a checkpoint version's folder.
-
-        Args:
-            optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
-            version: of the model, beside weights.
-            ids: as in `ModelState`.
-
-        Raises `ElasticCBError` when the state is of other optimizers.
-        """
-        state = optimizer_state or OptimizerState()
-        variables = [spec.to_message() for spec in self.specs]
-        tables = {} if checkpoint else self._tables(weights, state, ids)
-
-        def initialize(index: int) -> Any:
-            server = self._servers[index]
-            header = pb.InitializeRequest(
-                variables=variables, num_ps=len(self._servers), index=index, split=self.split,
-                checkpoint=checkpoint, ps_addresses=[s.connection.address for s in self._servers],
-                version=version, optimizers=state.optimizers,
-            )  # fmt: skip
-            tensors = {} if checkpoint else self._packed(index, weights, state, tables)
-            return self._call_frame(server, Frame(header, tensors), "Initialize").header
-
-        answers = list(self._pool.map(initialize, range(len(self._servers))))
-        self._free_memory()
-        self.version, self.learning_rate = answers[0].version, answers[0].learning_rate
-
-    def export(self) -> ModelState:
-        """Everything that the servers hold. In synchronous mode all of it is of one version."""
-        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
-        answers = list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
-        states = [
-            from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
-            for index, answer in enumerate(answers)
-        ]
-        blocks = [
-            {name: array for name, array in answer.tensors.items() if name.startswith(("weights/", "state/"))}
-            for answer in answers
-        ]
-        state = ModelState(
-            version=int(answers[0].header.version),
-            weights=unpack_weights(blocks, self.specs, self.partition),
-            optimizer=join_states(states, self.specs, self.partition),
-        )
-        parts = [tables_from(answer.tensors) for answer in answers]
-        for table in parts[0]:
-            whole = joined([part[table] for part in parts])
-            state.weights[table], state.ids[table] = whole.rows, whole.ids
-            state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
-        self._free_memory()
-        return state
-
-    def load_state(
-        self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
-    ) -> int:
-        """Sets weights, or the state of optimizers, or both; returns the version that this makes.
-
-        Gradients that wait for more, and are now too old by the rules of synchronous mode, are dropped.
-
-        Args:
-            weights: of the whole model; None leaves them.
-            optimizer_state: None, and what it lacks, is left. Of embedding tables it is set beside weights only.
-            ids: as in `ModelState`.
-
-        Raises `ElasticCBError` when the state is of other optimizers.
-        """
-        state = optimizer_state or OptimizerState()
-        tables = {} if weights is None else self._tables(weights, state, ids)
-        change = secrets.randbits(62) + 1
-
-        def load(index: int) -> int:
-            header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
-            frame = Frame(header, self._packed(index, weights, state, tables))
-            return int(self._call_frame(self._servers[index], frame, "LoadState").header.version)
-
-        # In synchronous mode the first one makes the others set what they got.
-        list(self._pool.map(load, range(1, len(self._servers))))
-        self.version = load(0)
-        self._free_memory()
-        return self.version
-
-    def _free_memory(self) -> None:
-        for server in self._servers:
-            server.connection.free_memory()
-
-    def _packed(
-        self, index: int, weights: Sequence[Array] | None, state: OptimizerState, tables: Mapping[int, TableState]
-    ) -> dict[str, Array]:
-        """One server's part of weights and state, as it travels."""
-        slices = self._servers[index].slices
-        tensors = {} if weights is None else pack_weights(weights, self.specs, slices)
-        parts = {table: whole.part(index, len(self._servers)) for table, whole in tables.items()}
-        return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
-
-    def _tables(self, weights: Sequence[Array], state: OptimizerState, ids: Ids | None) -> dict[int, TableState]:
-        tables = {}
-        for index, spec in enumerate(self.specs):
-            if spec.table:
-                slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
-                rows = weights[index]
-                own = ids[index] if ids and index in ids else np.arange(len(rows), dtype=np.int64)
-                tables[index] = TableState(own, rows, slots)
-        return tables
-
-    def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
-        """Makes every server keep its present weights for the round, or `weights`; returns their version."""
-        if weights is not None:
-
-            def keep(server: _Server) -> int:
-                header = pb.SnapshotRequest(evaluation_round=evaluation_round)
-                frame = Frame(header, pack_weights(weights, self.specs, server.slices))
-                return int(self._call_frame(server, frame, "Snapshot").header.version)
-
-            versions = list(self._pool.map(keep, self._servers))
-            return versions[0]
-        return self._first_then_others("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
-
-    def release_snapshot(self, evaluation_round: int) -> None:
-        """Lets the servers forget the weights kept for the round."""
-        self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
-
-    def save(self, directory: str) -> list[Any]:
-        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
-        self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
-        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
-
-    def finish_training(self, finalize: bool = True) -> int:
-        """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
-        return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the base rate on every server."""
-        self._on_all("SetLearningRate", lambda: pb.SetLearningRateRequest(learning_rate=learning_rate))
-
-    def _first_then_others(self, method: str, header: Callable[[], Any]) -> int:
-        """For what the first server passes on to the others; returns the version that it answers with."""
-        first, *others = self._servers
-        answer = self._call(first, method, header()).header
-        list(self._pool.map(lambda server: self._call(server, method, header()), others))
-        return int(answer.version)
-
-    def _on_all(self, method: str, header: Callable[[], Any]) -> list[Any]:
-        answers = self._pool.map(lambda server: self._call(server, method, header()), self._servers)
-        return [answer.header for answer in answers]
+    def _moved(self, server: Server, failed: Link) -> bool:
+        """Whether another process is the server now, which has taken the place of the one that `failed`."""
+        with server.moving:
+            if server.link is not failed:
+                return True
+            assert self._find is not None
+            address, id = self._find(server.index)
+            if id == failed.id:
+                return False
+            logger.info("Parameter server %d is at %s now", server.index, address)
+            server.link = self._link(server.index, (address, id))
+            # The new one counts for itself.
+            server.version = server.state_version = -1
+            failed.close()
+            return True
 
     def close(self) -> None:
         """Ends all connections."""
+        self._closed = True
         self._pool.shutdown(wait=False)
         for server in self._servers:
-            server.connection.close()
+            server.link.close()
 
 
 def _rows_in(answer: Frame[Any]) -> dict[int, Array]:

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from elasticcb.errors import DataError, ElasticCBError, JobOverError, ModelFileE
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment
-from elasticcb.settings import ClusterKind, Command, JobSettings
+from elasticcb.settings import RECOVERY_FOLDER, ClusterKind, Command, JobSettings
 
 if TYPE_CHECKING:
     from elasticcb.status import Summary
@@ -80,6 +81,7 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
             backend.stop(0.0)
             raise
         master.start()
+        done = False
 
         def run(settings: JobSettings) -> Summary:
             job = Job(settings, master, display)
@@ -90,11 +92,14 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
 
         try:
             yield run
+            done = True
         except ElasticCBError as error:
             logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
             raise
         finally:
             master.shut_down(STOP_SECONDS)
+            if done:
+                shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
 
 
 def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None) -> None:

@@ -131,6 +131,9 @@ class EmbeddingSettings:
     max_age: int = 0  # rows that training did not meet for so many versions go; 0: never
 
 
+RECOVERY_FOLDER = "recovery"  # in the job's folder: by which a parameter server that was killed comes back
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """When and where checkpoints are written, and which one to start from."""
@@ -138,6 +141,8 @@ class CheckpointSettings:
     directory: str = ""  # "": none are written
     steps: int = 0  # model versions between checkpoints; 0: only at the end
     keep_max: int = 3  # newest that are kept; 0: all
+    # Between the files by which a parameter server that was killed comes back; 0: none are written.
+    interval_seconds: float = 10.0
     directory_for_init: str = ""  # a checkpoint folder, or the folder of one version; "": fresh weights
 
 
@@ -151,6 +156,7 @@ class ClusterSettings:
     host: str = "127.0.0.1"  # interface to listen on
     port: int = 0  # of the master; 0: any free one
     max_worker_restarts: int = 10  # over the whole job
+    max_ps_restarts: int = 10  # likewise
     silence_seconds: float = 30.0  # a process that nobody watches is lost after so much silence
 
 

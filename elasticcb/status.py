@@ -61,6 +61,8 @@ class Summary:
     workers_replaced: int = 0
     servers_lost: int = 0
     servers_replaced: int = 0
+    longest_server_recovery: float = 0.0  # seconds from a loss to the moment when another server held its part
+    updates_lost: int = 0  # with lost servers, of their parts of the model
     version: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation round
     stopped_early: str = ""  # why training ended before its last epoch; "": it did not

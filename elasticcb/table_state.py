@@ -72,6 +72,20 @@ def joined(states: Sequence[TableState]) -> TableState:
     return whole if (ids[1:] > ids[:-1]).all() else whole.select(np.argsort(ids))
 
 
+def overlaid(states: Sequence[TableState]) -> TableState:
+    """One table of several that were written one after another: of rows in several, the last."""
+    ids = np.concatenate([state.ids for state in states])
+    # `unique` finds the first of equal ids: the last, in reverse.
+    _, places = np.unique(ids[::-1], return_index=True)
+    keep = np.zeros(len(ids), np.bool_)
+    keep[len(ids) - 1 - places] = True
+    pieces, start = [], 0
+    for state in states:
+        pieces.append(state.select(keep[start : start + len(state.ids)]))
+        start += len(state.ids)
+    return joined(pieces)
+
+
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
     """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
     tensors: dict[str, Array] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import os
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of wh
     "embedding_max_age": (0, None),
     "checkpoint_steps": (0, None),
     "max_worker_restarts": (0, None),
+    "max_ps_restarts": (0, None),
     "port": (0, 65535),
 }
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -69,7 +71,9 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
 
     folder = values["checkpoint_dir"]
     return ClusterArguments(
-        ClusterSettings(**take("kind", "num_workers", "num_ps", "host", "port", "max_worker_restarts")),
+        ClusterSettings(
+            **take("kind", "num_workers", "num_ps", "host", "port", "max_worker_restarts", "max_ps_restarts")
+        ),
         TrainingSettings(
             **take("use_async", "grads_to_wait", "sync_version_tolerance", "get_model_steps", "max_staleness"),
             **take("wire_dtype", "non_finite", "callback_errors"),
@@ -77,7 +81,11 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
         EmbeddingSettings(
             **{field.name: values[f"embedding_{field.name}"] for field in dataclasses.fields(EmbeddingSettings)}
         ),
-        CheckpointSettings(directory=os.path.abspath(folder) if folder else "", steps=values["checkpoint_steps"]),
+        CheckpointSettings(
+            directory=os.path.abspath(folder) if folder else "",
+            steps=values["checkpoint_steps"],
+            interval_seconds=values["checkpoint_interval"],
+        ),
         values["log_level"],
     )
 
@@ -91,11 +99,19 @@ def _checked(name: str, value: Any) -> Any:
         except ValueError:
             known = ", ".join(repr(member.value) for member in _NAMES[name])
             raise UsageError(f"`{name}` must be one of {known}. Received: {name}={value!r}") from None
+    if name == "checkpoint_interval":
+        return _seconds(name, value)
     if name == "use_async" and not isinstance(value, bool):
         raise UsageError(f"`use_async` must be True or False. Received: use_async={value!r}")
     if name == "log_level" and value not in _LOG_LEVELS:
         raise UsageError(f"`log_level` must be one of {', '.join(_LOG_LEVELS)}. Received: log_level={value!r}")
     return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UsageError(f"`{name}` must be a number of seconds of at least 0. Received: {name}={value!r}")
+    return float(value)
 
 
 def _whole(name: str, value: Any, lowest: int, highest: int | None) -> int:

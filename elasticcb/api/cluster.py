@@ -55,7 +55,9 @@ class Cluster:
         non_finite: "stop": a NaN or an infinity in loss or gradients ends `fit` with an error; "skip": its batch
             is passed over.
         callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
-        max_worker_restarts: workers that may be started in the place of lost ones.
+        checkpoint_interval: seconds between the files by which a parameter server that is killed comes back; 0: none
+            are written, and a lost server ends the call.
+        max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones.
         host: interface to listen on.
         port: of the master; 0 takes any free one.
         log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
@@ -92,7 +94,9 @@ class Cluster:
         checkpoint_steps: int = 0,
         non_finite: str = "stop",
         callback_errors: str = "stop",
+        checkpoint_interval: float = 10.0,
         max_worker_restarts: int = 10,
+        max_ps_restarts: int = 10,
         host: str = "127.0.0.1",
         port: int = 0,
         log_level: str = "INFO",
@@ -116,7 +120,9 @@ class Cluster:
             checkpoint_steps=checkpoint_steps,
             non_finite=non_finite,
             callback_errors=callback_errors,
+            checkpoint_interval=checkpoint_interval,
             max_worker_restarts=max_worker_restarts,
+            max_ps_restarts=max_ps_restarts,
             host=host,
             port=port,
             log_level=log_level,

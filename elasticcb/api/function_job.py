@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import sys
 import threading
@@ -18,10 +19,12 @@ from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.roster import Role
+from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.ps_client import PSClient
 from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import Call, Result
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 30.0  # for workers to be done with the job
 _ABANDON_SECONDS = 5.0  # for the thread that drives a job, which may wait for a server
@@ -57,8 +60,8 @@ class FunctionJob:
         self.failed = False  # it can't go on
         self._master = master
         self._placed = placed
-        self._start = {} if placed is None else placed.start()
-        self._ps: PSClient = None  # type: ignore[assignment]  # until the servers are there; with a model only
+        self._start = None if placed is None else placed.start()
+        self._servers: Servers | None = None  # until they are there; with a model only
         self._queue = TaskQueue(
             records_per_task=1,
             minibatch_size=1,
@@ -120,7 +123,8 @@ class FunctionJob:
         """Makes the caller's model hold what the servers hold."""
         self._ready.wait()
         if self._placed is not None and not self.failed:
-            self._placed.set_state(self._ps.export())
+            assert self._servers is not None
+            self._placed.set_state(self._servers.control.export())
 
     def raise_error(self) -> None:
         """Raises what the first failing function raised, or why the job failed; once."""
@@ -168,8 +172,8 @@ class FunctionJob:
             self._fail(error)
         finally:
             self._ready.set()
-            if self._ps is not None:
-                self._ps.close()
+            if self._servers is not None:
+                self._servers.close()
 
     def _begin(self) -> None:
         master, placed = self._master, self._placed
@@ -179,15 +183,15 @@ class FunctionJob:
                 while not self._over and not master.roster.complete(Role.PS, master.job):
                     master.tend()
                     master.wait()
-                addresses = [member.address for member in master.roster.up(Role.PS)]
             if self._over:
                 return
-            # Little patience: this side knows when a server is gone.
-            self._ps = PSClient(addresses, placed.variables, placed.may_split, patience_seconds=5.0, token=master.token)
-            self._ps.initialize(**self._start)
-            self._start.clear()
-            self._learning_rate = self._ps.learning_rate
-            cluster = Cluster(addresses, placed.variables, placed.may_split)
+            self._servers = Servers(master, placed.variables, placed.may_split, placed.start, logger.warning)
+            assert self._start is not None
+            self._servers.control.initialize(self._start)
+            self._start = None
+            self._learning_rate = self._servers.control.learning_rate
+            self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
+            cluster = Cluster(self._servers.places, placed.variables, placed.may_split)
         with master.changed:
             master.queue, master.cluster = self._queue, cluster
             master.changed.notify_all()
@@ -202,10 +206,13 @@ class FunctionJob:
             inbox, self._inbox = self._inbox, []
             results, master.results = master.results, {}
             self._take(results)
+        if master.lost_ps and self._servers is not None:
+            self._servers.restore_lost()
         for scheduled in inbox:
             rate = scheduled.learning_rate
             if rate is not None and rate != self._learning_rate:
-                self._ps.set_learning_rate(rate)
+                assert self._servers is not None
+                self._servers.control.set_learning_rate(rate)
                 self._learning_rate = rate
             with master.changed:
                 if scheduled.value.number in self._open:  # else it was cancelled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from elasticcb.errors import UsageError
@@ -12,6 +10,7 @@ from elasticcb.model_weights import variable_specs
 from elasticcb.optimizer_state import ModelState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers, unwrapped
 from elasticcb.program import Program
+from elasticcb.ps_control import Source
 
 
 class Placed:
@@ -44,13 +43,13 @@ class Placed:
         self.may_split = all(map(may_split, optimizers))
         self._owner_indices = [spec.optimizer for spec in self.variables]
 
-    def start(self) -> dict[str, Any]:
-        """The present state of the model, as `PSClient.initialize` takes it."""
+    def start(self) -> Source:
+        """The present state of the model."""
         optimizers = model_optimizers(self.model)
         version = max(int(optimizer.iterations) if optimizer.built else 0 for optimizer in optimizers)
         state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
         weights = [variable.numpy() for variable in self.model.weights]
-        return {"weights": weights, "optimizer_state": state, "version": version}
+        return Source(weights, optimizer_state=state, version=version)
 
     def program(self) -> bytes:
         """The model as it travels to workers and servers."""

@@ -360,6 +360,17 @@ OPTIONS: tuple[Option, ...] = (
         commands=TRAIN,
     ),
     Option(
+        name="checkpoint_interval",
+        field="checkpoint.interval_seconds",
+        panel=CHECKPOINTS,
+        kind=Kind.NUMBER,
+        value="SECONDS",
+        minimum=0,
+        help="Parameter servers write down what changed every so many seconds, in the job's folder; one that is "
+        "killed comes back with that. 0: never, and a lost server ends the job.",
+        commands=TRAIN,
+    ),
+    Option(
         name="keep_checkpoint_max",
         field="checkpoint.keep_max",
         panel=CHECKPOINTS,
@@ -472,6 +483,15 @@ OPTIONS: tuple[Option, ...] = (
         value="PROCESSES",
         minimum=0,
         help="Workers that are started in the place of lost ones, over the whole job.",
+    ),
+    Option(
+        name="max_ps_restarts",
+        field="cluster.max_ps_restarts",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PROCESSES",
+        minimum=0,
+        help="Parameter servers that are started in the place of lost ones, over the whole job.",
     ),
     Option(
         name="silence_seconds",

@@ -70,6 +70,10 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "errors in callbacks", format_count(summary.callback_errors)
     yield "workers lost", f"{summary.workers_lost}, of them replaced: {summary.workers_replaced}"
     yield "parameter servers lost", f"{summary.servers_lost}, of them replaced: {summary.servers_replaced}"
+    if summary.servers_replaced:
+        yield "longest recovery of one", format_seconds(summary.longest_server_recovery)
+    if summary.updates_lost:
+        yield "updates lost with them", format_count(summary.updates_lost)
     yield "model version", format_count(summary.version)
     if summary.seconds_to_first_step is not None:
         yield "time to the first training step", format_seconds(summary.seconds_to_first_step)

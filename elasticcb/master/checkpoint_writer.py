@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from elasticcb import checkpoint as checkpoints
-from elasticcb.ps_client import PSClient
+from elasticcb.ps_control import PSControl
 from elasticcb.settings import JobSettings
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class CheckpointWriter:
         newest: path of the newest one; "" before the first.
     """
 
-    def __init__(self, settings: JobSettings, client: PSClient) -> None:
+    def __init__(self, settings: JobSettings, client: PSControl) -> None:
         self._job = settings.name
         self._settings = settings.checkpoint
         self._client = client

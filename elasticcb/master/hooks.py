@@ -14,7 +14,8 @@ import numpy as np
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import unwrapped
-from elasticcb.ps_client import Blocks, PSClient
+from elasticcb.ps_client import Blocks
+from elasticcb.ps_control import PSControl
 
 if TYPE_CHECKING:
     from elasticcb.master.model_host import ModelHost
@@ -29,12 +30,15 @@ class MasterHooks:
         ps: of the servers, which hold the model.
         stop_training: takes a reason.
         reached_version: takes a version that the model was brought to from here.
+
+    Attributes:
+        base_learning_rate: that of the servers; None where a schedule rules it.
     """
 
     def __init__(
         self,
         host: ModelHost,
-        ps: PSClient,
+        ps: PSControl,
         stop_training: Callable[[str], None],
         reached_version: Callable[[int], None],
     ) -> None:
@@ -46,7 +50,7 @@ class MasterHooks:
         self._state: OptimizerState | None = None  # that the optimizer was given for the present hook
         self._iterations_ahead = 0  # of the optimizer, compared with the version
         self._round_changed = False  # whether `on_test_begin` gave the round other weights
-        self._base_learning_rate: float | None = None
+        self.base_learning_rate: float | None = None
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Calls a hook of training or prediction; `options` are those of `Dispatcher.call`."""
@@ -122,7 +126,7 @@ class MasterHooks:
         variable = self._host.learning_rate
         if variable is not None and self._host.trains:  # else servers have no optimizer
             variable.assign(rate)
-        self._base_learning_rate = self._learning_rate()
+        self.base_learning_rate = self._learning_rate()
 
     # ------------------------------------------------------------ the model
 
@@ -185,9 +189,9 @@ class MasterHooks:
         if self._callbacks.stop_requested:
             self._stop_training(self._callbacks.stop_reason)
         rate = self._learning_rate()
-        if rate is not None and rate != self._base_learning_rate:
+        if rate is not None and rate != self.base_learning_rate:
             self._ps.set_learning_rate(rate)
-            self._base_learning_rate = rate
+            self.base_learning_rate = rate
 
     def _learning_rate(self) -> float | None:
         variable = self._host.learning_rate

@@ -34,10 +34,11 @@ from elasticcb.master.hooks import MasterHooks
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
+from elasticcb.master.servers import Servers
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizer_state import ModelState
-from elasticcb.ps_client import PSClient
+from elasticcb.ps_control import PSControl, Source
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import Summary
 
@@ -80,7 +81,7 @@ class Job:
         self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._last_epoch_logs: dict[str, Any] = {}
-        self._ps: PSClient = None  # type: ignore[assignment]  # until `_connect`
+        self._servers: Servers = None  # type: ignore[assignment]  # until `_connect`
         self._begun = False  # the servers hold the model, and workers take tasks
         self._over = False
         self._more_batches = False  # for callbacks to hear of, at once
@@ -113,8 +114,8 @@ class Job:
 
     def close(self) -> None:
         """Ends the connections to the servers."""
-        if self._ps is not None:
-            self._ps.close()
+        if self._servers is not None:
+            self._servers.close()
 
     # ------------------------------------------------------------ beginning and end
 
@@ -164,7 +165,7 @@ class Job:
         # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
         with master.changed:
             master.cluster = Cluster(
-                self._addresses(),
+                self._servers.places,
                 self._host.variables,
                 self._ps.split,
                 batch_events=self._follows_batches,
@@ -192,29 +193,33 @@ class Job:
 
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
-        # Little patience: this side knows when a server is gone.
-        self._ps = PSClient(
-            self._addresses(),
-            self._host.variables,
-            self._host.may_split,
-            patience_seconds=5.0,
-            token=self._master.token,
-        )
         folder = self._settings.checkpoint.directory_for_init
-        checkpoint = str(find_latest(folder)) if folder else ""
-        weights, ids = ([], {}) if checkpoint else self._host.weights()
-        state = self._host.optimizer_state()
-        self._ps.initialize(weights, checkpoint, state, self._host.version, ids)
-        if checkpoint:
-            self._display.message(f"The model starts from {checkpoint}, version {self._ps.version}.")
+        self._first_checkpoint = str(find_latest(folder)) if folder else ""
+        self._servers = Servers(
+            self._master, self._host.variables, self._host.may_split, self._source, self._display.message
+        )
+        source = self._source()
+        self._ps.initialize(source)
+        if source.checkpoint:
+            self._display.message(f"The model starts from {source.checkpoint}, version {self._ps.version}.")
             self._host.assign(*self._ps.weights())
         self._hooks = MasterHooks(self._host, self._ps, self._master.stop_training, self._master.reached_version)
         self._hooks.adopt_learning_rate(self._ps.learning_rate)
+        self._servers.learning_rate = lambda: self._hooks.base_learning_rate
         self._host.callbacks.warn = self._master.warn
         self._follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
 
-    def _addresses(self) -> list[str]:
-        return [member.address for member in self._master.roster.up(Role.PS)]
+    @property
+    def _ps(self) -> PSControl:
+        return self._servers.control
+
+    def _source(self) -> Source:
+        """What a server begins with, without recovery files: the newest checkpoint, or fresh weights."""
+        checkpoint = self._report.checkpoint_path or self._first_checkpoint
+        if checkpoint:
+            return Source(checkpoint=checkpoint)
+        weights, ids = self._host.weights()
+        return Source(weights, "", self._host.optimizer_state(), self._host.version, ids)
 
     def _wait_for(self, condition: Any, what: str) -> None:
         while True:
@@ -276,6 +281,8 @@ class Job:
             idle = not milestones and not self._checkpoints.is_due(self._master.version) and not self._round_due()
             if idle and not self._more_batches:
                 master.wait()
+        if master.lost_ps:
+            self._servers.restore_lost()
         self._master.say_warnings()
         self._deliver_batches()
         if idle:

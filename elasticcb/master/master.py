@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.rpc import Server
-from elasticcb.settings import ClusterSettings, JobSettings
+from elasticcb.settings import ClusterSettings, Command, JobSettings
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,35 @@ _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing ha
 _LATE = "it is of a job that is over"
 
 
+class ServerPlace(NamedTuple):
+    """Where the server in a place is, and which process that is."""
+
+    address: str
+    id: int
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What a worker must know of the servers."""
 
-    ps_addresses: Sequence[str]
+    servers: Sequence[ServerPlace]
     variables: Sequence[VariableSpec]
     split: bool
     batch_events: bool = False  # whether it is to report each batch
     predictions: bool = False  # whether it is to report what it predicts
+
+
+@dataclass
+class Recoveries:
+    """What lost servers cost a job.
+
+    Attributes:
+        seconds: from each loss to the moment when the server that took the place held the model.
+        updates_lost: of the model, as far as the master knew the version.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    updates_lost: int = 0
 
 
 @dataclass
@@ -80,8 +100,8 @@ class Master:
         self._jobs = 0
         self._program = b""
         self.datasets: dict[int, bytes] = {}  # functions that make per-worker datasets, pickled; for all jobs
-        self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts)
-        self.processes = Processes(self.roster, backend, self._worker_lost, say)
+        self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
+        self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, say)
         # Each worker may have a long poll under way and two more calls; so may each server.
         threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
         self._server = Server(cluster.host, cluster.port, threads, token)
@@ -97,6 +117,9 @@ class Master:
         self._warned: set[str] = set()  # subjects
         self._unsaid: list[str] = []
         self.cluster: Cluster | None = None  # None until the servers hold the model
+        # When servers were lost in whose places no other holds the model yet, in seconds, by place.
+        self.lost_ps: dict[int, float] = {}
+        self.recoveries = Recoveries()
         self.version = 0
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
@@ -131,6 +154,7 @@ class Master:
             self._reset()
             self.settings = settings
             self._program = program
+            self.roster.recovers_ps = _recovers_ps(settings)
             self._jobs += 1
             self.changed.notify_all()
 
@@ -254,11 +278,14 @@ class Master:
         with self.changed:
             self._seen(id)
             job = self.roster.job_of(id)
-            self.changed.wait_for(lambda: self.cluster is not None or self.closing or job != self._jobs, seconds)
+            self.changed.wait_for(lambda: self._servers_are_ready() or self.closing or job != self._jobs, seconds)
             if self.closing:
                 raise JobFailedError("The job ended before it began.")
             self._check_is_present(job)
-            return self.cluster
+            return self.cluster if self._servers_are_ready() else None
+
+    def _servers_are_ready(self) -> bool:
+        return self.cluster is not None and not self.lost_ps
 
     def get_task(
         self, worker: int, held: Collection[int], seconds: float, waits: Callable[[], bool] = lambda: True
@@ -428,6 +455,20 @@ class Master:
         except ElasticCBError as error:
             self.error = error  # a task that is done but not counted: the round can't be right any more
 
+    def _ps_lost(self, index: int) -> None:
+        self.lost_ps.setdefault(index, time.monotonic())
+        self.changed.notify_all()
+
+    def ps_is_back(self, index: int, place: ServerPlace) -> None:
+        """Another server in this place holds the model."""
+        with self.changed:
+            self.lost_ps.pop(index, None)
+            if self.cluster is not None:
+                servers = [*self.cluster.servers]
+                servers[index] = place
+                self.cluster = replace(self.cluster, servers=servers)
+            self.changed.notify_all()
+
     def _worker_lost(self, worker: int) -> None:
         if self.queue is not None:
             for task in self.queue.worker_lost(worker):
@@ -439,3 +480,14 @@ class Master:
         if member is not None:
             self.processes.kill(member)
             self.processes.lost(worker, "it made no progress on its task")
+
+
+def _recovers_ps(settings: JobSettings) -> bool:
+    """Whether a server can take the place of a lost one: from its recovery files, or with weights that did not change.
+
+    In synchronous mode several servers must stand at one version, which those files can't tell.
+    """
+    if settings.command in (Command.EVALUATE, Command.PREDICT):
+        return True
+    consistent = settings.training.use_async or settings.cluster.num_ps == 1
+    return consistent and settings.checkpoint.interval_seconds > 0

@@ -22,6 +22,7 @@ class Processes:
         roster: the plan.
         backend: carries it out.
         on_worker_lost: called with the id of a worker whose leases must go back.
+        on_ps_lost: called with the place of a server that is replaced.
         say: shows a line to the user.
     """
 
@@ -30,11 +31,12 @@ class Processes:
         roster: Roster,
         backend: ClusterBackend,
         on_worker_lost: Callable[[int], None],
+        on_ps_lost: Callable[[int], None],
         say: Callable[[str], None],
     ) -> None:
         self._roster = roster
         self._backend = backend
-        self._on_worker_lost = on_worker_lost
+        self._on_worker_lost, self._on_ps_lost = on_worker_lost, on_ps_lost
         self._say = say
 
     def start_missing(self, master_address: str) -> None:
@@ -100,6 +102,8 @@ class Processes:
             return
         if decision.kind is Consequence.FAIL:
             raise JobFailedError(decision.reason + "." + self._last_words(decision.role, decision.index))
+        if decision.role is Role.PS:
+            self._on_ps_lost(decision.index)
         logger.info("%s", decision.reason)
         self._say(decision.reason)
 

@@ -146,6 +146,8 @@ class Report:
             workers_replaced=roster.replaced_count(Role.WORKER),
             servers_lost=roster.lost_count(Role.PS),
             servers_replaced=roster.replaced_count(Role.PS),
+            longest_server_recovery=max(master.recoveries.seconds, default=0.0),
+            updates_lost=master.recoveries.updates_lost,
             version=master.version,
             metrics=self.metrics,
             stopped_early=queue.stop_reason or "",

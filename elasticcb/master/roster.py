@@ -79,12 +79,17 @@ class Roster:
     Args:
         num_workers: places of workers.
         num_ps: places of parameter servers.
-        max_worker_restarts: workers that may be started in the place of lost ones, over the whole job.
+        max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones, over the whole
+            job.
+
+    Attributes:
+        recovers_ps: whether the part of the model that a lost server held can be had again.
     """
 
-    def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int) -> None:
+    def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int, max_ps_restarts: int = 0) -> None:
         self._sizes = {Role.WORKER: num_workers, Role.PS: num_ps}
-        self._max_restarts = max_worker_restarts
+        self._max_restarts = {Role.WORKER: max_worker_restarts, Role.PS: max_ps_restarts}
+        self.recovers_ps = True
         self._places = {
             (role, index): PlaceState.PLANNED for role, size in self._sizes.items() for index in range(size)
         }
@@ -93,7 +98,7 @@ class Roster:
         self._seen: dict[int, float] = {}
         self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
         self._next_id = 1
-        self._restarts = 0
+        self._restarts = dict.fromkeys(Role, 0)
         self._lost = dict.fromkeys(Role, 0)
         self._replaced = dict.fromkeys(Role, 0)
         self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
@@ -172,8 +177,7 @@ class Roster:
         """
         member = self._remove(id, reason)
         if member is not None:
-            part = "; its part of the model is gone" if member.role is Role.PS else ""
-            return self._decide(member.role, member.index, f"{member} was lost: {reason}{part}")
+            return self._decide(member.role, member.index, f"{member} was lost: {reason}")
         if id not in self._gone:
             raise UsageError(f"Process {id} was reported lost, but {self._why_unknown(id)}.")
         gone, _ = self._gone[id]
@@ -254,17 +258,20 @@ class Roster:
     def _decide(self, role: Role, index: int, story: str) -> LossDecision:
         self._lost[role] += 1
         place = (role, index)
-        if role is Role.PS:
+        if role is Role.PS and not self.recovers_ps:
             self._places[place] = PlaceState.GIVEN_UP
-            return LossDecision(Consequence.FAIL, role, index, story)
-        if self._restarts < self._max_restarts:
-            self._restarts += 1
+            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
+        if self._restarts[role] < self._max_restarts[role]:
+            self._restarts[role] += 1
             self._places[place] = PlaceState.PLANNED
             self._vacated.add(place)
-            reason = f"{story}; restart {self._restarts} of {self._max_restarts}"
+            reason = f"{story}; restart {self._restarts[role]} of {self._max_restarts[role]}"
             return LossDecision(Consequence.RESTART, role, index, reason)
         self._places[place] = PlaceState.GIVEN_UP
-        used_up = f"the {self._max_restarts} restarts (--max_worker_restarts) are used up"
+        flag = "--max_ps_restarts" if role is Role.PS else "--max_worker_restarts"
+        used_up = f"the {self._max_restarts[role]} restarts ({flag}) are used up"
+        if role is Role.PS:
+            return LossDecision(Consequence.FAIL, role, index, f"{story}; {used_up}")
         others = sum(
             state in _EXPECTED or state is PlaceState.UP
             for (other, _), state in self._places.items()

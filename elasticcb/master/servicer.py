@@ -89,7 +89,8 @@ class MasterServicer(Generated):
             return pb.GetClusterResponse(ready=False)
         return pb.GetClusterResponse(
             ready=True,
-            ps_addresses=cluster.ps_addresses,
+            ps_addresses=[server.address for server in cluster.servers],
+            ps_ids=[server.id for server in cluster.servers],
             variables=[spec.to_message() for spec in cluster.variables],
             split=cluster.split,
             batch_events=cluster.batch_events,

@@ -225,9 +225,11 @@ class EmbeddingTable:
         if snapshot in self._snapshots:
             self._snapshots.remove(snapshot)
 
-    def export(self) -> TableState:
-        """Everything, as arrays that are never written again."""
-        return self._rows.slice(0, len(self._rows))
+    def export(self, since: int | None = None) -> TableState:
+        """Everything, or what was trained after version `since`, as arrays that are never written again."""
+        if since is None:
+            return self._rows.slice(0, len(self._rows))
+        return self._rows.at(np.flatnonzero(self._rows.used > since))
 
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
         """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end.

@@ -334,13 +334,17 @@ class Parameters:
 
     # -------------------------------------------------------------- checkpoints
 
-    def export(self) -> Part:
-        """Everything that a checkpoint holds of this server, as arrays that are never written again."""
+    def export(self, since: int | None = None) -> Part:
+        """Everything that a checkpoint holds of this server, as arrays that are never written again.
+
+        Args:
+            since: of embedding tables, only the rows that were trained after this version.
+        """
         weights = self._arrays()
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights, tables=self.tables.export())
+        part = Part(version=self.version, weights=weights, tables=self.tables.export(since))
         if self.optimizers is not None:
             state = self.optimizers.state()
             part.optimizer = ", ".join(state.optimizers)

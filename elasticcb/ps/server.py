@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from elasticcb import rpc
@@ -10,7 +11,7 @@ from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
-from elasticcb.settings import JobSettings
+from elasticcb.settings import RECOVERY_FOLDER, JobSettings
 from elasticcb.tensors import Frame
 
 
@@ -69,4 +70,7 @@ class PSServer:
 def _servicer(settings: JobSettings, make_optimizers: MakeOptimizers | None, token: str) -> Servicer:
     given = settings.embedding
     limits = TableLimits(given.memory_bytes, given.when_full.value, given.min_count, given.max_age)
-    return Servicer(settings.training, make_optimizers, token, limits)
+    interval = settings.checkpoint.interval_seconds
+    keeps_files = make_optimizers is not None and bool(interval and settings.directory)
+    recovery = (Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None
+    return Servicer(settings.training, make_optimizers, token, limits, recovery)

@@ -6,24 +6,27 @@ and shared by all answers, so that the lock is held for little more than an upda
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from elasticcb import checkpoint
-from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters, flat
-from elasticcb.ps.partition import VariableSpec, partition
+from elasticcb.ps.partition import Slice, VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved
 from elasticcb.ps.served_model import Change, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
@@ -47,6 +50,8 @@ class Servicer:
         make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
         token: of the job, to call other servers with.
         limits: of embedding tables.
+        recovery: the folder for recovery files of all servers, and the seconds between two of them; None: none are
+            written.
     """
 
     def __init__(
@@ -55,8 +60,11 @@ class Servicer:
         make_optimizers: MakeOptimizers | None,
         token: str = "",
         limits: TableLimits | None = None,
+        recovery: tuple[Path, float] | None = None,
     ) -> None:
         self._token = token
+        self._recovery = recovery
+        self._writer: RecoveryWriter | None = None
         self._limits = limits or TableLimits()
         self._training = training
         self._make_optimizers = make_optimizers
@@ -77,6 +85,8 @@ class Servicer:
         methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
             name: (header, self._locked(function)) for name, (header, function) in table.items()
         }
+        for name in ("LoadState", "FinishTraining"):
+            methods[name] = (methods[name][0], self._then_saved(methods[name][1]))
         methods["Initialize"] = (pb.InitializeRequest, self._initialize)
         methods["Save"] = (pb.SaveRequest, self._save)
         methods["Export"] = (pb.ExportRequest, self._export)
@@ -86,11 +96,27 @@ class Servicer:
         # Without the lock: an update may wait for another server, which this ends.
         if self._model is not None:
             self._model.peers.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self._lock:
                 return function(frame, self._initialized())
+
+        return answer
+
+    def _then_saved(self, method: Callable[[Frame[Any]], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
+        """For what workers can't do again: it is in the recovery files before it is answered."""
+
+        def answer(frame: Frame[Any]) -> Frame[Any]:
+            response = method(frame)
+            if self._writer is not None:
+                try:
+                    self._writer.write(replaced=True)
+                except CheckpointError as error:
+                    logger.warning("%s", error)
+            return response
 
         return answer
 
@@ -112,10 +138,15 @@ class Servicer:
         if not 0 <= request.index < request.num_ps:
             raise WireError(f"Initialize names server {request.index} of {request.num_ps}.")
         slices = partition(specs, request.num_ps, request.split)[request.index]
-        part = None
-        if request.checkpoint:
+        part, log = None, self._recovery_log(request)
+        answered: Answered[Verdict] = Answered()
+        if request.recover:
+            part, last = self._recovered(log, slices)
+            answered.forget_up_to(last)
+            values, version, tables = part.weights, max(part.version, request.version), part.tables
+        elif request.checkpoint:
             part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
-            values, version, tables = part.weights, part.version, part.tables
+            values, version, tables = part.weights, max(part.version, request.version), part.tables
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
@@ -148,19 +179,47 @@ class Servicer:
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._token),
             policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
             staged={},
-            answered=Answered(),
+            answered=answered,
             snapshots={},
             held={},
         )
+        self.close()  # of the last model
         with self._lock:
-            if self._model is not None:
-                self._model.peers.close()
             self._model = model
+        if log is not None and self._recovery is not None:
+            if part is None or not request.recover:
+                log.begin()
+            self._writer = RecoveryWriter(log, functools.partial(self._saved, model), self._recovery[1])
+            if part is not None and request.recover:
+                self._writer.continue_from(part.version)
+            self._writer.start()
         logger.info(
             "Holds %d slices of %d variables, %d of %d servers, version %d",
             len(slices), len(specs), request.index, request.num_ps, version,
         )  # fmt: skip
-        return Frame(pb.InitializeResponse(version=version, learning_rate=parameters.learning_rate), {})
+        response = pb.InitializeResponse(version=version, learning_rate=parameters.learning_rate)
+        if part is not None:
+            response.recovered_version = part.version
+        return Frame(response, {})
+
+    def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
+        if self._recovery is None or not request.run:
+            return None
+        return RecoveryLog(self._recovery[0] / f"ps-{request.index}", request.run)
+
+    @staticmethod
+    def _recovered(log: RecoveryLog | None, slices: Sequence[Slice]) -> Saved:
+        if log is None:
+            raise CheckpointError("This server keeps no recovery files.")
+        saved = log.read()
+        missing = {part.variable for part in slices} - saved.part.weights.keys()
+        if missing:
+            raise CheckpointError(f"The recovery files lack variables {sorted(missing)}: they are of another model.")
+        return saved
+
+    def _saved(self, model: ServedModel, since: int | None) -> Saved:
+        with self._lock:
+            return Saved(model.parameters.export(since), model.answered.last())
 
     def _save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory

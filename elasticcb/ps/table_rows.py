@@ -106,6 +106,16 @@ class TableRows:
             self._used.array[start:end].copy(),
         )
 
+    def at(self, places: Array) -> TableState:
+        """Copies of what is at `places` (int64 [n])."""
+        return TableState(
+            self.index.ids[places],
+            self.read(places),
+            self.read_slots(places),
+            self._hits.array[places],
+            self._used.array[places],
+        )
+
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
         """(ids, rows) of the same, without the rest."""
         end = min(start + count, len(self))

@@ -101,8 +101,9 @@ class Tables:
     def snapshot(self) -> dict[int, TableSnapshot]:
         return {number: table.snapshot() for number, table in self._tables.items()}
 
-    def export(self) -> dict[int, TableState]:
-        return {number: table.export() for number, table in self._tables.items()}
+    def export(self, since: int | None = None) -> dict[int, TableState]:
+        """All rows, or those that were trained after version `since`."""
+        return {number: table.export(since) for number, table in self._tables.items()}
 
     def load(self, states: Mapping[int, TableState]) -> None:
         """Replaces the rows of the tables that `states` holds by the part of it that is this server's."""

@@ -6,7 +6,7 @@ Pure: pushes in, decisions out, each with its reason.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -106,6 +106,16 @@ class Answered(Generic[Answer]):
     def forgotten(self, push: PushName) -> bool:
         """Whether the push was answered so long ago that the answer is gone."""
         return push.sequence <= self._dropped.get(push.worker, 0)
+
+    def last(self) -> dict[int, int]:
+        """By worker, the sequence number of the last push that was answered."""
+        return {worker: next(reversed(answers)) for worker, answers in self._answers.items()} | {
+            worker: last for worker, last in self._dropped.items() if worker not in self._answers
+        }
+
+    def forget_up_to(self, last: Mapping[int, int]) -> None:
+        """What was answered before is known, but not how: by worker, up to a sequence number."""
+        self._dropped.update(last)
 
     def remember(self, push: PushName, answer: Answer) -> None:
         answers = self._answers.setdefault(push.worker, OrderedDict())

@@ -52,7 +52,15 @@ class PlacedModel:
                 f"The model has {len(own)} weights here and {len(self._specs)} where it was placed, or others. Layers "
                 "must be built from the model's get_config() and build() alone, as keras.models.clone_model needs it."
             )
-        self._ps = PSClient(cluster.ps_addresses, self._specs, cluster.split, client_id=client.id, token=client.token)
+        self._ps = PSClient(
+            cluster.ps_addresses,
+            self._specs,
+            cluster.split,
+            client_id=client.id,
+            token=client.token,
+            ids=cluster.ps_ids,
+            find=client.find_server,
+        )
         self._indices = {_key(variable): index for index, variable in enumerate(model.weights)}
         self._state = [index for index, spec in enumerate(self._specs) if not spec.trainable]
         self.error: Exception | None = None

@@ -125,6 +125,8 @@ class Worker:
             client_id=self._client.id,
             synchronous=not self._settings.training.use_async,
             token=self._client.token,
+            ids=cluster.ps_ids,
+            find=self._client.find_server,
         )
         self._trainer = Trainer(
             self._model, self._metrics, self._ps.specs, self._ps.partition, self._settings.training.wire_dtype

@@ -98,8 +98,14 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     job.assert_no_orphans()
 
 
-def test_a_killed_parameter_server_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
-    flags = {"num_epochs": 50, "evaluation_steps": 300, "checkpoint_steps": 100, "checkpoint_dir": data / "ckpt"}
+def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
+    flags = {
+        "checkpoint_interval": 0,
+        "num_epochs": 50,
+        "evaluation_steps": 300,
+        "checkpoint_steps": 100,
+        "checkpoint_dir": data / "ckpt",
+    }
     job = start_job(*train_flags(data, num_ps=2, **flags))
     job.wait_for_line(r"Evaluation at version")
     job.kill("ps", 1)

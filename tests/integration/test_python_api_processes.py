@@ -89,10 +89,19 @@ def test_policies_and_optimizers_of_each_call_are_its_own(cluster):
     assert int(model.optimizer.iterations) == 20
 
 
-def test_killed_server_ends_the_call_with_words_and_the_next_call_works(cluster):
-    with pytest.raises(JobFailedError, match=r"parameter server 0 .*SIGKILL"):
-        cluster.fit(make(), X, Y, epochs=50, batch_size=10, verbose=0, callbacks=[KillsOnce("ps")])
-    assert cluster.fit(make(), X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]
+def test_killed_server_is_replaced_and_fit_goes_on(cluster):
+    model = make()
+    history = cluster.fit(model, X, Y, epochs=5, batch_size=10, verbose=0, callbacks=[KillsOnce("ps")]).history
+    assert history["count"] == [len(X)] * 5
+    assert history["loss"][-1] < history["loss"][0]
+    assert cluster.fit(model, X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]
+
+
+def test_server_that_keeps_no_files_ends_the_call_with_words_and_the_next_call_works():
+    with elasticcb.Cluster(num_workers=1, checkpoint_interval=0) as cluster:
+        with pytest.raises(JobFailedError, match=r"parameter server 0 .*SIGKILL"):
+            cluster.fit(make(), X, Y, epochs=50, batch_size=10, verbose=0, callbacks=[KillsOnce("ps")])
+        assert cluster.fit(make(), X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]
 
 
 def test_second_call_at_the_same_time_is_refused(cluster):

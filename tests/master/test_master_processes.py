@@ -34,11 +34,12 @@ class Job:
     """A roster, its processes, and what they told."""
 
     def __init__(self, num_workers=1, num_ps=0):
-        self.roster = Roster(num_workers, num_ps, max_worker_restarts=5)
+        self.roster = Roster(num_workers, num_ps, max_worker_restarts=5, max_ps_restarts=1)
         self.backend = Backend()
         self.lost = []
+        self.lost_ps = []
         self.lines = []
-        self.processes = Processes(self.roster, self.backend, self.lost.append, self.lines.append)
+        self.processes = Processes(self.roster, self.backend, self.lost.append, self.lost_ps.append, self.lines.append)
         self.processes.start_missing("master:1")
 
     def register(self, role=Role.WORKER, index=0, pid=1):
@@ -83,15 +84,29 @@ def test_worker_that_said_goodbye_may_end_with_any_exit_code():
     assert job.roster.lost_count(Role.WORKER) == 0
 
 
-def test_lost_parameter_server_fails_the_job_and_takes_a_part_of_the_model_only_if_it_had_registered():
-    for registered in (True, False):
-        job = Job(num_ps=1)
-        if registered:
-            job.register(Role.PS)
-        job.ends("ps", reason="killed by SIGKILL", failed=False)
-        with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL") as failure:
-            job.processes.check(0.0, 30.0)
-        assert ("part of the model is gone" in str(failure.value)) is registered
+@pytest.mark.parametrize("registered", [True, False])
+def test_lost_parameter_server_is_replaced(registered):
+    job = Job(num_ps=1)
+    if registered:
+        job.register(Role.PS)
+    job.ends("ps", reason="killed by SIGKILL", failed=False)
+    job.processes.check(0.0, 30.0)
+    assert (job.lost, job.lost_ps) == ([], [0])
+    assert job.roster.to_start() == [(Role.PS, 0)]
+    assert "restart 1 of 1" in job.lines[0]
+    job.processes.start_missing("master:1")
+    job.ends("ps", reason="killed by SIGKILL", failed=False)
+    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*--max_ps_restarts.* used up"):
+        job.processes.check(0.0, 30.0)
+
+
+def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job():
+    job = Job(num_ps=1)
+    job.register(Role.PS)
+    job.roster.recovers_ps = False
+    job.ends("ps", reason="killed by SIGKILL", failed=False)
+    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*part of the model is gone"):
+        job.processes.check(0.0, 30.0)
 
 
 def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_restart():

@@ -85,7 +85,7 @@ def test_worker_that_is_expected_counts_as_one_that_can_go_on():
     assert roster.lost(second.id, "killed").kind is Consequence.IGNORE
 
 
-def test_lost_parameter_server_fails_the_job():
+def test_lost_parameter_server_without_restarts_fails_the_job():
     roster = Roster(1, 1, max_worker_restarts=10)
     assert roster.lost(register(roster, PS, 0, 1).id, "killed").kind is Consequence.FAIL
 

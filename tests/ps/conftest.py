@@ -14,7 +14,7 @@ def start():
     """Starts servers with the optimizers that a function makes; gives a client of them all."""
     from elasticcb.optimizer_traits import may_split
     from elasticcb.ps.server import PSServer
-    from elasticcb.ps_client import PSClient
+    from elasticcb.ps_control import PSControl
     from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 
     with contextlib.ExitStack() as stack:
@@ -34,7 +34,7 @@ def start():
                 server.start()
                 addresses.append(server.address)
             split = all(map(may_split, make_optimizers(9)))
-            client = PSClient(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
+            client = PSControl(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
             stack.callback(client.close)
             return client
 

@@ -10,7 +10,8 @@ import pytest
 from elasticcb import checkpoint
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import PSClient, Push, unpack_weights
+from elasticcb.ps_client import Push, unpack_weights
+from elasticcb.ps_control import PSControl, Source
 from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
 
 
@@ -25,12 +26,12 @@ def job():
             addresses = [server.address for server in cluster.servers]
 
             def client(worker=0):
-                made = PSClient(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
+                made = PSControl(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
                 stack.callback(made.close)
                 return made
 
             master = client()
-            master.initialize(initial_values(specs))
+            master.initialize(Source(initial_values(specs)))
             return master, client
 
         yield start
@@ -142,6 +143,6 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     for file in files:
         (tmp_path / file.name).rename(folder / file.name)
     final = checkpoint.write_manifest(folder, version=0, specs=CUT, parts=master.partition, files=files)
-    master.initialize([], str(final))
+    master.initialize(Source(checkpoint=str(final)))
     master.pull()
     assert_same(weights(master), before)

@@ -1,0 +1,250 @@
+"""The parameter servers of a job as its master commands them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elasticcb.errors import CheckpointError
+from elasticcb.optimizer_state import ModelState, OptimizerState
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps_client import Ids, PSClient, Server, pack_weights, unpack_weights
+from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
+from elasticcb.table_state import TableState, joined
+from elasticcb.table_state import from_tensors as tables_from
+from elasticcb.table_state import to_tensors as tables_to
+from elasticcb.tensors import Array, Frame
+
+logger = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """Where servers have the model from: weights in the order of the specs, or the folder of a checkpoint version.
+
+    Attributes:
+        optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
+        version: of the model, beside weights.
+        ids: as in `ModelState`.
+    """
+
+    weights: Sequence[Array] = ()
+    checkpoint: str = ""
+    optimizer_state: OptimizerState | None = None
+    version: int = 0
+    ids: Ids | None = None
+
+
+class Restored(NamedTuple):
+    """What a server that took the place of a lost one holds.
+
+    Attributes:
+        version: that its state had when it was written; -1: it began anew.
+        source: in words.
+        learning_rate: its base rate.
+    """
+
+    version: int
+    source: str
+    learning_rate: float
+
+
+class PSControl(PSClient):
+    """All parameter servers of a job as one; the arguments are those of `PSClient`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._run = secrets.token_hex(8)
+
+    def initialize(self, source: Source) -> None:
+        """Gives all servers the model.
+
+        Raises `ElasticCBError` when the state is of other optimizers.
+        """
+        answers = list(
+            self._pool.map(lambda server: self._call_frame(server, *self._beginning(server, source)), self._servers)
+        )
+        self._free_memory()
+        self.version, self.learning_rate = answers[0].header.version, answers[0].header.learning_rate
+
+    def restore(
+        self,
+        index: int,
+        address: str,
+        id: int,
+        version: int,
+        source: Callable[[], Source],
+        evaluation_round: int,
+        learning_rate: float | None,
+    ) -> Restored:
+        """Gives the model to a server that took the place of a lost one: as the recovery files hold it, or else anew.
+
+        Args:
+            index: of the server.
+            address, id: of the process.
+            version: of the model, from which on the server counts.
+            source: gives what the server gets when there are no recovery files.
+            evaluation_round: that is under way, whose snapshot it takes of what it has then; 0: none.
+            learning_rate: the base rate; None: that which the server has then.
+        """
+        link, server = self._link(index, (address, id)), self._servers[index]
+        try:
+            try:
+                frame, method = self._beginning(server, Source(version=version), recover=True)
+                answer = link.call(method, frame).header
+                restored = Restored(answer.recovered_version, "its recovery files", answer.learning_rate)
+            except CheckpointError as error:
+                given = source()._replace(version=version)
+                words = given.checkpoint or "the first weights"
+                logger.warning("Parameter server %d begins from %s: %s", index, words, error)
+                frame, method = self._beginning(server, given)
+                answer = link.call(method, frame).header
+                restored = Restored(answer.version, words, answer.learning_rate)
+            if learning_rate is not None and learning_rate != np.float32(restored.learning_rate):
+                link.call("SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=learning_rate), {}))
+            if evaluation_round:
+                link.call("Snapshot", Frame(pb.SnapshotRequest(evaluation_round=evaluation_round), {}))
+            return restored
+        finally:
+            link.close()
+
+    def _beginning(self, server: Server, source: Source, recover: bool = False) -> tuple[Frame[Any], str]:
+        state = source.optimizer_state or OptimizerState()
+        header = pb.InitializeRequest(
+            variables=[spec.to_message() for spec in self.specs],
+            num_ps=len(self._servers),
+            index=server.index,
+            split=self.split,
+            checkpoint=source.checkpoint,
+            ps_addresses=[each.link.address for each in self._servers],
+            version=source.version,
+            optimizers=state.optimizers,
+            run=self._run,
+            recover=recover,
+        )
+        tensors: dict[str, Array] = {}
+        if not source.checkpoint and not recover:
+            tables = self._tables(source.weights, state, source.ids)
+            tensors = self._packed(server.index, source.weights, state, tables)
+        return Frame(header, tensors), "Initialize"
+
+    def export(self) -> ModelState:
+        """Everything that the servers hold. In synchronous mode all of it is of one version."""
+        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
+        answers = list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
+        states = [
+            from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
+            for index, answer in enumerate(answers)
+        ]
+        blocks = [
+            {name: array for name, array in answer.tensors.items() if name.startswith(("weights/", "state/"))}
+            for answer in answers
+        ]
+        state = ModelState(
+            version=int(answers[0].header.version),
+            weights=unpack_weights(blocks, self.specs, self.partition),
+            optimizer=join_states(states, self.specs, self.partition),
+        )
+        parts = [tables_from(answer.tensors) for answer in answers]
+        for table in parts[0]:
+            whole = joined([part[table] for part in parts])
+            state.weights[table], state.ids[table] = whole.rows, whole.ids
+            state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
+        self._free_memory()
+        return state
+
+    def load_state(
+        self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
+    ) -> int:
+        """Sets weights, or the state of optimizers, or both; returns the version that this makes.
+
+        Gradients that wait for more, and are now too old by the rules of synchronous mode, are dropped.
+
+        Args:
+            weights: of the whole model; None leaves them.
+            optimizer_state: None, and what it lacks, is left. Of embedding tables it is set beside weights only.
+            ids: as in `ModelState`.
+
+        Raises `ElasticCBError` when the state is of other optimizers.
+        """
+        state = optimizer_state or OptimizerState()
+        tables = {} if weights is None else self._tables(weights, state, ids)
+        change = secrets.randbits(62) + 1
+
+        def load(index: int) -> int:
+            header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
+            frame = Frame(header, self._packed(index, weights, state, tables))
+            return int(self._call_frame(self._servers[index], frame, "LoadState").header.version)
+
+        # In synchronous mode the first one makes the others set what they got.
+        list(self._pool.map(load, range(1, len(self._servers))))
+        self.version = load(0)
+        self._free_memory()
+        return self.version
+
+    def _free_memory(self) -> None:
+        for server in self._servers:
+            server.link.free_memory()
+
+    def _packed(
+        self, index: int, weights: Sequence[Array] | None, state: OptimizerState, tables: Mapping[int, TableState]
+    ) -> dict[str, Array]:
+        """One server's part of weights and state, as it travels."""
+        slices = self._servers[index].slices
+        tensors = {} if weights is None else pack_weights(weights, self.specs, slices)
+        parts = {table: whole.part(index, len(self._servers)) for table, whole in tables.items()}
+        return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
+
+    def _tables(self, weights: Sequence[Array], state: OptimizerState, ids: Ids | None) -> dict[int, TableState]:
+        tables = {}
+        for index, spec in enumerate(self.specs):
+            if spec.table:
+                slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
+                rows = weights[index]
+                own = ids[index] if ids and index in ids else np.arange(len(rows), dtype=np.int64)
+                tables[index] = TableState(own, rows, slots)
+        return tables
+
+    def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
+        """Makes every server keep its present weights for the round, or `weights`; returns their version."""
+        if weights is not None:
+
+            def keep(server: Server) -> int:
+                header = pb.SnapshotRequest(evaluation_round=evaluation_round)
+                frame = Frame(header, pack_weights(weights, self.specs, server.slices))
+                return int(self._call_frame(server, frame, "Snapshot").header.version)
+
+            versions = list(self._pool.map(keep, self._servers))
+            return versions[0]
+        return self._first_then_others("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
+
+    def release_snapshot(self, evaluation_round: int) -> None:
+        """Lets the servers forget the weights kept for the round."""
+        self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
+
+    def save(self, directory: str) -> list[Any]:
+        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
+        self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
+        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
+
+    def finish_training(self, finalize: bool = True) -> int:
+        """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
+        return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Sets the base rate on every server."""
+        self._on_all("SetLearningRate", lambda: pb.SetLearningRateRequest(learning_rate=learning_rate))
+
+    def _first_then_others(self, method: str, header: Callable[[], Any]) -> int:
+        """For what the first server passes on to the others; returns the version that it answers with."""
+        first, *others = self._servers
+        answer = self._call(first, method, header()).header
+        list(self._pool.map(lambda server: self._call(server, method, header()), others))
+        return int(answer.version)
+
+    def _on_all(self, method: str, header: Callable[[], Any]) -> list[Any]:
+        answers = self._pool.map(lambda server: self._call(server, method, header()), self._servers)
+        return [answer.header for answer in answers]
