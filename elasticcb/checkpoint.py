@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,10 @@ def load_slices(
         if not wanted and place != scalars_from and not has_ids:
             continue
         path = folder / saved["name"]
-        check_file(path, SavedFile.of(saved))
+        try:
+            check_file(path, SavedFile.of(saved))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Start from another version.") from error
         try:
             with safe_open(path, framework="np") as file:
                 names = list(file.keys())
@@ -345,7 +348,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             f"{folder} is no whole checkpoint: it has no {MANIFEST}. It was not finished, or it is another "
             "folder; name the folder of a version, or the one that holds the versions."
         ) from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error!r}.") from error
     return manifest
 
@@ -362,30 +365,77 @@ def find_versions(directory: str | Path) -> list[Path]:
 
 
 def find_latest(directory: str | Path) -> Path:
-    """The newest whole version in `directory`, which may also be the folder of a version itself.
+    """The newest finished version in `directory`, which may also be the folder of a version itself. Its files are
+    not looked at.
 
     Raises `CheckpointError` when there is none.
     """
     if (Path(directory) / MANIFEST).is_file():
         return Path(directory)
+    return _finished_versions(directory)[-1]
+
+
+def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
+    """The newest version in `directory` whose files are all as they were written.
+
+    It reads all files of the version through, for their SHA-256; servers do that again when they load it.
+
+    Args:
+        directory: a folder of versions; or that of one version, which is taken as it is, unread: nothing could take
+            its place, and loading it tells what is damaged.
+        warn: is told of each version passed over, and what is wrong with it.
+
+    Raises `CheckpointError` when there is none: it names each version with its fault.
+    """
+    if (Path(directory) / MANIFEST).is_file():
+        return Path(directory)
+    faults = []
+    for folder in reversed(_finished_versions(directory)):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            faults.append(f"{folder.name}: {error}")
+            continue
+        for fault in faults:
+            warn(f"Passed over {fault}")
+        return folder
+    raise CheckpointError(
+        f"No checkpoint in {directory} can be used. Name another folder, or begin without one.\n" + "\n".join(faults)
+    )
+
+
+def _finished_versions(directory: str | Path) -> list[Path]:
+    """As `find_versions`. Raises `CheckpointError` when there is none."""
     versions = find_versions(directory)
     if not versions:
         raise CheckpointError(
             f"There is no whole checkpoint in {directory}: a folder version-… with a {MANIFEST} was expected."
         )
-    return versions[-1]
+    return versions
 
 
 def prune(directory: str | Path, keep_max: int) -> list[Path]:
-    """Deletes all but the newest `keep_max` versions (0: none) and unfinished leftovers; what was deleted."""
+    """Deletes all but the newest `keep_max` versions (0: none) and unfinished leftovers; what was deleted.
+
+    The one that was written last stays, too: a job that began from an older version has damaged or unwanted ones
+    above it.
+    """
     versions = find_versions(directory)
-    old = versions[:-keep_max] if keep_max > 0 else []
+    last = max(versions, key=_finished_at, default=None)
+    old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []
     old += [path for path in Path(directory).glob(f"{_TEMPORARY}version-*") if path.is_dir()]
     for folder in old:
         # Without its manifest a folder that is half deleted is no checkpoint.
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     return old
+
+
+def _finished_at(folder: Path) -> int:
+    try:
+        return (folder / MANIFEST).stat().st_mtime_ns
+    except OSError:  # deleted meanwhile
+        return 0
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:
@@ -395,8 +445,12 @@ def verify(version_directory: str | Path) -> dict[str, Any]:
     """
     folder = Path(version_directory)
     manifest = read_manifest(folder)
-    for saved in manifest["files"]:
-        check_file(folder / saved["name"], SavedFile.of(saved))
+    try:
+        files = [SavedFile.of(saved) for saved in manifest["files"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {folder / MANIFEST} can't be read: {error!r}.") from error
+    for saved in files:
+        check_file(folder / saved.name, saved)
     return manifest
 
 
@@ -446,8 +500,7 @@ def check_file(path: Path, saved: SavedFile) -> None:
     except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
     raise CheckpointError(
-        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its "
-        "manifest tells of. Start from another version."
+        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its manifest tells of."
     )
 
 

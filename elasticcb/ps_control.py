@@ -53,11 +53,17 @@ class Restored(NamedTuple):
 
 
 class PSControl(PSClient):
-    """All parameter servers of a job as one; the arguments are those of `PSClient`."""
+    """All parameter servers of a job as one.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        run: names the training, in the servers' recovery files; "": a new one.
+
+    The other arguments are those of `PSClient`.
+    """
+
+    def __init__(self, *args: Any, run: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._run = secrets.token_hex(8)
+        self.run = run or secrets.token_hex(8)
 
     def initialize(self, source: Source) -> None:
         """Gives all servers the model.
@@ -122,7 +128,7 @@ class PSControl(PSClient):
             ps_addresses=[each.link.address for each in self._servers],
             version=source.version,
             optimizers=state.optimizers,
-            run=self._run,
+            run=self.run,
             recover=recover,
         )
         tensors: dict[str, Array] = {}

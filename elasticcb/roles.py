@@ -18,13 +18,22 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
-from elasticcb.errors import DataError, ElasticCBError, JobOverError, ModelFileError, describe, user_traceback
+from elasticcb.errors import (
+    DataError,
+    ElasticCBError,
+    JobOverError,
+    ModelFileError,
+    UsageError,
+    describe,
+    user_traceback,
+)
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment
-from elasticcb.settings import RECOVERY_FOLDER, ClusterKind, Command, JobSettings
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, ClusterKind, Command, JobSettings
 
 if TYPE_CHECKING:
+    from elasticcb.master.journal import Journal
     from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
@@ -32,25 +41,28 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 3.0  # for processes that were told to end
 
 
-def run_master(settings: JobSettings, display: Any) -> Summary:
+def run_master(settings: JobSettings, display: Any, resumed: bool = False) -> Summary:
     """Runs a whole job: its master in this process, the others where the cluster backend puts them.
 
     Args:
         settings: of the job; its directory exists.
         display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+        resumed: go on with what an earlier master has begun in this folder.
 
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.
         ElasticCBError: the job failed.
     """
-    with running_cluster(settings, display) as run:
+    with running_cluster(settings, display, _journal(settings, resumed)) as run:
         summary = run(settings)
     display.finish(summary)
     return summary
 
 
 @contextlib.contextmanager
-def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[JobSettings], Summary]]:
+def running_cluster(
+    settings: JobSettings, display: Any, journal: Callable[[], Journal] | None = None
+) -> Iterator[Callable[[JobSettings], Summary]]:
     """A master in this process and the processes of its cluster, which do one job after another.
 
     Gives a function that runs a job; after one that failed, the cluster is of no more use.
@@ -58,6 +70,7 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
     Args:
         settings: of the first job; all must have the same `cluster` and `directory`.
         display: `update(JobStatus)`, `message(text)`.
+        journal: opens that of the one job, if it can be resumed.
     """
     logs = Path(settings.directory, "logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -84,7 +97,7 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
         done = False
 
         def run(settings: JobSettings) -> Summary:
-            job = Job(settings, master, display)
+            job = Job(settings, master, display, journal=journal() if journal else None)
             try:
                 return job.run()
             finally:
@@ -100,6 +113,28 @@ def running_cluster(settings: JobSettings, display: Any) -> Iterator[Callable[[J
             master.shut_down(STOP_SECONDS)
             if done:
                 shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | None:
+    """Opens the journal of a job that can be resumed."""
+    if settings.command is not Command.TRAIN or not settings.checkpoint.interval_seconds:
+        return None
+    folder = Path(settings.directory)
+
+    def open_journal() -> Journal:
+        from elasticcb.master.journal import Journal
+
+        if not resumed:
+            (folder / JOURNAL_FILE).unlink(missing_ok=True)
+        if not (resumed and (folder / JOB_FILE).exists()):
+            (folder / JOB_FILE).write_text(settings.to_json(), encoding="utf-8")
+        journal = Journal(folder / JOURNAL_FILE)
+        if journal.memory.over:
+            journal.close()
+            raise UsageError(f"The job in {folder} is done; there is nothing to go on with.")
+        return journal
+
+    return open_journal
 
 
 def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None) -> None:

@@ -61,7 +61,12 @@ _ERRORS = {
     if isinstance(kind, type) and issubclass(kind, ElasticCBError) and kind is not WireError
 }
 
-_TOKEN_KEY = "elasticcb-token"  # of the metadata that every call carries
+# It rises when messages change so that processes of the releases before and after can't work together.
+PROTOCOL = 1
+
+# Of the metadata that every call carries.
+_TOKEN_KEY, _PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"
+_LONGEST_PROTOCOL = 20  # characters of a caller's that an error shows
 TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
 
 # Not the module's own generator, whose seed belongs to the user's model.
@@ -92,7 +97,7 @@ class _TokenCheck(grpc.ServerInterceptor):
         self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        given = next((value for key, value in call.invocation_metadata if key == _TOKEN_KEY), "")
+        given = _value(call, _TOKEN_KEY)
         if hmac.compare_digest(given.encode(), self._token):
             return continuation(call)
         return self._refusal
@@ -105,8 +110,31 @@ class _TokenCheck(grpc.ServerInterceptor):
         )
 
 
+class _ProtocolCheck(grpc.ServerInterceptor):
+    """Refuses calls of processes that speak another protocol."""
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        given = _value(call, _PROTOCOL_KEY)
+        if given == str(PROTOCOL):
+            return continuation(call)
+
+        def refuse(request: Any, context: grpc.ServicerContext) -> None:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
+                "run the same release of ElasticCB in all processes of a job.",
+            )
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _value(call: Any, name: str) -> str:
+    """Of the call's metadata; "" where it has none of that name."""
+    return next((value for key, value in call.invocation_metadata if key == name), "")
+
+
 class Server:
-    """A gRPC server on a free port.
+    """A gRPC server on a free port. It answers calls that carry its `PROTOCOL`.
 
     Args:
         host: interface to listen on.
@@ -119,7 +147,9 @@ class Server:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16, token: str = "") -> None:
         self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
+        # The token first: a stranger learns nothing else.
         interceptors: list[grpc.ServerInterceptor] = [_TokenCheck(token)] if token else []
+        interceptors.append(_ProtocolCheck())
         self.grpc_server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
         try:
             self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
@@ -220,6 +250,8 @@ class FrameService(grpc.GenericRpcHandler):
 class Connection:
     """A channel to one server, whose calls have deadlines and are repeated on transient failures.
 
+    Calls that go around `call` have to carry `metadata`.
+
     Args:
         address: "host:port".
         name: what the server is, for messages: "the master", "parameter server 1".
@@ -231,7 +263,9 @@ class Connection:
         self.address = address
         self._name = name
         self._patience = patience_seconds
-        self.metadata = ((_TOKEN_KEY, token),) if token else ()
+        self.metadata: tuple[tuple[str, str], ...] = ((_PROTOCOL_KEY, str(PROTOCOL)),)
+        if token:
+            self.metadata += ((_TOKEN_KEY, token),)
         self.channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._memories: dict[str, ClientMemory] = {}  # by service
 

@@ -131,7 +131,10 @@ class EmbeddingSettings:
     max_age: int = 0  # rows that training did not meet for so many versions go; 0: never
 
 
-RECOVERY_FOLDER = "recovery"  # in the job's folder: by which a parameter server that was killed comes back
+# In the job's folder.
+RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
+JOB_FILE = "job.json"  # the settings of training
+JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of another
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 import threading
 
+import grpc
 import numpy as np
 import pytest
 
+from elasticcb import rpc
 from elasticcb.errors import ConnectionLostError, ElasticCBError, ModelFileError, NonFiniteError, WireError
+from elasticcb.master_client import MasterClient
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
+from elasticcb.ps.peers import Peers
+from elasticcb.rpc import PROTOCOL, Connection, FrameService, Server
 from elasticcb.tensors import Frame
 
 SERVICE = "test.Echo"
@@ -98,4 +102,102 @@ def test_a_port_that_is_taken_is_an_error_in_words():
     server.start()
     with pytest.raises(ConnectionLostError, match="Another process may hold the port"):
         Server(port=server.port)
+    server.stop()
+
+
+@pytest.fixture
+def dial():
+    """Starts a server with a token, whose one method counts its calls; returns the counter and a caller of it, which
+    says that it speaks the given protocol (None: nothing)."""
+    opened = []
+
+    def start(token, given_token, protocol, shared):
+        calls = []
+        server = Server(token=token)
+        answer = Frame(pb.ExchangeResponse(version=7), {})
+        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, lambda r: calls.append(r) or answer)}))
+        server.start()
+        connection = Connection(server.address, "the echo server", patience_seconds=20.0, token=given_token)
+        opened.extend([connection.close, server.stop])
+        others = [(key, value) for key, value in connection.metadata if key != "elasticcb-protocol"]
+        assert len(others) == len(connection.metadata) - 1
+        if protocol != PROTOCOL:
+            connection.metadata = (*others, *([("elasticcb-protocol", str(protocol))] if protocol is not None else []))
+        make = connection.shared_frame_call if shared else connection.frame_call
+        method = make(SERVICE, "Echo", pb.ExchangeResponse)
+        return calls, lambda: connection.call(method, frame(a=np.arange(100_000)))
+
+    yield start
+    for close in opened:
+        close()
+
+
+REFUSED = (
+    r"^The caller speaks protocol {}, this process speaks 1; run the same release of ElasticCB in all processes of a "
+    r"job\.$"
+)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_a_caller_of_the_same_protocol_is_answered(dial, token, shared):
+    calls, call = dial(token, token, PROTOCOL, shared)
+    assert call().header.version == 7
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("token", ["", "secret"])
+@pytest.mark.parametrize(("protocol", "shown"), [(2, "2"), (None, "none"), ("", "none"), ("1" * 99, "1" * 20)])
+def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
+    dial, monkeypatch, token, protocol, shown, shared
+):
+    calls, call = dial(token, token, protocol, shared)
+    monkeypatch.setattr(rpc.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
+    with pytest.raises(ElasticCBError, match=REFUSED.format(shown)) as caught:
+        call()
+    assert type(caught.value) is ElasticCBError
+    assert not calls
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, 2, None])
+@pytest.mark.parametrize("given_token", ["", "wrong"])
+def test_a_caller_without_the_token_does_not_learn_the_protocol(dial, protocol, given_token):
+    calls, call = dial("secret", given_token, protocol, shared=False)
+    with pytest.raises(
+        ConnectionLostError, match="UNAUTHENTICATED: the call does not carry this job's token"
+    ) as caught:
+        call()
+    assert "protocol" not in str(caught.value)
+    assert not calls
+
+
+def test_a_caller_of_another_protocol_gets_no_link(dial):
+    _, call = dial("", "", 2, shared=True)
+    with pytest.raises(ElasticCBError, match="speaks protocol 2"):
+        call()
+    assert not [thread for thread in threading.enumerate() if thread.name == "link"]
+
+
+def test_calls_of_the_master_and_between_servers_carry_the_protocol(monkeypatch):
+    given = []
+
+    class Listens(grpc.ServerInterceptor):
+        def intercept_service(self, continuation, call):
+            given.append((call.method.rpartition("/")[2], dict(call.invocation_metadata).get("elasticcb-protocol")))
+            return continuation(call)
+
+    monkeypatch.setattr(rpc, "_ProtocolCheck", Listens)
+    server = Server()
+    server.add(
+        FrameService("elasticcb.ParameterServer", {"Apply": (pb.ApplyRequest, lambda r: Frame(pb.ApplyResponse(), {}))})
+    )
+    server.start()
+    master, peers = MasterClient(server.address), Peers([server.address])
+    with pytest.raises(ConnectionLostError, match="UNIMPLEMENTED"):
+        master.register(pb.WORKER, 0)
+    peers.call("Apply", pb.ApplyRequest())
+    assert given == [("Register", str(PROTOCOL)), ("Apply", str(PROTOCOL))]
+    master.close()
+    peers.close()
     server.stop()

@@ -30,6 +30,7 @@ class Session:
     """One run of the command line; click hands it to all commands as `context.obj`."""
 
     debug: bool = False  # show the traceback of an error
+    own_process: bool = False  # that this is the command, in a process of its own, which may fork
 
 
 def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:

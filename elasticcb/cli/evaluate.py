@@ -28,7 +28,7 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     """
     given = given_values(context)
     if not given["follow"]:
-        run_job(Command.EVALUATE, given)
+        run_job(Command.EVALUATE, given, context.obj)
         return
     limits = FollowSettings(enabled=True, timeout=given["follow_timeout"], max_evaluations=given["max_evaluations"])
     follow(build_settings(Command.EVALUATE, given), limits)

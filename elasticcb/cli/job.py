@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from elasticcb.cli.command import Session
 from elasticcb.cli.given import Given
+from elasticcb.cli.launcher import become_master
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate
 from elasticcb.errors import UsageError
 from elasticcb.settings import (
+    JOURNAL_FILE,
     CallbackErrors,
     CheckpointSettings,
     ClusterKind,
@@ -37,23 +41,42 @@ _ENUMS = {
 }
 
 
-def run_job(command: Command, given: Given) -> None:
+def run_job(command: Command, given: Given, session: Session) -> None:
     """Checks the flags, then runs the job to its end.
 
     Raises:
         UsageError: before anything has started.
         ElasticCBError: the job failed or was interrupted.
     """
-    settings = build_settings(command, given)
+    run_settings(build_settings(command, given), session)
+
+
+def run_settings(settings: JobSettings, session: Session, resumed: bool = False) -> None:
+    """Runs a job to its end.
+
+    Args:
+        resumed: go on with what an earlier master has begun.
+
+    Raises `ElasticCBError` when the job failed or was interrupted.
+    """
+    local = settings.cluster.kind is ClusterKind.LOCAL
+    if session.own_process and local and settings.command is Command.TRAIN and settings.checkpoint.interval_seconds:
+        if not resumed:  # of a job before in this folder
+            Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
+        resumed = become_master(settings.directory, _say) or resumed
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
     from elasticcb.roles import run_master
 
     display = make_display(settings)
     try:
-        run_master(settings, display)
+        run_master(settings, display, resumed)
     finally:
         display.close()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def build_settings(command: Command, given: Given) -> JobSettings:

@@ -16,6 +16,7 @@ from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.master import master
 from elasticcb.cli.predict import predict
 from elasticcb.cli.ps import ps
+from elasticcb.cli.resume import resume
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
@@ -24,7 +25,7 @@ from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
-@click.command_panel("Jobs", commands=["train", "evaluate", "predict"])
+@click.command_panel("Jobs", commands=["train", "resume", "evaluate", "predict"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -37,7 +38,7 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, evaluate, predict, table, master, ps, worker):
+for _command in (train, resume, evaluate, predict, table, master, ps, worker):
     elasticcb.add_command(_command)
 
 
@@ -47,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None takes those of this process.
     """
+    own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    session = Session(debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
+    session = Session(own_process=own_process, debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
     try:
         elasticcb.main(args=list(arguments) or ["--help"], prog_name="elasticcb", standalone_mode=False, obj=session)
     except (KeyboardInterrupt, click.Abort):

@@ -40,4 +40,4 @@ def master(context: click.Context, /, job_command: str, **values: Any) -> None:
     """
     given = given_values(context)
     external = {**given.values, "cluster": ClusterKind.EXTERNAL.value}
-    run_job(Command(job_command), dataclasses.replace(given, values=external))
+    run_job(Command(job_command), dataclasses.replace(given, values=external), context.obj)

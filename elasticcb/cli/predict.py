@@ -26,4 +26,4 @@ def predict(context: click.Context, /, **values: Any) -> None:
       elasticcb predict --model_zoo=model_zoo --model_def=mnist.custom_model \\
           --prediction_data="data/new/*.csv" --checkpoint_dir_for_init=checkpoints
     """
-    run_job(Command.PREDICT, given_values(context))
+    run_job(Command.PREDICT, given_values(context), context.obj)

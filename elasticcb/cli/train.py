@@ -26,4 +26,4 @@ def train(context: click.Context, /, **values: Any) -> None:
       elasticcb train --config job.yaml --use_async=false --grads_to_wait=2
       elasticcb train --config job.yaml --cluster=inprocess   # breakpoints work
     """
-    run_job(Command.TRAIN, given_values(context))
+    run_job(Command.TRAIN, given_values(context), context.obj)

@@ -52,7 +52,7 @@ class Epochs:
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self._epochs_done = initial_epoch
+        self.epochs_done = initial_epoch  # those before it are done
         self._released = initial_epoch - 1  # newest epoch that was released
 
     # ------------------------------------------------------------ making
@@ -143,12 +143,12 @@ class Epochs:
     def settle(self) -> list[Milestone]:
         """Which epochs are done by now, in their order, and whether training is."""
         milestones: list[Milestone] = []
-        while self._epochs_done <= self.current:
-            epoch = self._epochs_done
+        while self.epochs_done <= self.current:
+            epoch = self.epochs_done
             if self._open.get(epoch) or (epoch == self.current and self._goes_on()):
                 return milestones
             self._open.pop(epoch, None)
-            self._epochs_done += 1
+            self.epochs_done += 1
             milestones.append(Milestone(MilestoneKind.EPOCH_DONE, epoch))
         if not self.done and not self._more_epochs():
             self.done = True
@@ -162,7 +162,7 @@ class Epochs:
         return {
             "epoch": self.current,
             "drawn": self._order.drawn,
-            "epochs_done": self._epochs_done,
+            "epochs_done": self.epochs_done,
             "released": self._released,
             "training_done": self.done,
             "stop_reason": self.stop_reason,
@@ -175,7 +175,7 @@ class Epochs:
             self._order = self._order_of(self.current)
             for _ in range(saved["drawn"]):
                 self._order.draw()
-        self._epochs_done = saved["epochs_done"]
+        self.epochs_done = saved["epochs_done"]
         self._released = saved["released"]
         self.done = saved["training_done"]
         self.stop_reason = saved["stop_reason"]

@@ -20,17 +20,20 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
+from elasticcb.callbacks.saved_state import plain, restore_states, saved_states
 from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.checkpoint import find_latest
+from elasticcb.checkpoint import find_undamaged
 from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.batch_log import Pass
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.hooks import MasterHooks
+from elasticcb.master.journal import Journal
 from elasticcb.master.master import Cluster, Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
@@ -60,6 +63,7 @@ class Job:
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
         make_program: makes what the job runs instead of a model file (elasticcb/program.py), once the model of
             the host is built.
+        journal: of training that can be resumed, and that this job goes on with if it tells of tasks.
     """
 
     def __init__(
@@ -69,8 +73,12 @@ class Job:
         display: Any,
         make_host: Callable[[JobSettings], Any] | None = None,
         make_program: Callable[[], bytes] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._settings = settings
+        self._journal = journal
+        # What an earlier master knew, if there was one and it handed out tasks.
+        self._memory = journal.memory if journal is not None and journal.memory.queue is not None else None
         self._display = display
         self._master = master
         self._make_host = make_host or _host_of_model_file
@@ -106,6 +114,8 @@ class Job:
         if self._master.error is not None:
             raise self._master.error
         self._master.say_warnings()
+        if self._journal is not None:
+            self._journal.add(over=True)
         return self._report.summary(self._queue)
 
     def model_state(self) -> ModelState | None:
@@ -116,15 +126,25 @@ class Job:
         """Ends the connections to the servers."""
         if self._servers is not None:
             self._servers.close()
+        with self._master.changed:
+            self._master.journal = None  # workers may still report
+        if self._journal is not None:
+            self._journal.close()
 
     # ------------------------------------------------------------ beginning and end
 
     def _start(self) -> None:
+        if self._memory is not None:
+            self._master.roster.next_id = self._memory.next_id
         self._master.start_processes()
         if self._make_program is None:
             self._master.begin_job(self._settings)
         self._report.show()
-        self._host = self._make_host(self._settings)
+        # Before the model is built, which asks the checkpoint for its tables.
+        folder = self._settings.checkpoint.directory_for_init
+        self._first_checkpoint = str(find_undamaged(folder, self._display.message)) if folder else ""
+        initial = replace(self._settings.checkpoint, directory_for_init=self._first_checkpoint)
+        self._host = self._make_host(replace(self._settings, checkpoint=initial))
         logger.info("The model is built")
         if self._make_program is not None:
             self._master.begin_job(self._settings, self._make_program())
@@ -134,8 +154,12 @@ class Job:
         if self._settings.command is Command.TRAIN:
             self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
         self._initial_epoch = getattr(self._host.model, "_initial_epoch", None) or training.initial_epoch
+        if self._memory is not None:
+            self._initial_epoch = self._memory.ended_epochs
+            self._last_epoch_logs = self._memory.logs
+            restore_states(self._host.callbacks.callbacks, self._memory.callbacks)
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
-        self._queue = TaskQueue(
+        self._queue = self._resumed_queue() or TaskQueue(
             training=self._host.sources.get("training", ()),
             prediction=self._host.sources.get("prediction", ()),
             records_per_task=training.records_per_task,
@@ -154,12 +178,16 @@ class Job:
         with master.changed:
             master.version = self._report.start_version = self._ps.version
             master.merging_units = self._host.metrics.merging_units
+            evaluated = None if self._memory is None else self._memory.evaluated
             master.rounds = EvaluationRounds(
                 evaluation_steps=training.evaluation_steps,
-                start_version=self._ps.version,
+                start_version=self._ps.version if evaluated is None else evaluated,
                 merge=self._host.metrics.merge_states if self._host.merges_by_itself else None,
             )
             master.queue = self._queue
+            if self._memory is not None:
+                master.resume(self._memory)
+            self._begin_journal()
         self._checkpoints = CheckpointWriter(self._settings, self._ps)
         self._begin()
         # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
@@ -173,6 +201,31 @@ class Job:
             )
             self._begun = True
             master.changed.notify_all()
+
+    def _resumed_queue(self) -> TaskQueue | None:
+        """That of an earlier master. Raises `JobFailedError` when the data are others."""
+        if self._memory is None or self._memory.queue is None:
+            return None
+        saved = [(name, count) for name, count in self._memory.queue["training"]]
+        found = list(self._host.sources.get("training", ()))
+        if saved != found:
+            raise JobFailedError(
+                f"The training data have changed: {sum(count for _, count in saved):,} records in {len(saved)} sources "
+                f"when the job began, {sum(count for _, count in found):,} in {len(found)} now. Put the data back as "
+                "they were, or begin a new job from the newest checkpoint."
+            )
+        queue = TaskQueue.from_dict(self._memory.queue)
+        queue.repeat_milestones(self._memory.ended_epochs)
+        queue.release_epoch(self._memory.ended_epochs - 1)
+        return queue
+
+    def _begin_journal(self) -> None:
+        journal = self._journal
+        if journal is not None:
+            self._master.journal = journal
+            if self._memory is None:
+                journal.add(run=self._ps.run, ended_epochs=self._initial_epoch)
+            self._master.note(lives=journal.memory.lives + 1, next_id=self._master.roster.next_id)
 
     def _begin(self) -> None:
         if self._settings.command is Command.TRAIN:
@@ -193,16 +246,25 @@ class Job:
 
     def _connect(self) -> None:
         """Hands the model to the servers: fresh weights, or those of a checkpoint."""
-        folder = self._settings.checkpoint.directory_for_init
-        self._first_checkpoint = str(find_latest(folder)) if folder else ""
+        memory = self._memory
         self._servers = Servers(
-            self._master, self._host.variables, self._host.may_split, self._source, self._display.message
+            self._master,
+            self._host.variables,
+            self._host.may_split,
+            self._source,
+            self._display.message,
+            run="" if memory is None else memory.run,
         )
-        source = self._source()
-        self._ps.initialize(source)
-        if source.checkpoint:
-            self._display.message(f"The model starts from {source.checkpoint}, version {self._ps.version}.")
+        if memory is not None:
+            self._servers.learning_rate = lambda: memory.learning_rate
+            self._servers.adopt(memory.version)
             self._host.assign(*self._ps.weights())
+        else:
+            source = self._source()
+            self._ps.initialize(source)
+            if source.checkpoint:
+                self._display.message(f"The model starts from {source.checkpoint}, version {self._ps.version}.")
+                self._host.assign(*self._ps.weights())
         self._hooks = MasterHooks(self._host, self._ps, self._master.stop_training, self._master.reached_version)
         self._hooks.adopt_learning_rate(self._ps.learning_rate)
         self._servers.learning_rate = lambda: self._hooks.base_learning_rate
@@ -238,13 +300,15 @@ class Job:
                 self._master.tend()  # which knows why a server does not answer
             except JobFailedError as cause:
                 error = cause
-        if not self._report.checkpoint_path:
-            return error
-        return JobFailedError(
-            f"{error}\nThe newest checkpoint is {self._report.checkpoint_path}. To go on from it: "
-            f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}",
-            error.user_traceback,
-        )
+        hints = ""
+        if self._report.checkpoint_path:
+            hints += (
+                f"\nThe newest checkpoint is {self._report.checkpoint_path}. To go on from it: "
+                f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}"
+            )
+        if self._journal is not None and self._begun:
+            hints += f"\nTo go on where the job stands: elasticcb resume {self._settings.directory}"
+        return JobFailedError(f"{error}{hints}", error.user_traceback) if hints else error
 
     def _interrupted(self) -> None:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
@@ -253,6 +317,7 @@ class Job:
             if self._begun and self._settings.command is Command.TRAIN:
                 self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
                 self._drain()
+                self._ps.finish_training(finalize=False)  # after which it is in the recovery files
                 if self._checkpoints.wanted:
                     self._save_checkpoint()
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
@@ -260,6 +325,8 @@ class Job:
             pass
         except ElasticCBError as error:
             saved = f" No checkpoint could be written: {error}"
+        if self._journal is not None and self._begun:
+            saved += f" To go on: elasticcb resume {self._settings.directory}"
         raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
 
     def _drain(self) -> None:
@@ -379,6 +446,13 @@ class Job:
             self._hooks.call("on_epoch_begin", epoch + 1, {})
         with self._master.changed:
             self._queue.release_epoch(epoch)
+            self._master.note(
+                ended_epochs=epoch + 1,
+                learning_rate=self._hooks.base_learning_rate,
+                logs=plain(logs),
+                callbacks=saved_states(self._host.callbacks.callbacks),
+            )
+            self._master.rewrite_journal()
             self._master.changed.notify_all()
 
     def _training_done(self) -> None:
@@ -398,6 +472,7 @@ class Job:
             self._save_checkpoint()
         with self._master.changed:
             self._queue.add_train_end()
+            self._master.note()
             self._master.changed.notify_all()
 
     # ------------------------------------------------------------ evaluation rounds
@@ -431,6 +506,8 @@ class Job:
             if finished.epoch is not None and epoch <= finished.epoch:
                 values = {f"val_{name}": value for name, value in sorted(self._report.metrics.items())}
                 self._end_epoch(epoch, {**self._epoch_logs.pop(epoch), **values})
+        with self._master.changed:
+            self._master.note(evaluated=finished.version)
         following = rounds.finish(self._master.version).round
         if following is not None:
             self._begin_round(following)

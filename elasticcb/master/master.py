@@ -23,6 +23,7 @@ from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.changes import Changes
 from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.journal import Journal, Memory, states_entry
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.servicer import MasterServicer
@@ -131,6 +132,7 @@ class Master:
         self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
         self.error: Exception | None = None  # found while answering a call; ends the job
         self.over = False  # there are no more tasks in this job
+        self.journal: Journal | None = None  # of a job that can be resumed
 
     @property
     def address(self) -> str:
@@ -220,6 +222,30 @@ class Master:
         if failure is not None:
             raise failure.to_error(self.processes.where(failure.worker))
 
+    def note(self, **entry: Any) -> None:
+        """Writes down where the job stands, with `entry`. Hold `changed`."""
+        if self.journal is not None and self.queue is not None:
+            self.journal.add(queue=self.queue.to_dict(), version=self.version, **entry)
+            if self.journal.is_large:
+                self.rewrite_journal()
+
+    def rewrite_journal(self) -> None:
+        """Makes it as short as it can be. Hold `changed`."""
+        if self.journal is not None:
+            entries: list[Any] = []
+            for epoch, by_name in self.epoch_states.items():
+                for name, values in by_name.items():
+                    each = values if name in self.merging_units else [values]
+                    entries += [pair for states in each for pair in states_entry(epoch, {name: states})]
+            self.journal.rewrite(entries)
+
+    def resume(self, memory: Memory) -> None:
+        """Takes over what an earlier master knew of training. Hold `changed`."""
+        self.version = max(self.version, memory.version)
+        for epoch, tasks in memory.states.items():
+            for states in tasks:
+                self._add_epoch_states(epoch, states)
+
     def take_predictions(self) -> dict[int, dict[str, Any]]:
         """What the job predicted, by first unit of a task: arrays by path. They may be large, and are not kept."""
         with self.changed:
@@ -271,6 +297,8 @@ class Master:
             self._check_is_present(job)
             member = self.roster.register(role, index, address, pid, host, time.monotonic(), job)
             logger.info("%s is there", member)
+            if self.journal is not None:
+                self.journal.add(next_id=self.roster.next_id)
             self.changed.notify_all()
             return member
 
@@ -331,7 +359,9 @@ class Master:
                 self.loss = loss
             if not lease or self.queue is None:
                 return Answer(True, "no task")
-            return self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed)
+            answer = self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed)
+            self.note()
+            return answer
 
     def report_done(
         self,
@@ -365,6 +395,7 @@ class Master:
                 elif task.type is TaskType.FUNCTION:
                     self.results[task.function] = result
                     del self.calls[task.function]
+                self.note(**({"states": states_entry(task.epoch, states)} if task.type is TaskType.TRAINING else {}))
             if self.queue.is_idle or (task is not None and task.type is TaskType.FUNCTION):
                 self.changed.notify_all()
             else:  # nothing that could be handed out has come of it
@@ -377,6 +408,7 @@ class Master:
             if self.queue is None or self.roster.job_of(worker) != self._jobs:
                 return Outcome(False, _LATE)
             outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
+            self.note()
             logger.warning("Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
             self.changed.notify_all()
             return outcome
@@ -390,6 +422,7 @@ class Master:
                 logger.info("Training is asked to stop: %s", reason)
             if self.queue is not None:
                 self.queue.stop_training(reason)
+                self.note()
             self.changed.notify_all()
 
     def leave(self, id: int, error: str, traceback: str, fatal: bool) -> None:

@@ -172,6 +172,15 @@ class QueueState:
         # A task that had FAILED is not open again; it must not hold its epoch open for ever.
         self.milestones += self.epochs.settle()
 
+    def repeat_milestones(self, ended_epochs: int) -> None:
+        """See `TaskQueue.repeat_milestones`."""
+        epochs = range(ended_epochs, self.epochs.epochs_done)
+        self.milestones = [Milestone(MilestoneKind.EPOCH_DONE, epoch) for epoch in epochs]
+        if self.closed[TaskType.TRAIN_END][TaskState.DONE]:
+            self.milestones.append(Milestone(MilestoneKind.TRAIN_END_DONE))
+        elif self.epochs.done and not self.todo.train_end_added:
+            self.milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
+
 
 @contextmanager
 def reading(saved: dict[str, Any]) -> Iterator[None]:

@@ -84,6 +84,7 @@ class Roster:
 
     Attributes:
         recovers_ps: whether the part of the model that a lost server held can be had again.
+        next_id: of members. Servers know pushes by it: one that an earlier master gave out must not come again.
     """
 
     def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int, max_ps_restarts: int = 0) -> None:
@@ -97,7 +98,7 @@ class Roster:
         self._at: dict[tuple[Role, int], int] = {}  # place -> id of the member that is up
         self._seen: dict[int, float] = {}
         self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
-        self._next_id = 1
+        self.next_id = 1
         self._restarts = dict.fromkeys(Role, 0)
         self._lost = dict.fromkeys(Role, 0)
         self._replaced = dict.fromkeys(Role, 0)
@@ -138,8 +139,8 @@ class Roster:
                 f"Process {pid} on {host} wants to be {role.value} {index}, which {present} is already. "
                 "Give it another number, or stop that one first."
             )
-        member = Member(self._next_id, role, index, address, pid, host)
-        self._next_id += 1
+        member = Member(self.next_id, role, index, address, pid, host)
+        self.next_id += 1
         self._up[member.id] = member
         self._at[place] = member.id
         self._seen[member.id] = now

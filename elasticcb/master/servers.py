@@ -26,6 +26,7 @@ class Servers:
         variables, may_split: the model's weights, and whether they may be cut between servers.
         source: gives what a server begins with that has no recovery files.
         say: shows a line to the user.
+        run: names the training, in the servers' recovery files; "": a new one.
 
     Attributes:
         control: their client.
@@ -39,6 +40,7 @@ class Servers:
         may_split: bool,
         source: Callable[[], Source],
         say: Callable[[str], None],
+        run: str = "",
     ) -> None:
         self._master, self._source, self._say = master, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
@@ -54,6 +56,7 @@ class Servers:
             token=master.token,
             ids=[place.id for place in self._places],
             find=self._find,
+            run=run,
         )
 
     @property
@@ -69,6 +72,18 @@ class Servers:
         with self._restoring:
             for index in range(len(self._places)):
                 self._restore(index)
+
+    def adopt(self, version: int) -> None:
+        """Gives the servers of a new cluster what those of the last one wrote down, as `version` of the model."""
+        for index, place in enumerate(self._places):
+            restored = self.control.restore(index, *place, version, self._source, 0, self.learning_rate())
+            lost = max(0, version - restored.version)
+            self._master.recoveries.updates_lost += lost
+            self._say(
+                f"Parameter server {index} goes on from {restored.source}; {lost} updates of its part of the model are "
+                "lost."
+            )
+        self.control.pull()
 
     def _find(self, index: int) -> tuple[str, int]:
         """For the client, whose call got no answer."""

@@ -407,6 +407,14 @@ class TaskQueue:
         """
         return self._state.to_dict()
 
+    def repeat_milestones(self, ended_epochs: int) -> None:
+        """For a queue that was saved: what was reached, and perhaps taken, but not carried out, comes again.
+
+        Args:
+            ended_epochs: epochs before it need not come again.
+        """
+        self._state.repeat_milestones(ended_epochs)
+
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TaskQueue:
         """The queue that `to_dict` saved, with no lease out; milestones that were not taken come again.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import keras
@@ -12,7 +14,7 @@ import tensorflow as tf
 
 import elasticcb
 from elasticcb.checkpoint import find_latest, read_manifest
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.layers import Embedding
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
@@ -207,9 +209,37 @@ def test_a_job_exports_its_tables_and_another_goes_on_from_its_checkpoint(tmp_pa
     checkpoint = find_latest(tmp_path / "checkpoints")
     assert json.loads(read_manifest(checkpoint)["variables"][0]["table"])["input_dim"] is None
     again = {**settings, "directory": "", "directory_for_init": str(checkpoint), "num_ps": 1, "validation": str(data)}
-    evaluated, _ = run_job(
-        job_settings(model_file, tmp_path / "evaluate", Command.EVALUATE, **{**again, "output": "", "training": ""})
+    torn, flipped = (
+        shutil.copytree(checkpoint, checkpoint.with_name(f"version-000000{number}")) for number in (99, 98)
     )
+    (torn / "manifest.json").write_text("")
+    file = max(flipped.glob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    evaluation = {**again, "output": "", "training": ""}
+    evaluated, display = run_job(
+        job_settings(
+            model_file,
+            tmp_path / "evaluate",
+            Command.EVALUATE,
+            **{**evaluation, "directory_for_init": str(checkpoint.parent)},
+        )
+    )
+    assert evaluated.version == 60
+    assert re.match(r"Passed over version-00000099: The manifest .* can't be read", display.messages[0])
+    assert re.match(rf"Passed over version-00000098: The checkpoint file {file} is damaged", display.messages[1])
+    assert display.messages[2] == f"The model starts from {checkpoint}, version 60."
+    with pytest.raises(
+        CheckpointError, match=rf"The checkpoint file {file} is damaged: .*Start from another version\."
+    ):
+        run_job(
+            job_settings(
+                model_file,
+                tmp_path / "damaged",
+                Command.EVALUATE,
+                **{**evaluation, "directory_for_init": str(flipped)},
+            )
+        )
     further, _ = run_job(job_settings(model_file, tmp_path / "more", num_epochs=1, **again))
     assert further.version == 70
     assert further.metrics["mae"] < evaluated.metrics["mae"] < 1.2

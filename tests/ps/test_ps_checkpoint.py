@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 
 import keras
 import numpy as np
@@ -162,6 +165,124 @@ def test_the_newest_versions_are_kept(tmp_path):
     manifest = checkpoint.verify(checkpoint.find_latest(tmp_path / "version-00000010"))
     assert manifest["extra"] == {"epoch": 2}
     assert json.dumps(manifest)
+
+
+def test_the_version_written_last_is_kept_below_newer_ones(tmp_path):
+    part = Part(None, initial_values())
+    for place, version in enumerate((300, 310, 210)):  # the last job began from an older version
+        folder = save(tmp_path, [part], SPECS, version)
+        os.utime(folder / checkpoint.MANIFEST, (1000 + place, 1000 + place))
+    checkpoint.prune(tmp_path, 1)
+    assert [folder.name for folder in checkpoint.find_versions(tmp_path)] == ["version-00000210", "version-00000310"]
+    folder = save(tmp_path, [part], SPECS, 220)
+    os.utime(folder / checkpoint.MANIFEST, (2000, 2000))
+    checkpoint.prune(tmp_path, 1)
+    assert [folder.name for folder in checkpoint.find_versions(tmp_path)] == ["version-00000220", "version-00000310"]
+    checkpoint.prune(tmp_path, 0)
+    assert len(checkpoint.find_versions(tmp_path)) == 2
+
+
+def flip(folder):
+    path = file_of(folder)
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+
+
+def cut(folder):
+    os.truncate(file_of(folder), 100)
+
+
+def delete(folder):
+    file_of(folder).unlink()
+
+
+def empty_manifest(folder):
+    (folder / checkpoint.MANIFEST).write_text("")
+
+
+def manifest_without_files(folder):
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": checkpoint.FORMAT, "version": 30}))
+
+
+def manifest_of_something_else(folder):
+    (folder / checkpoint.MANIFEST).write_text("[]")
+
+
+def file_of(folder):
+    return sorted(folder.glob("*.safetensors"))[-1]
+
+
+@pytest.fixture
+def three_versions(tmp_path):
+    """A folder of the versions 10, 20 and 30, of two servers."""
+    parts = [Part(None, initial_values(), SPECS, 2, index) for index in range(2)]
+    for version in (10, 20, 30):
+        save(tmp_path, parts, SPECS, version)
+    return tmp_path
+
+
+def test_the_newest_version_is_taken_without_a_word(three_versions):
+    warnings = []
+    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000030"
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (flip, r"server-00001-of-00002\.safetensors is damaged"),
+        (cut, r"server-00001-of-00002\.safetensors is damaged: its 100 bytes are not"),
+        (delete, r"server-00001-of-00002\.safetensors can't be read: .*No such file"),
+        (empty_manifest, r"manifest\.json can't be read: JSONDecodeError"),
+        (manifest_without_files, r"manifest\.json can't be read: KeyError\('files'\)"),
+        (manifest_of_something_else, r"manifest\.json can't be read: TypeError"),
+    ],
+)
+def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage, fault):
+    damage(three_versions / "version-00000030")
+    warnings = []
+    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000020"
+    (warning,) = warnings
+    assert re.match(f"Passed over version-00000030: .*{fault}", warning)
+
+
+def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
+    flip(three_versions / "version-00000020")
+    delete(three_versions / "version-00000030")
+    warnings = []
+    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000010"
+    assert [warning.partition(": ")[0] for warning in warnings] == [
+        "Passed over version-00000030",
+        "Passed over version-00000020",
+    ]
+
+
+def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(three_versions):
+    for folder, damage in zip(checkpoint.find_versions(three_versions), (empty_manifest, delete, flip), strict=True):
+        damage(folder)
+    warnings = []
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.find_undamaged(three_versions, warnings.append)
+    first, *faults = str(caught.value).splitlines()
+    assert first == f"No checkpoint in {three_versions} can be used. Name another folder, or begin without one."
+    assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
+    for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
+        assert words in fault
+    assert warnings == []
+
+
+def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
+    folder = three_versions / "version-00000030"
+    flip(folder)
+    warnings = []
+    assert checkpoint.find_undamaged(folder, warnings.append) == folder
+    with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*Start from another version\.$"):
+        restored(folder, 2, None, SPECS)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
+        checkpoint.find_undamaged(folder, warnings.append)
+    assert warnings == []
 
 
 def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):

@@ -1,0 +1,48 @@
+"""`elasticcb resume`: goes on with a training job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT, Session
+from elasticcb.cli.job import run_settings
+from elasticcb.errors import UsageError
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.pass_obj
+def resume(session: Session, job: str) -> None:
+    """Go on with a training job that was interrupted, failed, or was killed with its machine.
+
+    JOB is the job's folder. Tasks that were reported as done are not done again; parameter servers go on from what
+    they wrote down last. The job runs with the settings that it began with.
+
+    \b
+    Examples:
+      elasticcb resume jobs/mnist-20260101-120000
+    """
+    run_settings(resumed_settings(job), session, resumed=True)
+
+
+def resumed_settings(job: str) -> JobSettings:
+    """The settings of the job in a folder. Raises `UsageError` when it can't be resumed."""
+    folder = Path(job).absolute()
+    expected = "Expected the folder of a job that `elasticcb train` has begun (--job_dir)."
+    if not folder.is_dir():
+        raise UsageError(f"{job} is no folder. {expected}")
+    try:
+        text = (folder / JOB_FILE).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{job} holds no settings of a job ({error}). {expected}") from None
+    if not (folder / JOURNAL_FILE).is_file():
+        raise UsageError(
+            f"{job} holds no {JOURNAL_FILE}: the job keeps none (--checkpoint_interval=0). Begin a new one."
+        )
+    settings = JobSettings.from_json(text)
+    if settings.directory != str(folder):
+        raise UsageError(f"{job} was the folder {settings.directory} when the job began. Move it back there.")
+    return settings

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from elasticcb.callbacks.saved_state import restore_states, saved_state, saved_states
+from elasticcb.errors import JobFailedError
+from elasticcb.master.journal import Journal, states_entry
+from elasticcb.master.task_queue import TaskQueue
+
+
+def states(number):
+    return {"loss": [np.array(number, np.float32), np.arange(3) * number]}
+
+
+def test_journal_tells_what_was_written(tmp_path):
+    journal = Journal(tmp_path / "journal.log")
+    assert journal.memory.queue is None
+    journal.add(run="abc", ended_epochs=0)
+    journal.add(queue={"format": 1}, version=5, states=states_entry(0, states(2)))
+    journal.add(queue={"format": 2}, version=7, states=states_entry(1, states(3)))
+    journal.close()
+    memory = Journal(tmp_path / "journal.log").memory
+    assert (memory.run, memory.queue, memory.version) == ("abc", {"format": 2}, 7)
+    assert sorted(memory.states) == [0, 1]
+    np.testing.assert_array_equal(memory.states[1][0]["loss"][1], [0, 3, 6])
+    assert memory.states[1][0]["loss"][0].dtype == np.float32
+
+
+def test_epoch_that_is_ended_takes_its_states_with_it(tmp_path):
+    journal = Journal(tmp_path / "journal.log")
+    journal.add(states=[*states_entry(0, states(1)), *states_entry(1, states(2))])
+    journal.add(ended_epochs=1, callbacks=[["Best", {"best": 0.5}]], logs={"loss": 1.0})
+    journal.close()
+    memory = Journal(tmp_path / "journal.log").memory
+    assert list(memory.states) == [1]
+    assert (memory.callbacks, memory.logs) == ([["Best", {"best": 0.5}]], {"loss": 1.0})
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:-9] + b"x" + data[-8:]])
+def test_last_entry_that_is_damaged_is_left_out_and_one_can_go_on(tmp_path, damage):
+    path = tmp_path / "journal.log"
+    journal = Journal(path)
+    journal.add(version=1)
+    journal.add(version=22222)
+    journal.close()
+    path.write_bytes(damage(path.read_bytes()))
+    journal = Journal(path)
+    assert journal.memory.version == 1
+    journal.add(version=3)
+    journal.close()
+    assert Journal(path).memory.version == 3
+
+
+def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
+    path = tmp_path / "journal.log"
+    journal = Journal(path)
+    for version in range(100):
+        journal.add(run="abc", queue={"tasks": list(range(50))}, version=version)
+    size = path.stat().st_size
+    journal.rewrite(states_entry(2, states(4)))
+    assert path.stat().st_size < size / 20
+    journal.add(version=200)
+    journal.close()
+    memory = Journal(path).memory
+    assert (memory.run, memory.version, list(memory.states)) == ("abc", 200, [2])
+
+
+def test_journal_that_can_not_be_opened_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(JobFailedError, match=r"nowhere/journal\.log can't be opened"):
+        Journal(tmp_path / "nowhere" / "journal.log")
+
+
+# ------------------------------------------------------------ the queue
+
+
+def queue_of(epochs=2, **more):
+    return TaskQueue(training=[("a", 40)], records_per_task=10, minibatch_size=5, num_epochs=epochs, **more)
+
+
+def work(queue, tasks):
+    for _ in range(tasks):
+        lease = queue.get_task(1, 0.0).lease
+        queue.report_done(1, lease.id)
+
+
+def kinds(queue):
+    return [(milestone.kind.name, milestone.number) for milestone in queue.take_milestones()]
+
+
+def test_milestones_that_were_taken_but_not_carried_out_come_again():
+    queue = queue_of()
+    work(queue, 8)
+    assert kinds(queue) == [("EPOCH_DONE", 0), ("EPOCH_DONE", 1), ("TRAINING_DONE", 0)]
+    for ended, expected in ((0, [0, 1]), (1, [1]), (2, [])):
+        again = TaskQueue.from_dict(queue.to_dict())
+        again.repeat_milestones(ended)
+        assert kinds(again) == [("EPOCH_DONE", epoch) for epoch in expected] + [("TRAINING_DONE", 0)]
+
+
+def test_train_end_that_was_added_is_not_preceded_by_the_end_of_training_again():
+    queue = queue_of(1)
+    work(queue, 4)
+    queue.add_train_end()
+    again = TaskQueue.from_dict(queue.to_dict())
+    again.repeat_milestones(1)
+    assert kinds(again) == []
+    work(again, 1)
+    assert kinds(again) == [("TRAIN_END_DONE", 0)]
+    once_more = TaskQueue.from_dict(again.to_dict())
+    once_more.repeat_milestones(1)
+    assert kinds(once_more) == [("TRAIN_END_DONE", 0)]
+
+
+# ------------------------------------------------------------ callbacks
+
+
+def test_plain_attributes_of_callbacks_are_saved_and_restored():
+    stopping = keras.callbacks.EarlyStopping(patience=3)
+    stopping.set_params({"epochs": 3})
+    stopping.on_train_begin()
+    stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
+    history = keras.callbacks.History()
+    history.on_train_begin()
+    history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
+    saved = saved_states([stopping, history])
+    again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
+    restore_states(again, saved)
+    assert (again[0].best, again[0].wait) == (0.25, 2)
+    assert again[1].history == {"loss": [1.0, 0.5]}
+    assert "best_weights" not in saved_state(stopping)
+    assert "params" not in saved_state(stopping)
+
+
+def test_callbacks_of_other_classes_stay_as_they_are():
+    history = keras.callbacks.History()
+    restore_states([history], [["EarlyStopping", {"wait": 3}]])
+    assert not hasattr(history, "wait")
