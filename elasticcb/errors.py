@@ -77,6 +77,10 @@ class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""
 
 
+class LostServerError(JobFailedError):
+    """A parameter server is gone which can't be replaced alone; the whole job can go on from what all wrote down."""
+
+
 class FunctionError(ElasticCBError):
     """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled since another one did."""
 

@@ -404,15 +404,18 @@ class PSClient:
             if server.link is not failed:
                 return True
             assert self._find is not None
-            address, id = self._find(server.index)
-            if id == failed.id:
-                return False
-            logger.info("Parameter server %d is at %s now", server.index, address)
-            server.link = self._link(server.index, (address, id))
-            # The new one counts for itself.
-            server.version = server.state_version = -1
-            failed.close()
-            return True
+            return self._follow(server, *self._find(server.index))
+
+    def _follow(self, server: Server, address: str, id: int) -> bool:
+        """Speaks to another process from now on, if it is another one; returns whether it is."""
+        if id == server.link.id:
+            return False
+        logger.info("Parameter server %d is at %s now", server.index, address)
+        before, server.link = server.link, self._link(server.index, (address, id))
+        # The new one counts for itself.
+        server.version = server.state_version = -1
+        before.close()
+        return True
 
     def close(self) -> None:
         """Ends all connections."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
-# Given by whoever calls the hooks.
-_GIVEN = frozenset({"params", "model", "_model", "validation_data"})
+# Given by whoever calls the hooks, or by `keep_files`.
+_GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
 
 
 def saved_state(callback: Any) -> dict[str, Any]:
@@ -25,6 +26,13 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def saved_states(callbacks: Sequence[Any]) -> list[Any]:
     """Of each callback its class and `saved_state`."""
     return [[type(callback).__name__, saved_state(callback)] for callback in callbacks]
+
+
+def keep_files(callbacks: Sequence[Any]) -> None:
+    """Before `on_train_begin`: a `CSVLogger`, which begins a file there, is to go on with the one that it has."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
 
 
 def restore_states(callbacks: Sequence[Any], saved: Sequence[Any]) -> None:

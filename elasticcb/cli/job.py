@@ -10,11 +10,11 @@ from typing import Any
 
 from elasticcb.cli.command import Session
 from elasticcb.cli.given import Given
-from elasticcb.cli.launcher import become_master
+from elasticcb.cli.launcher import GO_ON, become_master
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate
-from elasticcb.errors import UsageError
+from elasticcb.errors import LostServerError, UsageError
 from elasticcb.settings import (
     JOURNAL_FILE,
     CallbackErrors,
@@ -60,7 +60,9 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
     local = settings.cluster.kind is ClusterKind.LOCAL
-    if session.own_process and local and settings.command is Command.TRAIN and settings.checkpoint.interval_seconds:
+    trains = settings.command is Command.TRAIN
+    supervised = session.own_process and local and trains and bool(settings.checkpoint.interval_seconds)
+    if supervised:
         if not resumed:  # of a job before in this folder
             Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
         resumed = become_master(settings.directory, _say) or resumed
@@ -71,6 +73,11 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
     display = make_display(settings)
     try:
         run_master(settings, display, resumed)
+    except LostServerError as error:
+        if not supervised:
+            raise
+        display.message(str(error).splitlines()[0])
+        sys.exit(GO_ON)
     finally:
         display.close()
 

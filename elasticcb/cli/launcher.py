@@ -11,15 +11,16 @@ from typing import Any
 
 from elasticcb.settings import JOURNAL_FILE
 
+GO_ON = 75  # exit code of a master after which another one is to go on; EX_TEMPFAIL of sysexits.h
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOST_VAIN_LIVES = 3  # masters that are killed one after another without having written anything down
+_MOST_VAIN_LIVES = 5  # masters that are killed one after another without having written anything down
 
 
 def become_master(directory: str, say: Callable[[str], None]) -> bool:
     """Forks. The child returns, and is the master; this process waits for it, and ends as it does.
 
     Call it before anything that starts threads. When the master is killed by a signal that did not come through this
-    process, another child returns, which is to go on with the job.
+    process, or ends with `GO_ON`, another child returns, which is to go on with the job.
 
     Args:
         directory: the job's.
@@ -35,15 +36,15 @@ def become_master(directory: str, say: Callable[[str], None]) -> bool:
         if child == 0:
             return restarts > 0
         code = _wait(child)
-        if code >= 0:
+        if code >= 0 and code != GO_ON:
             sys.exit(code)
+        what = "ended" if code == GO_ON else f"was killed by {signal.Signals(-code).name}"
         vain = 0 if _size(journal) != before else vain + 1
-        name = signal.Signals(-code).name
         if vain == _MOST_VAIN_LIVES:
-            say(f"Error: The master was killed by {name}, {vain} times without having come further. Look into its log.")
+            say(f"Error: The master {what}, {vain} times without having come further. Look into its log.")
             sys.exit(1)
         restarts += 1
-        say(f"The master was killed by {name}; another one goes on with the job.")
+        say(f"The master {what}; another one goes on with the job.")
 
 
 def _fork() -> int:
@@ -73,7 +74,9 @@ def _wait(child: int) -> int:
         if handler is not signal.SIG_IGN:
             signal.signal(number, pass_on)
     try:
-        _, status = os.waitpid(child, 0)
+        ended = 0
+        while ended != child:  # as the first process of a container it gets orphans, too
+            ended, status = os.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -24,10 +24,10 @@ from dataclasses import replace
 from typing import Any
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
-from elasticcb.callbacks.saved_state import plain, restore_states, saved_states
+from elasticcb.callbacks.saved_state import keep_files, plain, restore_states, saved_states
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint import find_undamaged
-from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted
+from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted, LostServerError
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.batch_log import Pass
 from elasticcb.master.checkpoint_writer import CheckpointWriter
@@ -151,6 +151,8 @@ class Job:
         self._wait_for(lambda: self._master.roster.complete(Role.PS, self._master.job), "parameter servers")
         self._connect()
         training = self._settings.training
+        if self._memory is not None:
+            keep_files(self._host.callbacks.callbacks)
         if self._settings.command is Command.TRAIN:
             self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
         self._initial_epoch = getattr(self._host.model, "_initial_epoch", None) or training.initial_epoch
@@ -308,7 +310,8 @@ class Job:
             )
         if self._journal is not None and self._begun:
             hints += f"\nTo go on where the job stands: elasticcb resume {self._settings.directory}"
-        return JobFailedError(f"{error}{hints}", error.user_traceback) if hints else error
+        kind = LostServerError if isinstance(error, LostServerError) else JobFailedError
+        return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
     def _interrupted(self) -> None:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
@@ -317,7 +320,8 @@ class Job:
             if self._begun and self._settings.command is Command.TRAIN:
                 self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
                 self._drain()
-                self._ps.finish_training(finalize=False)  # after which it is in the recovery files
+                if self._journal is not None:
+                    self._ps.finish_training(finalize=False)  # after which all is in the recovery files
                 if self._checkpoints.wanted:
                     self._save_checkpoint()
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
@@ -332,7 +336,7 @@ class Job:
     def _drain(self) -> None:
         give_up = time.monotonic() + _DRAIN_SECONDS
         with self._master.changed:
-            self._queue.stop_training("interrupted")
+            self._queue.pause()
             while time.monotonic() < give_up and any(
                 lease.task.type is TaskType.TRAINING for lease in self._queue.leases()
             ):

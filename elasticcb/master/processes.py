@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import JobFailedError, LostServerError
 from elasticcb.master.roster import Consequence, LossDecision, Member, PlaceState, Role, Roster
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,9 @@ class Processes:
             logger.debug("%s", decision.reason)
             return
         if decision.kind is Consequence.FAIL:
-            raise JobFailedError(decision.reason + "." + self._last_words(decision.role, decision.index))
+            resumable = decision.role is Role.PS and not self._roster.recovers_ps
+            kind = LostServerError if resumable else JobFailedError
+            raise kind(decision.reason + "." + self._last_words(decision.role, decision.index))
         if decision.role is Role.PS:
             self._on_ps_lost(decision.index)
         logger.info("%s", decision.reason)

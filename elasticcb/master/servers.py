@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from elasticcb.errors import ConnectionLostError
 from elasticcb.master.master import Master, ServerPlace
 from elasticcb.master.roster import Role
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_control import PSControl, Source
+from elasticcb.ps_control import PSControl, Restored, Source
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ class Servers:
 
     def adopt(self, version: int) -> None:
         """Gives the servers of a new cluster what those of the last one wrote down, as `version` of the model."""
-        for index, place in enumerate(self._places):
-            restored = self.control.restore(index, *place, version, self._source, 0, self.learning_rate())
+        for index in range(len(self._places)):
+            place, restored = self._give_back(index, version, 0)
+            self._set_place(index, place)
             lost = max(0, version - restored.version)
             self._master.recoveries.updates_lost += lost
             self._say(
@@ -93,16 +95,13 @@ class Servers:
 
     def _restore(self, index: int) -> None:
         begun = time.monotonic()
-        place = self._wait_until_up(index)
-        if place.id == self._places[index].id:
+        if self._wait_until_up(index).id == self._places[index].id:
             return
         with self._master.changed:
             version, running = self._master.version, self._master.rounds.running
             since = self._master.lost_ps.get(index, begun)
-        evaluation_round = 0 if running is None else running.id
-        restored = self.control.restore(index, *place, version, self._source, evaluation_round, self.learning_rate())
-        self._places[index] = place
-        self._master.ps_is_back(index, place)
+        place, restored = self._give_back(index, version, 0 if running is None else running.id)
+        self._set_place(index, place)
         seconds, lost = time.monotonic() - since, max(0, version - restored.version)
         self._master.recoveries.seconds.append(seconds)
         self._master.recoveries.updates_lost += lost
@@ -110,6 +109,24 @@ class Servers:
             f"Parameter server {index} is back after {seconds:.1f} s, from {restored.source}; {lost} updates of its "
             f"part of the model are lost."
         )
+
+    def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
+        """Gives the server that is in a place now what the last one wrote down; another one if that is lost, too."""
+        given_up = 0
+        while True:
+            place = self._wait_until_up(index)
+            if place.id == given_up:
+                raise ConnectionLostError(f"Parameter server {index} at {place.address} runs, but does not answer.")
+            rate = self.learning_rate()
+            try:
+                return place, self.control.restore(index, *place, version, self._source, evaluation_round, rate)
+            except ConnectionLostError as error:
+                logger.warning("%s", error)
+                given_up = place.id
+
+    def _set_place(self, index: int, place: ServerPlace) -> None:
+        self._places[index] = place
+        self._master.ps_is_back(index, place)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
         master = self._master

@@ -86,6 +86,7 @@ class TaskQueue:
         self._settings = settings
         self._state = state = QueueState(training, prediction, settings)
         self._epochs, self._todo, self._doing = state.epochs, state.todo, state.doing
+        self._paused = False
 
     # ------------------------------------------------------------ a worker asks for a task
 
@@ -105,6 +106,8 @@ class TaskQueue:
             return Decision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
         if held is not None:
             self._put_back_unanswered(worker, held)
+        if self._paused:
+            return Decision(DecisionKind.WAIT, None, "the job is being interrupted")
         record = self._todo.take(train_end=not doing and self._epochs.done)
         if record is None:
             return self._nothing_to_hand_out()
@@ -310,6 +313,10 @@ class TaskQueue:
         self._state.accounting.count_dropped(self._epochs.current, records)
         self._state.closed[TaskType.TRAINING][TaskState.DROPPED] += len(dropped) + unmade
         self._state.milestones += self._epochs.stop(reason, [record.task for record in dropped])
+
+    def pause(self) -> None:
+        """Hands out nothing any more; what is DOING may be finished. A queue that is saved now goes on."""
+        self._paused = True
 
     def add_function(self, number: int) -> None:
         """Adds a call, which `number` names, behind all that were added before."""

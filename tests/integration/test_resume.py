@@ -112,9 +112,22 @@ def test_killed_master_is_replaced_and_no_record_is_lost(data, start_job):
     assert "is done; there is nothing to go on with" in again.output
 
 
+def test_synchronous_servers_are_started_anew_together(data, start_job):
+    more = {"use_async": "false", "grads_to_wait": 2, "sync_version_tolerance": 1}
+    job = start_job(*train_flags(data, num_epochs=2, **more))
+    job.wait_for_line(r"Evaluation at version")
+    job.kill("ps", 1)
+    job.wait_for_line(r"The master ended; another one goes on with the job")
+    assert job.finish() == 0, job.output
+    for epoch in (1, 2):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    assert "Traceback" not in job.output
+    job.assert_no_orphans()
+
+
 def test_interrupted_job_is_resumed_without_a_loss(data, start_job):
     job = start_job(*train_flags(data, num_epochs=4, checkpoint_interval=1000))
-    job.wait_for_line(r"Evaluation at version")
+    job.wait_for_line(r"training: epoch 2/4, .*records/s")
     job.interrupt()
     assert job.finish() == 130
     version = int(re.search(r"interrupted at version (\d+)", job.output)[1])

@@ -4,8 +4,9 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import restore_states, saved_state, saved_states
+from elasticcb.callbacks.saved_state import keep_files, restore_states, saved_state, saved_states
 from elasticcb.errors import JobFailedError
+from elasticcb.master.answers import DecisionKind
 from elasticcb.master.journal import Journal, states_entry
 from elasticcb.master.task_queue import TaskQueue
 
@@ -99,6 +100,18 @@ def test_milestones_that_were_taken_but_not_carried_out_come_again():
         assert kinds(again) == [("EPOCH_DONE", epoch) for epoch in expected] + [("TRAINING_DONE", 0)]
 
 
+def test_queue_that_was_paused_hands_out_nothing_and_goes_on_when_it_was_saved():
+    queue = queue_of(1)
+    lease = queue.get_task(1, 0.0).lease
+    queue.pause()
+    assert queue.get_task(1, 0.0).kind is DecisionKind.WAIT
+    assert queue.report_done(1, lease.id).accepted
+    again = TaskQueue.from_dict(queue.to_dict())
+    work(again, 3)
+    assert again.training_done
+    assert again.stop_reason is None
+
+
 def test_train_end_that_was_added_is_not_preceded_by_the_end_of_training_again():
     queue = queue_of(1)
     work(queue, 4)
@@ -131,6 +144,25 @@ def test_plain_attributes_of_callbacks_are_saved_and_restored():
     assert again[1].history == {"loss": [1.0, 0.5]}
     assert "best_weights" not in saved_state(stopping)
     assert "params" not in saved_state(stopping)
+
+
+def test_csv_logger_goes_on_with_its_file(tmp_path):
+    def logger():
+        made = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+        made.set_model(keras.Sequential())
+        return made
+
+    first = logger()
+    first.on_train_begin()
+    first.on_epoch_end(0, {"loss": 1.0})
+    saved = saved_states([first])
+    second = logger()
+    keep_files([second])
+    second.on_train_begin()
+    restore_states([second], saved)
+    second.on_epoch_end(1, {"loss": 0.5})
+    second.on_train_end()
+    assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA"]
 
 
 def test_callbacks_of_other_classes_stay_as_they_are():

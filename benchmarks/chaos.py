@@ -1,0 +1,245 @@
+"""What a job makes of processes that are killed all the time.
+
+    python benchmarks/chaos.py [--data_dir=DIR] [--every=5] [--seed=0] [--epochs=60]
+
+Trains a recommender (embedding tables, Adagrad) twice with `elasticcb train`: undisturbed, and with a worker, a
+parameter server or the master killed (SIGKILL) every `--every` seconds, drawn from a seeded generator. The data are
+ml-100k/u.data of the directory, or ratings made from hidden factors. The job's own reader keeps a ledger of all that
+was read; every record must have been read as often as there are epochs, the summary must tell of every record in every
+epoch, and every evaluation round must count every record once. Prints a Markdown table; ends with 1 when something was
+lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+from report import machine, publish
+
+HERE = Path(__file__).resolve().parent
+SHARES = {"worker": 0.45, "ps": 0.45, "master": 0.1}
+NAMES = {"worker": "worker", "ps": "parameter server", "master": "master"}
+WORKERS, SERVERS = 2, 2
+
+
+@dataclass
+class Job:
+    """What came of a job."""
+
+    seconds: float
+    output: str
+    ledger: list[tuple[float, int, str, int, int]]  # time, process, file, first and last record
+    logs: dict[str, str]
+    kills: list[tuple[float, str]] = field(default_factory=list)  # time and role
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--data_dir", type=Path, help="directory that holds ml-100k/u.data; without it ratings are made"
+    )
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--roles", default=",".join(SHARES), help="what may be killed: %(default)s")
+    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        counts = write_data(Path(folder), arguments.data_dir)
+        calm = run(Path(folder, "calm"), arguments.epochs, None)
+        wild = run(Path(folder, "wild"), arguments.epochs, arguments)
+        wrong = [*check(calm, arguments.epochs, counts), *check(wild, arguments.epochs, counts)]
+        publish("chaos", table(calm, wild, arguments, counts), arguments.into)
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+def write_data(folder: Path, data_dir: Path | None) -> dict[str, int]:
+    """Writes train.npy and test.npy; how many records each has."""
+    if data_dir is not None:
+        rows = np.loadtxt(data_dir / "ml-100k/u.data", dtype=np.int64)[:, :3]
+    else:
+        generator = np.random.default_rng(0)
+        users, items = generator.integers(0, 1000, 100_000), generator.zipf(1.3, 100_000) % 2000
+        factors = generator.normal(size=(3000, 4))
+        scores = 3 + (factors[users] * factors[1000 + items]).sum(1) / 2 + generator.normal(size=100_000) / 2
+        rows = np.stack([users, items, np.clip(np.rint(scores), 1, 5).astype(np.int64)], 1)
+    rows = np.random.default_rng(0).permutation(rows)
+    cut = len(rows) // 10
+    np.save(folder / "test.npy", rows[:cut])
+    np.save(folder / "train.npy", rows[cut:])
+    return {"test.npy": cut, "train.npy": len(rows) - cut}
+
+
+def run(folder: Path, epochs: int, chaos: argparse.Namespace | None) -> Job:
+    folder.mkdir()
+    data, ledger, output = folder.parent, folder / "ledger", folder / "output"
+    command = [
+        *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={HERE / 'chaos_model'}"),
+        *("--model_def=ratings.custom_model", f"--training_data={data / 'train.npy'}"),
+        *(f"--validation_data={data / 'test.npy'}", f"--num_workers={WORKERS}", f"--num_ps={SERVERS}"),
+        *("--minibatch_size=64", "--num_minibatches_per_task=32", f"--num_epochs={epochs}", "--checkpoint_interval=2"),
+        *("--max_worker_restarts=100000", "--max_ps_restarts=100000", f"--job_dir={folder / 'job'}"),
+    ]
+    started = time.time()
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"LEDGER": str(ledger)}
+        )
+        kills = [] if chaos is None else disturb(process, chaos, output)
+        code = process.wait()
+    job = Job(
+        time.time() - started,
+        output.read_text(),
+        [_entry(line) for line in ledger.read_text().splitlines()],
+        {path.stem: path.read_text(errors="replace") for path in (folder / "job" / "logs").glob("*.log")},
+        kills,
+    )
+    if code:
+        print(job.output[-5000:])
+        raise SystemExit(f"The job ended with {code}, after {len(kills)} kills.")
+    return job
+
+
+def _entry(line: str) -> tuple[float, int, str, int, int]:
+    at, process, name, first, last = line.split()
+    return float(at), int(process), name, int(first), int(last)
+
+
+def disturb(process: subprocess.Popen[bytes], chaos: argparse.Namespace, output: Path) -> list[tuple[float, str]]:
+    """Kills processes of the job until it ends; what and when."""
+    drawn = random.Random(chaos.seed)
+    roles = chaos.roles.split(",")
+    kills: list[tuple[float, str]] = []
+    while "epoch 1" not in output.read_text() and process.poll() is None:
+        time.sleep(0.1)
+    while process.poll() is None:
+        try:
+            process.wait(chaos.every)
+        except subprocess.TimeoutExpired:
+            role = drawn.choices(roles, [SHARES[role] for role in roles])[0]
+            victims = members(process.pid, role)
+            if victims:
+                victim = drawn.choice(victims)
+                with_name = (time.time(), role)
+                try:
+                    victim.kill()
+                except psutil.NoSuchProcess:
+                    continue
+                kills.append(with_name)
+    return kills
+
+
+def members(launcher: int, role: str) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(launcher).children(recursive=role != "master")
+        return children if role == "master" else [child for child in children if role in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+# ------------------------------------------------------------ what came of it
+
+
+def check(job: Job, epochs: int, counts: dict[str, int]) -> list[str]:
+    """What was lost, in words."""
+    reads = np.zeros(counts["train.npy"], np.int64)
+    for _, _, name, first, last in job.ledger:
+        if name == "train.npy":
+            reads[first:last] += 1
+    wrong = []
+    if (reads < epochs).any():
+        wrong.append(f"{np.count_nonzero(reads < epochs)} records were read less than {epochs} times")
+    told = [int(count.replace(",", "")) for count in re.findall(r"records trained in epoch \d+ +([\d,]+)", job.output)]
+    if told != [counts["train.npy"]] * epochs:
+        wrong.append(f"the summary tells of {told} records")
+    rounds = {int(float(rows)) for rows in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)}
+    if rounds != {counts["test.npy"]}:
+        wrong.append(f"evaluation rounds counted {rounds} records")
+    return wrong
+
+
+def recoveries(job: Job) -> dict[str, list[float]]:
+    """Seconds from each kill to the moment when the place was filled again, by role."""
+    found: dict[str, list[float]] = {role: [] for role in SHARES}
+    found["ps"] = [float(s) for s in re.findall(r"is back after ([\d.]+) s", job.output)]
+    there = times(job.logs["master"], r"worker \d+ \(.*is there")
+    holds = times(job.logs["master"], r"The servers hold the model")
+    for at, role in job.kills:
+        after = {"worker": there, "master": holds}.get(role, [])
+        later = [moment - at for moment in after if moment > at]
+        if later:
+            found[role].append(min(later))
+    return found
+
+
+def times(log: str, pattern: str) -> list[float]:
+    stamps = re.findall(rf"^(\S+ \S+),(\d+) master I \S+: .*{pattern}", log, re.MULTILINE)
+    return [
+        datetime.datetime.strptime(second, "%Y-%m-%d %H:%M:%S").timestamp() + int(milli) / 1000
+        for second, milli in stamps
+    ]
+
+
+def table(calm: Job, wild: Job, arguments: argparse.Namespace, counts: dict[str, int]) -> str:
+    by_role = Counter(role for _, role in wild.kills)
+    recovered = recoveries(wild)
+    reads = sum(last - first for _, _, name, first, last in wild.ledger if name == "train.npy")
+    wanted = counts["train.npy"] * arguments.epochs
+    lost = sum(int(n) for n in re.findall(r"; (\d+) updates of its part", wild.output))
+    updates = int(re.search(r"model version +([\d,]+)", wild.output)[1].replace(",", ""))  # type: ignore[index]
+    rmse = [re.findall(r"rmse ([\d.]+)", job.output)[-1] for job in (calm, wild)]
+    lines = [
+        f"{machine()}; seed {arguments.seed}, {arguments.epochs} epochs of {counts['train.npy']:,} records:",
+        "",
+        f"| | undisturbed | a kill every {arguments.every:g} s |",
+        "|---|---|---|",
+        f"| seconds | {calm.seconds:.0f} | {wild.seconds:.0f} |",
+        f"| goodput | 100 % | {100 * calm.seconds / wild.seconds:.0f} % |",
+    ]
+    for role, name in NAMES.items():
+        seconds = recovered[role]
+        took = f"; back after {median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)" if seconds else ""
+        lines.append(f"| kills of a {name} | 0 | {by_role[role]}{took} |")
+    again = max(0, reads - wanted)
+    bad_rounds = _bad_rounds(calm, counts), _bad_rounds(wild, counts)
+    lines += [
+        f"| records lost | {_lost(calm, arguments, counts)} | {_lost(wild, arguments, counts)} |",
+        f"| records read again | 0 | {again:,} of {wanted:,} ({100 * again / wanted:.2f} %) |",
+        f"| updates lost, of a part of the model | 0 | {lost:,} of {SERVERS} x {updates:,} |",
+        f"| evaluation rounds that did not count each record once | {bad_rounds[0]} | {bad_rounds[1]} |",
+        f"| RMSE at the end | {rmse[0]} | {rmse[1]} |",
+    ]
+    return "\n".join(lines)
+
+
+def _lost(job: Job, arguments: argparse.Namespace, counts: dict[str, int]) -> int:
+    reads = np.zeros(counts["train.npy"], np.int64)
+    for _, _, name, first, last in job.ledger:
+        if name == "train.npy":
+            reads[first:last] += 1
+    return int(np.count_nonzero(reads < arguments.epochs))
+
+
+def _bad_rounds(job: Job, counts: dict[str, int]) -> int:
+    rows = re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)
+    return sum(int(float(count)) != counts["test.npy"] for count in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
