@@ -42,7 +42,7 @@ class Restored(NamedTuple):
     """What a server that took the place of a lost one holds.
 
     Attributes:
-        version: that its state had when it was written; -1: it began anew.
+        version: that its state had when it was written.
         source: in words.
         learning_rate: its base rate.
     """
@@ -103,12 +103,13 @@ class PSControl(PSClient):
                 answer = link.call(method, frame).header
                 restored = Restored(answer.recovered_version, "its recovery files", answer.learning_rate)
             except CheckpointError as error:
-                given = source()._replace(version=version)
+                given = source()
                 words = given.checkpoint or "the first weights"
                 logger.warning("Parameter server %d begins from %s: %s", index, words, error)
-                frame, method = self._beginning(server, given)
+                frame, method = self._beginning(server, given._replace(version=version))
                 answer = link.call(method, frame).header
-                restored = Restored(answer.version, words, answer.learning_rate)
+                held = answer.recovered_version if given.checkpoint else given.version
+                restored = Restored(held, words, answer.learning_rate)
             if learning_rate is not None and learning_rate != np.float32(restored.learning_rate):
                 link.call("SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=learning_rate), {}))
             if evaluation_round:

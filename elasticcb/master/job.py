@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -309,7 +310,7 @@ class Job:
                 f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}"
             )
         if self._journal is not None and self._begun:
-            hints += f"\nTo go on where the job stands: elasticcb resume {self._settings.directory}"
+            hints += f"\nTo go on where the job stands: elasticcb resume {shlex.quote(self._settings.directory)}"
         kind = LostServerError if isinstance(error, LostServerError) else JobFailedError
         return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
@@ -330,7 +331,7 @@ class Job:
         except ElasticCBError as error:
             saved = f" No checkpoint could be written: {error}"
         if self._journal is not None and self._begun:
-            saved += f" To go on: elasticcb resume {self._settings.directory}"
+            saved += f" To go on: elasticcb resume {shlex.quote(self._settings.directory)}"
         raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
 
     def _drain(self) -> None:

@@ -170,7 +170,7 @@ def test_server_without_files_begins_anew(start, tmp_path):
     servers.write()
     (tmp_path / "job" / "recovery" / "ps-0" / "log.json").write_text("{}")
     servers.replace(version=5)
-    assert servers.restored[0].source == "the first weights"
+    assert (servers.restored[0].source, servers.restored[0].version) == ("the first weights", 0)
     np.testing.assert_array_equal(servers.held()[0], VALUES[0])
     assert servers.push(1).version == 6
 
