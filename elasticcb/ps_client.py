@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
 from elasticcb.rpc import Connection
@@ -82,6 +83,10 @@ class PushResult:
     reason: str
     version: int
     rows: dict[int, Array] = field(default_factory=dict)
+
+
+class ServerReplacedError(ElasticCBError):
+    """A server was replaced in the midst of calls that belong together."""
 
 
 class Link:
@@ -212,12 +217,20 @@ class PSClient:
         return self._rows_found(ids, asked)
 
     def read_table(self, variable: int, chunk_rows: int = 65_536) -> Iterator[tuple[Array, Array]]:
-        """All (ids [n], rows [n, dim]) of an embedding table, in pieces; nobody must be training it meanwhile."""
+        """All (ids [n], rows [n, dim]) of an embedding table, in pieces; nobody must be training it meanwhile.
+
+        Raises `ServerReplacedError` when a server is replaced meanwhile: its rows have other places then.
+        """
         for server in self._servers:
-            start, total = 0, 1
+            link, start, total = server.link, 0, 1
             while start < total:
                 request = pb.ReadTableRequest(variable=variable, start=start, count=chunk_rows)
                 answer = self._call(server, "ReadTable", request)
+                if server.link is not link:
+                    raise ServerReplacedError(
+                        f"Parameter server {server.index} was replaced while the embedding table "
+                        f"{self.specs[variable].path!r} was read. Read it again."
+                    )
                 yield answer.tensors["ids"], answer.tensors["rows"]
                 start, total = start + chunk_rows, answer.header.total
 
@@ -231,9 +244,14 @@ class PSClient:
         ids: dict[int, Array] = {}
         for index, spec in enumerate(self.specs):
             if spec.table:
-                whole = joined([TableState(*piece) for piece in self.read_table(index)])
+                whole = self._whole_table(index)
                 ids[index], weights[index] = whole.ids, whole.rows
         return weights, ids
+
+    def _whole_table(self, variable: int) -> TableState:
+        while True:
+            with contextlib.suppress(ServerReplacedError):
+                return joined([TableState(*piece) for piece in self.read_table(variable)])
 
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
@@ -389,8 +407,6 @@ class PSClient:
                     raise
                 if self._moved(server, link):
                     begun = time.monotonic()
-                    if method == "ReadTable":  # rows have other places now
-                        raise
                     if method == "Exchange":
                         frame.header.known_version = frame.header.known_state_version = -1
                 elif time.monotonic() - begun > self._patience:

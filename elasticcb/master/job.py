@@ -228,7 +228,7 @@ class Job:
             self._master.journal = journal
             if self._memory is None:
                 journal.add(run=self._ps.run, ended_epochs=self._initial_epoch)
-            self._master.note(lives=journal.memory.lives + 1, next_id=self._master.roster.next_id)
+            self._master.note(next_id=self._master.roster.next_id)
 
     def _begin(self) -> None:
         if self._settings.command is Command.TRAIN:
@@ -427,7 +427,7 @@ class Job:
         self._end_batches(Pass.TRAINING, epoch)
         if self._queue.ran_out(epoch):
             self._host.warn_of_missing_data()
-        logs = self._host.training_logs(self._master.epoch_states.pop(epoch, {}))
+        logs = self._host.training_logs(self._master.epoch_states.get(epoch, {}))
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
         decision = None
         if self._evaluates and self._evaluates_after(epoch):
@@ -451,6 +451,7 @@ class Job:
             self._hooks.call("on_epoch_begin", epoch + 1, {})
         with self._master.changed:
             self._queue.release_epoch(epoch)
+            self._master.epoch_states.pop(epoch, None)  # not before: the journal holds them until the epoch is ended
             self._master.note(
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,

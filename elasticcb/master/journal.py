@@ -34,7 +34,6 @@ class Memory:
 
     Attributes:
         run: names the training, in the recovery files of the servers.
-        lives: of masters, so far.
         next_id: of processes; lower ones were given out.
         queue: `TaskQueue.to_dict`; None: no task was handed out yet.
         version: of the model, at least.
@@ -48,7 +47,6 @@ class Memory:
     """
 
     run: str = ""
-    lives: int = 0
     next_id: int = 1
     queue: dict[str, Any] | None = None
     version: int = 0

@@ -223,11 +223,15 @@ class Master:
             raise failure.to_error(self.processes.where(failure.worker))
 
     def note(self, **entry: Any) -> None:
-        """Writes down where the job stands, with `entry`. Hold `changed`."""
-        if self.journal is not None and self.queue is not None:
+        """Writes down where the job stands, with `entry`. Hold `changed`. The job ends when that is not possible."""
+        if self.journal is None or self.queue is None:
+            return
+        try:
             self.journal.add(queue=self.queue.to_dict(), version=self.version, **entry)
             if self.journal.is_large:
                 self.rewrite_journal()
+        except JobFailedError as error:
+            self.error = error
 
     def rewrite_journal(self) -> None:
         """Makes it as short as it can be. Hold `changed`."""
