@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from elasticcb.roles import run_master
@@ -25,6 +26,8 @@ from elasticcb.settings import (
     TrainingSettings,
 )
 from elasticcb.status import JobStatus, Summary
+
+TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
 
 
 class RecordingDisplay:
@@ -84,6 +87,37 @@ def run_job(settings: JobSettings) -> tuple[Summary, RecordingDisplay]:
     """Runs a job with all roles in this process."""
     display = RecordingDisplay()
     return run_master(settings, display), display
+
+
+def linear_data(folder: Path, **records: int) -> None:
+    """Writes NAME.npz for each name: x [n, 4], and y [n, 1], a linear function of it."""
+    generator = np.random.default_rng(0)
+    for name, count in records.items():
+        x = generator.normal(size=(count, 4)).astype("float32")
+        np.savez(folder / f"{name}.npz", x=x, y=(x @ TRUE_WEIGHTS).astype("float32")[:, None])
+
+
+def train_flags(folder: Path, model: str, **more) -> list[str]:
+    """Flags of a job with the model file and the data in `folder`, in small tasks."""
+    flags = {
+        "model_zoo": folder,
+        "model_def": f"{model}.custom_model",
+        "training_data": folder / "train.npz",
+        "validation_data": folder / "test.npz",
+        "minibatch_size": 8,
+        "num_minibatches_per_task": 25,
+        "num_workers": 2,
+        "job_dir": folder / "job",
+        **more,
+    }
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def number(output: str, label: str) -> int:
+    """What a summary tells behind `label`."""
+    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
+    assert found, f"no {label!r} in:\n{output}"
+    return int(found[1].replace(",", ""))
 
 
 class JobProcess:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jobs import write_model_file
+from jobs import linear_data, number, train_flags, write_model_file
 
 MODEL_FILE = """
     import os
@@ -43,44 +43,19 @@ MODEL_FILE = """
                 file.write("".join(f"{value:.6f}\\n" for value in predictions.reshape(-1)))
 """
 
-TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
-
 
 @pytest.fixture
 def data(tmp_path):
     """12,000 records of a linear function, and a model file for them."""
     write_model_file(tmp_path, MODEL_FILE, "linear")
-    generator = np.random.default_rng(0)
-    for name, count in (("train", 12_000), ("test", 1_000)):
-        x = generator.normal(size=(count, 4)).astype("float32")
-        y = (x @ TRUE_WEIGHTS).astype("float32")[:, None]
-        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+    linear_data(tmp_path, train=12_000, test=1_000)
     return tmp_path
 
 
-def train_flags(folder, **more):
-    flags = {
-        "model_zoo": folder,
-        "model_def": "linear.custom_model",
-        "training_data": folder / "train.npz",
-        "validation_data": folder / "test.npz",
-        "minibatch_size": 8,
-        "num_minibatches_per_task": 25,
-        "num_workers": 2,
-        "job_dir": folder / "job",
-        **more,
-    }
-    return ["train", *(f"--{name}={value}" for name, value in flags.items())]
-
-
-def number(output, label):
-    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
-    assert found, f"no {label!r} in:\n{output}"
-    return int(found[1].replace(",", ""))
-
-
 def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=2, num_ps=2, evaluation_steps=200, output=data / "model"))
+    job = start_job(
+        "train", *train_flags(data, "linear", num_epochs=2, num_ps=2, evaluation_steps=200, output=data / "model")
+    )
     job.wait_for_line(r"Evaluation at version")
     job.kill("worker", 1)
     job.wait_for_line(r"restart 1 of")
@@ -106,7 +81,7 @@ def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint
         "checkpoint_steps": 100,
         "checkpoint_dir": data / "ckpt",
     }
-    job = start_job(*train_flags(data, num_ps=2, **flags))
+    job = start_job("train", *train_flags(data, "linear", num_ps=2, **flags))
     job.wait_for_line(r"Evaluation at version")
     job.kill("ps", 1)
     assert job.finish() == 1
@@ -134,7 +109,7 @@ def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint
 
 
 def test_a_killed_master_takes_its_processes_with_it(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300))
+    job = start_job("train", *train_flags(data, "linear", num_epochs=50, evaluation_steps=300))
     job.wait_for_line(r"Evaluation at version")
     assert len(job.children("worker") + job.children("ps")) == 3
     job.process.kill()
@@ -143,7 +118,9 @@ def test_a_killed_master_takes_its_processes_with_it(data, start_job):
 
 
 def test_ctrl_c_drains_saves_and_ends_with_130(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300, checkpoint_dir=data / "ckpt"))
+    job = start_job(
+        "train", *train_flags(data, "linear", num_epochs=50, evaluation_steps=300, checkpoint_dir=data / "ckpt")
+    )
     job.wait_for_line(r"Evaluation at version")
     job.children()
     job.interrupt()
@@ -155,7 +132,7 @@ def test_ctrl_c_drains_saves_and_ends_with_130(data, start_job):
 
 
 def test_processes_started_by_hand_join_an_external_job(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=1, num_workers=1, cluster="external"))
+    job = start_job("train", *train_flags(data, "linear", num_epochs=1, num_workers=1, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
     address = re.search(r"--master (\S+)", line)[1]
     server = start_job("ps", "--master", address)
@@ -168,7 +145,7 @@ def test_processes_started_by_hand_join_an_external_job(data, start_job):
 
 def test_a_job_in_one_process_runs_and_ends_at_ctrl_c(data, start_job):
     flags = {"cluster": "inprocess", "num_workers": 1, "num_ps": 2, "checkpoint_dir": data / "ckpt"}
-    job = start_job(*train_flags(data, num_epochs=50, evaluation_steps=300, **flags))
+    job = start_job("train", *train_flags(data, "linear", num_epochs=50, evaluation_steps=300, **flags))
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     assert job.finish() == 130, job.output

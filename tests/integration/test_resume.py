@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jobs import write_model_file
+from jobs import linear_data, number, train_flags, write_model_file
 
 MODEL_FILE = """
     import keras
@@ -50,34 +50,12 @@ RECORDS, TESTED = 8_000, 500
 def data(tmp_path):
     """Records of a linear function, and a model file for them."""
     write_model_file(tmp_path, MODEL_FILE, "linear")
-    generator = np.random.default_rng(0)
-    for name, count in (("train", RECORDS), ("test", TESTED)):
-        x = generator.normal(size=(count, 4)).astype("float32")
-        np.savez(tmp_path / f"{name}.npz", x=x, y=(x @ [1.0, -2.0, 0.5, 3.0]).astype("float32")[:, None])
+    linear_data(tmp_path, train=RECORDS, test=TESTED)
     return tmp_path
 
 
-def train_flags(folder, **more):
-    flags = {
-        "model_zoo": folder,
-        "model_def": "linear.custom_model",
-        "training_data": folder / "train.npz",
-        "validation_data": folder / "test.npz",
-        "minibatch_size": 8,
-        "num_minibatches_per_task": 25,
-        "num_workers": 2,
-        "num_ps": 2,
-        "job_dir": folder / "job",
-        "checkpoint_interval": 0.2,
-        **more,
-    }
-    return ["train", *(f"--{name}={value}" for name, value in flags.items())]
-
-
-def number(output, label):
-    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
-    assert found, f"no {label!r} in:\n{output}"
-    return int(found[1].replace(",", ""))
+def flags(folder, **more):
+    return ["train", *train_flags(folder, "linear", **{"num_ps": 2, "checkpoint_interval": 0.2, **more})]
 
 
 def master_of(job):
@@ -86,7 +64,7 @@ def master_of(job):
 
 
 def test_killed_master_is_replaced_and_no_record_is_lost(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=3, output=data / "model"))
+    job = start_job(*flags(data, num_epochs=3, output=data / "model"))
     job.wait_for_line(r"Evaluation at version")
     master_of(job).kill()
     job.wait_for_line(r"another one goes on with the job")
@@ -115,7 +93,7 @@ def test_killed_master_is_replaced_and_no_record_is_lost(data, start_job):
 
 def test_synchronous_servers_are_started_anew_together(data, start_job):
     more = {"use_async": "false", "grads_to_wait": 2, "sync_version_tolerance": 1}
-    job = start_job(*train_flags(data, num_epochs=2, **more))
+    job = start_job(*flags(data, num_epochs=2, **more))
     job.wait_for_line(r"Evaluation at version")
     job.kill("ps", 1)
     job.wait_for_line(r"The master ended; another one goes on with the job")
@@ -127,7 +105,7 @@ def test_synchronous_servers_are_started_anew_together(data, start_job):
 
 
 def test_interrupted_job_is_resumed_without_a_loss(data, start_job):
-    job = start_job(*train_flags(data, num_epochs=4, checkpoint_interval=1000))
+    job = start_job(*flags(data, num_epochs=4, checkpoint_interval=1000))
     job.wait_for_line(r"training: epoch 2/4, .*records/s")
     job.interrupt()
     assert job.finish() == 130
@@ -148,7 +126,7 @@ def test_job_that_can_not_be_resumed_is_refused_in_words(data, start_job):
         job = start_job("resume", str(data / folder))
         assert job.finish() == 2
         assert words in job.output
-    job = start_job(*train_flags(data, num_epochs=9))
+    job = start_job(*flags(data, num_epochs=9))
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     job.finish()

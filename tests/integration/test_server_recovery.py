@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jobs import write_model_file
+from jobs import TRUE_WEIGHTS, number, train_flags, write_model_file
 
 MODEL_FILE = """
     import elasticcb
@@ -52,31 +52,13 @@ def data(tmp_path):
     for name, count in (("train", RECORDS), ("test", 1_000)):
         numbers = generator.normal(size=(count, 4)).astype("float32")
         ids = generator.integers(0, IDS, size=(count, 1))
-        y = numbers @ [1.0, -2.0, 0.5, 3.0] + offsets[ids[:, 0]]
+        y = numbers @ TRUE_WEIGHTS + offsets[ids[:, 0]]
         np.savez(tmp_path / f"{name}.npz", id=ids, numbers=numbers, y=y.astype("float32")[:, None])
     return tmp_path
 
 
 def flags(folder, **more):
-    values = {
-        "model_zoo": folder,
-        "model_def": "offsets.custom_model",
-        "training_data": folder / "train.npz",
-        "validation_data": folder / "test.npz",
-        "minibatch_size": 8,
-        "num_minibatches_per_task": 25,
-        "num_workers": 2,
-        "job_dir": folder / "job",
-        "checkpoint_interval": 0.2,
-        **more,
-    }
-    return [f"--{name}={value}" for name, value in values.items()]
-
-
-def number(output, label):
-    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
-    assert found, f"no {label!r} in:\n{output}"
-    return int(found[1].replace(",", ""))
+    return train_flags(folder, "offsets", **{"checkpoint_interval": 0.2, **more})
 
 
 def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_job):

@@ -13,7 +13,7 @@ from elasticcb.errors import CheckpointError, ConnectionLostError
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push
+from elasticcb.ps_client import PSClient, Push, ServerReplacedError
 from elasticcb.ps_control import PSControl, Source
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
 from elasticcb.table_spec import TableSpec
@@ -173,6 +173,19 @@ def test_server_without_files_begins_anew(start, tmp_path):
     assert (servers.restored[0].source, servers.restored[0].version) == ("the first weights", 0)
     np.testing.assert_array_equal(servers.held()[0], VALUES[0])
     assert servers.push(1).version == 6
+
+
+def test_table_that_is_read_while_its_server_is_replaced_is_read_again(start):
+    servers = start()
+    servers.push(0, tuple(range(6)))
+    servers.write()
+    expected = servers.worker.weights()
+    pieces = servers.worker.read_table(2, chunk_rows=2)
+    next(pieces)
+    servers.replace(version=1)
+    with pytest.raises(ServerReplacedError, match="emb/embeddings.*Read it again"):
+        list(pieces)
+    assert_same(servers.worker.weights()[0], expected[0])
 
 
 def test_client_that_nobody_tells_of_another_server_gives_up(start):
