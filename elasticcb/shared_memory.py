@@ -44,6 +44,7 @@ class Segment:
         self._close = weakref.finalize(self, os.close, descriptor)
         self._memory = mmap.mmap(descriptor, _PARTS * size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._view = memoryview(self._memory)
 
     @classmethod
     def create(cls, size: int) -> Segment:
@@ -98,8 +99,8 @@ class Segment:
         """Puts arrays, `needed` bytes of them, one after another into a part."""
         position = part * self.size
         for array in arrays:
-            target = self._bytes[position : position + array.nbytes]
-            target.view(array.dtype).reshape(array.shape)[...] = array
+            # NumPy would let go of the interpreter's lock, and then wait for it longer than the copy takes.
+            self._view[position : position + array.nbytes] = array.reshape(-1).view(np.uint8).data
             position += array.nbytes + -array.nbytes % SHARED_ALIGNMENT
 
     def read(self, offset: int, size: int, part: int) -> Array:

@@ -7,6 +7,7 @@ and a received array is a view of the received message (docs/wire_protocol.md).
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -46,6 +47,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
         name = ml_dtypes.bfloat16
     dtype: np.dtype[Any] = np.dtype(name)
     return dtype
+
+
+@functools.lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # which NumPy puts together anew each time
 
 
 def to_message(array: Array, name: str = "") -> pb.Tensor:
@@ -140,7 +146,7 @@ def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
     arrays = []
     for name, array in frame.tensors.items():
         array = np.asarray(array, order="C")
-        header.tensors.add(dtype=array.dtype.name, shape=array.shape, name=name)
+        header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name)
         arrays.append(array)
     return header.SerializeToString(), arrays
 
