@@ -183,7 +183,7 @@ def test_table_that_is_read_while_its_server_is_replaced_is_read_again(start):
     pieces = servers.worker.read_table(2, chunk_rows=2)
     next(pieces)
     servers.replace(version=1)
-    with pytest.raises(ServerReplacedError, match="emb/embeddings.*Read it again"):
+    with pytest.raises(ServerReplacedError, match=r"emb/embeddings.*Read it again"):
         list(pieces)
     assert_same(servers.worker.weights()[0], expected[0])
 
