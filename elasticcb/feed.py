@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource
-from elasticcb.data.feed_steps import check_feed, explain, keeps_order
+from elasticcb.data.feed_steps import check_feed, explain, keeps_order, told_of
 from elasticcb.errors import DataError, ModelFileError, user_traceback
 from elasticcb.settings import JobSettings
 from elasticcb.spec import Spec
@@ -140,7 +140,10 @@ class FeedPipeline:
                 "brings no default. Define one that turns records into (features, labels)."
             )
         raw = self._stream.dataset
-        fed = spec.call(feed, raw, mode, self.reader.metadata)
+        try:
+            fed = spec.call(feed, raw, mode, self.reader.metadata)
+        except ModelFileError as error:
+            raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(
                 f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."

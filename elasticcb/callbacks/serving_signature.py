@@ -50,9 +50,13 @@ def _signature(model: keras.Model, features_spec: Any) -> Any:
         features_spec = _spec_of_inputs(model, inputs)
     elif isinstance(features_spec, Mapping) and inputs:
         # A feed may give more features than the model takes; who serves the model need not.
-        taken = {tensor.name for tensor in inputs}
-        if taken <= features_spec.keys():
-            features_spec = {name: spec for name, spec in features_spec.items() if name in taken}
+        taken = {tensor.name: tensor for tensor in inputs}
+        if taken.keys() <= features_spec.keys():
+            features_spec = {
+                name: _narrowed(features_spec[name], taken[name]) for name in features_spec if name in taken
+            }
+    elif isinstance(features_spec, tf.TensorSpec) and len(inputs) == 1:
+        features_spec = _narrowed(features_spec, inputs[0])
     leaves = list(_leaves(features_spec))
     paths = [path for path, _ in leaves]
     if not any(paths) or not isinstance(features_spec, Mapping):
@@ -63,6 +67,14 @@ def _signature(model: keras.Model, features_spec: Any) -> Any:
             paths[index] = "_".join(["features", *path.split()]) if automatic else name
     names = iter(_unique([_as_argument(path) for path in paths]))
     return _map_leaves(features_spec, lambda spec: _named(spec, next(names)))
+
+
+def _narrowed(spec: Any, tensor: Any) -> Any:
+    """`spec`, with the sizes that the model's input knows and the feed leaves open."""
+    shape = tf.TensorShape([None, *tensor.shape[1:]])
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != shape.rank or not shape.is_compatible_with(spec.shape):
+        return spec
+    return tf.TensorSpec(spec.shape.merge_with(shape), spec.dtype, spec.name)
 
 
 def _spec_of_inputs(model: keras.Model, inputs: Sequence[Any]) -> Any:

@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _end(message: str, code: ExitCode, session: Session) -> int:
     if session.debug:
         traceback.print_exc()
-    print(message, file=sys.stderr, flush=True)
+    # Keras makes words in its messages bold, wherever they go.
+    print(message if sys.stderr.isatty() else click.unstyle(message), file=sys.stderr, flush=True)
     return code
 
 

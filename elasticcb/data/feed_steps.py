@@ -39,6 +39,15 @@ def check_feed(raw: tf.data.Dataset, fed: tf.data.Dataset, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
+def told_of(raw: tf.data.Dataset) -> str:
+    """Says what a feed is given."""
+    import keras
+
+    record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", raw.element_spec)
+    lines = " (a line of text, or the bytes of a record)" if record == "string []" else ""
+    return f"Each record of the dataset that it is given is {record}{lines}."
+
+
 def keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
     """Whether `fed` holds one example per record of `raw`, in its order, every time.
 

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.callbacks import Dispatcher, Place, SavedModelExporter
+from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.errors import CallbackError
 
 # Runs where TensorFlow alone is used: reads features from in.npz, writes outputs to out.npz.
@@ -155,6 +156,16 @@ def test_endpoint_takes_features_in_the_structure_of_the_model(tmp_path: Path) -
     loaded = tf.saved_model.load(str(export(model, tmp_path / "model")))
     outputs = loaded.serve(features)
     np.testing.assert_allclose(outputs["rent"], model(features)["rent"], rtol=1e-6)
+
+
+def test_sizes_that_a_feed_leaves_open_are_those_of_the_models_inputs() -> None:
+    given = {"age": tf.TensorSpec((None, None), tf.float32), "city": tf.TensorSpec((None,), tf.string)}
+    assert {spec.name: spec.shape.as_list() for spec in serving_inputs(functional(), given)} == {
+        "age": [None, 1],
+        "city": [None],
+    }
+    (spec,) = serving_inputs(small(), tf.TensorSpec((None, None), tf.float32))
+    assert spec.shape.as_list() == [None, 2]
 
 
 def test_target_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:

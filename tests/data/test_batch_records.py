@@ -108,7 +108,7 @@ def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: P
         adapted(reader, tmp_path).first_batch()
     with pytest.raises(ModelFileError, match=r"The feed of .* makes batches"):
         adapted(Records(reader, lambda *given: feed(*given).batch(2)), tmp_path).first_batch()
-    with pytest.raises(ModelFileError, match="raised KeyError"):
+    with pytest.raises(ModelFileError, match=r"raised KeyError.*\n.*is string \[\] \(a line of text"):
         adapted(Records(reader, lambda *_: {}["no"]), tmp_path).first_batch()
     with pytest.raises(ModelFileError, match=r"expected a tf.data.Dataset"):
         adapted(Records(reader, lambda *_: 1), tmp_path).first_batch()

@@ -15,7 +15,7 @@ import tensorflow as tf
 from elasticcb import Mode
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
-from elasticcb.data.feed_steps import check_feed, explain, keeps_order
+from elasticcb.data.feed_steps import check_feed, explain, keeps_order, told_of
 from elasticcb.data.files import FileReader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
@@ -157,7 +157,7 @@ class _Pipeline:
             raise
         except Exception as error:
             raise ModelFileError(
-                f"The feed of {records} raised {type(error).__name__}: {error}", user_traceback(error)
+                f"The feed of {records} raised {type(error).__name__}: {error}\n{told_of(raw)}", user_traceback(error)
             ) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(f"The feed of {records} returned {type(fed).__name__}; expected a tf.data.Dataset.")
