@@ -73,6 +73,10 @@ class JobOverError(ElasticCBError):
     """A process works on a job that is over; the next one waits for it."""
 
 
+class LeaveRequestedError(ElasticCBError):
+    """A process was asked to end while its job goes on, and has put down its work."""
+
+
 class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""
 

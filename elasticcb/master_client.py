@@ -112,9 +112,24 @@ class MasterClient:
     def stop_training(self, reason: str) -> None:
         self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
 
-    def leave(self, role: pb.Role, index: int, error: str = "", traceback: str = "", fatal: bool = False) -> None:
-        """Says goodbye; `fatal`: with an error that another process in this place would end with too."""
-        request = pb.LeaveRequest(id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index)
+    def leave(
+        self,
+        role: pb.Role,
+        index: int,
+        error: str = "",
+        traceback: str = "",
+        fatal: bool = False,
+        asked: bool = False,
+    ) -> None:
+        """Says goodbye.
+
+        Args:
+            fatal: with an error that another process in this place would end with too.
+            asked: it was told to end, while the job goes on.
+        """
+        request = pb.LeaveRequest(
+            id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
+        )
         self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def close(self) -> None:

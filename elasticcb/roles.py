@@ -22,6 +22,7 @@ from elasticcb.errors import (
     DataError,
     ElasticCBError,
     JobOverError,
+    LeaveRequestedError,
     ModelFileError,
     UsageError,
     describe,
@@ -242,14 +243,18 @@ class _Farewell:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._leave(error)
         self._client.close()
+        return isinstance(error, LeaveRequestedError)
 
     def _leave(self, error: BaseException | None) -> None:
         text = trace = ""
+        asked = isinstance(error, LeaveRequestedError)
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted where it runs"
+        elif asked:
+            text = str(error)
         elif error is not None:
             known = isinstance(error, ElasticCBError)
             text = str(error) if known else describe(error)
@@ -257,7 +262,7 @@ class _Farewell:
             logger.error("%s", text, exc_info=error)
         try:
             fatal = isinstance(error, (ModelFileError, DataError))
-            self._client.leave(*self._place, text, trace, fatal)
+            self._client.leave(*self._place, text, trace, fatal, asked)
         except ElasticCBError:
             logger.debug("The master is gone already")
 

@@ -19,7 +19,7 @@ class Accounting:
     records_handed_out_again: int = 0  # TRAINING; so many at most were trained more than once
     batches_handed_out: int = 0  # TRAINING; a range that is handed out again counts once
     tasks_retried: int = 0  # times that a task went back because its worker reported a failure
-    tasks_taken_over: int = 0  # times that a task went back because its worker was lost or hung
+    tasks_taken_over: int = 0  # times that a task went back because its worker was lost, hung, or was asked to end
     answers_lost: int = 0  # times that a task went back because its worker never learned of it
     reports_refused: int = 0
 

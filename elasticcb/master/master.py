@@ -429,10 +429,16 @@ class Master:
                 self.note()
             self.changed.notify_all()
 
-    def leave(self, id: int, error: str, traceback: str, fatal: bool) -> None:
+    def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
         with self.changed:
             member = self.roster.member(id)
-            if error and member is not None and not self.closing:
+            if asked and member is not None and not (self.closing or self.over):
+                if self.queue is not None:
+                    for task in self.queue.worker_left(id):
+                        logger.info("%s goes back", task)
+                self.processes.asked_to_end(member, error)
+                self.note()
+            elif error and member is not None and not self.closing:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
                     if fatal or self.over:  # what it failed in would fail, or is not done, again

@@ -83,6 +83,10 @@ class Processes:
             return
         self._act(self._roster.lost(id, reason), member.id if member.role is Role.WORKER else None)
 
+    def asked_to_end(self, member: Member, reason: str) -> None:
+        """A worker has put down its work, since somebody wants its machine; another is to take its place."""
+        self._act(self._roster.asked_to_end(member.id, reason), None)
+
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]
         member = self._roster.at(role, exit.index)

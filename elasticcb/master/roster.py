@@ -184,6 +184,15 @@ class Roster:
         gone, _ = self._gone[id]
         return LossDecision(Consequence.IGNORE, gone.role, gone.index, self._why_unknown(id))
 
+    def asked_to_end(self, id: int, reason: str) -> LossDecision:
+        """A worker leaves, not by a fault of its own: another takes its place, and no restart is used up."""
+        member = self._remove(id, reason)
+        if member is None:
+            return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._why_unknown(id))
+        self._lost[member.role] += 1
+        self._plan_again(member.role, member.index)
+        return LossDecision(Consequence.RESTART, member.role, member.index, f"{member} leaves: {reason}")
+
     def place_lost(self, role: Role, index: int, reason: str) -> LossDecision:
         """The process that was started for a place is gone, whether it had registered or not."""
         place = (role, index)
@@ -264,8 +273,7 @@ class Roster:
             return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
         if self._restarts[role] < self._max_restarts[role]:
             self._restarts[role] += 1
-            self._places[place] = PlaceState.PLANNED
-            self._vacated.add(place)
+            self._plan_again(role, index)
             reason = f"{story}; restart {self._restarts[role]} of {self._max_restarts[role]}"
             return LossDecision(Consequence.RESTART, role, index, reason)
         self._places[place] = PlaceState.GIVEN_UP
@@ -282,6 +290,10 @@ class Roster:
             reason = f"{story}; {used_up}, {others} other workers go on"
             return LossDecision(Consequence.IGNORE, role, index, reason)
         return LossDecision(Consequence.FAIL, role, index, f"{story}; {used_up} and no worker is left")
+
+    def _plan_again(self, role: Role, index: int) -> None:
+        self._places[role, index] = PlaceState.PLANNED
+        self._vacated.add((role, index))
 
     def _free_place(self, role: Role) -> int:
         free = [place for place in range(self._sizes[role]) if (role, place) not in self._at]

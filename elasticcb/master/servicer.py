@@ -147,7 +147,7 @@ class MasterServicer(Generated):
     @_answered
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         if request.id:
-            self._master.leave(request.id, request.error, request.traceback, request.fatal)
+            self._master.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
         elif request.error:
             self._master.not_started(_ROLES[request.role], request.index, request.error, request.traceback)
         return pb.LeaveResponse()

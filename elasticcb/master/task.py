@@ -57,6 +57,7 @@ class TaskEvent(str, Enum):
     REPORTED_DONE = "reported done"
     ANSWER_LOST = "answer lost"
     WORKER_LOST = "worker lost"
+    HANDED_BACK = "handed back"
     LEASE_OVER = "lease over"
     REPORTED_FAILED = "reported failed"
     NOTHING_LEFT = "nothing left"
@@ -73,6 +74,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
         (TaskState.DOING, TaskEvent.REPORTED_DONE): TaskState.DONE,
         (TaskState.DOING, TaskEvent.ANSWER_LOST): TaskState.TODO,
         (TaskState.DOING, TaskEvent.WORKER_LOST): TaskState.TODO,
+        (TaskState.DOING, TaskEvent.HANDED_BACK): TaskState.TODO,
         (TaskState.DOING, TaskEvent.LEASE_OVER): TaskState.TODO,
         (TaskState.DOING, TaskEvent.REPORTED_FAILED): TaskState.TODO,
         (TaskState.DOING, TaskEvent.NOTHING_LEFT): TaskState.DONE,

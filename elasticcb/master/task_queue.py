@@ -236,6 +236,11 @@ class TaskQueue:
         self._doing.lose(worker)
         return [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, "the worker was lost")]
 
+    def worker_left(self, worker: int) -> list[Task]:
+        """Takes over what a worker that leaves hands back: all that it has done is reported."""
+        self._doing.lose(worker)
+        return [task for _, task in self._take_all(worker, TaskEvent.HANDED_BACK, "the worker was asked to end")]
+
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
         self._doing.tell_time(now)
@@ -251,7 +256,7 @@ class TaskQueue:
         for record in reversed(records):
             lease = self._doing.take_away(record)
             what = event
-            if record is records[0]:
+            if record is records[0] and event is not TaskEvent.HANDED_BACK:
                 record.losses += 1
                 if record.losses > self._settings.max_losses:
                     what = TaskEvent.LOSSES_USED_UP
@@ -268,6 +273,8 @@ class TaskQueue:
         """Decides what becomes of a task that its worker did not finish; answers what happened."""
         task = record.task
         record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
+        # Where `feed` shuffles, a worker can't tell which records are done.
+        exact = event is TaskEvent.HANDED_BACK and bool(record.reported or not record.heard)
         record.shorten()
         if record.nothing_left and event is not TaskEvent.REPORTED_FATAL:
             self._close(record, TaskEvent.NOTHING_LEFT)
@@ -278,7 +285,7 @@ class TaskQueue:
             if self._state.failure is None:
                 self._state.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
         else:
-            record.maybe_trained = task.type is TaskType.TRAINING
+            record.maybe_trained = task.type is TaskType.TRAINING and not exact
             self._todo.put_back(record)
         return event
 

@@ -6,6 +6,7 @@ hand when the present task ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -65,7 +66,12 @@ class Finished:
     error: BaseException | None = None
 
 
-Event = TaskStarted | Batch | TaskRead | Finished
+@dataclass(frozen=True)
+class Woken:
+    """Nothing has come, but `TaskInput.leaving` has changed."""
+
+
+Event = TaskStarted | Batch | TaskRead | Finished | Woken
 
 
 class TaskInput:
@@ -74,6 +80,9 @@ class TaskInput:
     Args:
         pipeline_of: opens the input of a mode.
         lookups: by mode, what gives `Batch.wanted` for a batch.
+
+    Attributes:
+        leaving: whether this process was asked to end.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class TaskInput:
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
         self._stopped = threading.Event()
+        self.leaving = False
         self._thread = threading.Thread(target=self._run, name="input", daemon=True)
         self._thread.start()
 
@@ -123,6 +133,13 @@ class TaskInput:
     def stop(self) -> None:
         """Asks for no further task."""
         self._stopped.set()
+
+    def leave(self) -> None:
+        """This process is to end, soon. Called from another thread than that which iterates."""
+        self.leaving = True
+        self.stop()
+        with contextlib.suppress(queue.Full):  # else nobody waits for an event
+            self._events.put_nowait(Woken())
 
     def _put(self, event: Event) -> None:
         while not self._stopped.is_set():

@@ -19,6 +19,7 @@ from elasticcb.errors import (
     CallbackError,
     ConnectionLostError,
     ElasticCBError,
+    LeaveRequestedError,
     ModelFileError,
     NonFiniteError,
     describe,
@@ -39,6 +40,7 @@ from elasticcb.spec import Spec
 from elasticcb.step_logs import is_overridden
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.sigterm import on_sigterm
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 from elasticcb.worker.trainer import Trainer, TrainResult
 
@@ -106,6 +108,7 @@ class Worker:
 
         Raises:
             ConnectionLostError: the master or a server is out of reach.
+            LeaveRequestedError: SIGTERM came.
             ElasticCBError: the model file, or the cluster, is not usable.
         """
         first_mode = _FIRST_MODE[self._settings.command]
@@ -152,7 +155,8 @@ class Worker:
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline, self._trainer.lookups)
         try:
-            self._loop(self._input)
+            with on_sigterm(self._input.leave):
+                self._loop(self._input)
         finally:
             self._input.stop()
             self._progress.stop()
@@ -199,9 +203,21 @@ class Worker:
                 self._fail_task(error)
                 if self._gave_up:
                     return
+            if events.leaving and (
+                self._task is None or self._task.type != pb.TRAIN_END or isinstance(event, TaskRead)
+            ):
+                self._put_down()
         self._passes.end()
         if self._settings.command is Command.PREDICT:
             self._call("on_predict_end", {})
+
+    def _put_down(self) -> None:
+        """Tells the master all that is done; the rest of the present task goes to others."""
+        logger.info("SIGTERM: the rest of the present task goes back")
+        self._settle_all()
+        self._progress.flush()
+        self._progress.send()
+        raise LeaveRequestedError("it was asked to end (SIGTERM)")
 
     # ------------------------------------------------------------ the life of a task
 

@@ -151,10 +151,10 @@ class JobProcess:
         self.family += [child for child in found if child not in self.family]
         return sorted((c for c in found if not role or role in c.cmdline()), key=lambda c: c.cmdline())
 
-    def kill(self, role: str, index: int = 0) -> int:
-        """Kills a process with SIGKILL; returns its id."""
+    def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
+        """Sends a signal to a process; returns its id."""
         child = self.children(role)[index]
-        child.kill()
+        child.send_signal(number)
         return child.pid
 
     def finish(self) -> int:

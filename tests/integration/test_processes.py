@@ -1,6 +1,7 @@
 """Real processes: a job as the command that a user types, with processes killed under it."""
 
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -70,6 +71,24 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     assert set(rows) == {1_000}
     assert len((data / "job" / "train_end").read_text().split()) == 1
     assert (data / "model" / "saved_model.pb").is_file()
+    job.assert_no_orphans()
+
+
+def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
+    flags = {"num_epochs": 2, "evaluation_steps": 200, "max_staleness": 1, "max_worker_restarts": 0}
+    job = start_job("train", *train_flags(data, "linear", **flags))
+    job.wait_for_line(r"Evaluation at version")
+    job.kill("worker", 1, signal.SIGTERM)
+    job.wait_for_line(r"worker 1 .* leaves: it was asked to end \(SIGTERM\)")
+    assert job.finish() == 0, job.output
+
+    for label in ("records trained in epoch 1", "records trained in epoch 2"):
+        assert number(job.output, label) == 12_000
+    assert number(job.output, "records trained more than once") == 0
+    assert "workers lost                      1" in job.output
+    rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
+    assert set(rows) == {1_000}
+    assert len((data / "job" / "train_end").read_text().split()) == 1
     job.assert_no_orphans()
 
 

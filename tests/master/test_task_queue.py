@@ -288,6 +288,28 @@ def test_task_taken_over_starts_behind_the_reported_records():
     assert accounting.tasks_taken_over == 2
 
 
+def test_what_a_worker_hands_back_counts_neither_as_a_loss_nor_as_trained_twice():
+    queue = make_queue(training=[("a", 20)])
+    for worker in range(1, 9):  # more often than `max_losses`
+        lease = take(queue, worker)
+        queue.report_progress(worker, lease.id, 2, 0.0)
+        assert queue.worker_left(worker)[0].shard == Shard("a", 2 * worker, 20)
+    last = take(queue, worker=9)
+    queue.report_done(9, last.id)
+    assert queue.accounting.records_trained == {0: 20}
+    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.tasks_taken_over == 8
+
+
+def test_records_of_a_worker_that_can_not_tell_which_are_done_may_be_trained_twice():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 0.0, True)
+    queue.worker_left(1)
+    take(queue, worker=2)
+    assert queue.accounting.records_handed_out_again == 20
+
+
 def test_late_progress_report_does_not_take_records_back():
     queue = make_queue(training=[("a", 20)])
     lease = take(queue)

@@ -167,9 +167,9 @@ class TaskQueueMachine(RuleBasedStateMachine):
         assert self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback").accepted
         self.dead.append((self.ids[place], lease))
 
-    @rule(place=WORKERS)
-    def lose_worker(self, place):
-        self.queue.worker_lost(self.ids[place])
+    @rule(place=WORKERS, politely=st.booleans())
+    def lose_worker(self, place, politely=False):
+        (self.queue.worker_left if politely else self.queue.worker_lost)(self.ids[place])
         self.dead += [(self.ids[place], lease) for lease in self.held[place]]
         self.held[place] = []
         self.ids[place] = self.next_worker
