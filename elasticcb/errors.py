@@ -76,6 +76,9 @@ class JobOverError(ElasticCBError):
 class LeaveRequestedError(ElasticCBError):
     """A process was asked to end while its job goes on, and has put down its work."""
 
+    def __init__(self) -> None:
+        super().__init__("it was asked to end (SIGTERM)")
+
 
 class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""

@@ -32,6 +32,7 @@ from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, ClusterKind, Command, JobSettings
+from elasticcb.sigterm import on_sigterm
 
 if TYPE_CHECKING:
     from elasticcb.master.journal import Journal
@@ -177,7 +178,16 @@ def run_ps(
     logger.info("TensorFlow is imported")
     client = MasterClient(master_address, token=token_of_environment() if token is None else token)
     server: PSServer | None = None
-    with _Farewell(client, pb.PS, index):
+
+    def leave() -> None:
+        logger.info("SIGTERM: what this server holds is written down")
+        if server is not None:
+            server.put_down()
+        with contextlib.suppress(ElasticCBError):
+            client.leave(pb.PS, index, str(LeaveRequestedError()), asked=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with _Farewell(client, pb.PS, index), on_sigterm(leave):
         try:
             for settings in client.jobs():
                 _begin_job("ps", settings)

@@ -51,7 +51,7 @@ class ClusterBackend(ABC):
 
     @abstractmethod
     def stop(self, grace_seconds: float) -> None:
-        """Ends all processes: those that have not left by themselves after `grace_seconds` are killed."""
+        """Ends all processes, whose work nobody goes on with, within `grace_seconds`."""
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         """The last lines that a process wrote; "" if they can't be had."""

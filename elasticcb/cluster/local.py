@@ -77,20 +77,14 @@ class LocalCluster(ClusterBackend):
             child.wait()
 
     def stop(self, grace_seconds: float) -> None:
-        deadline = time.monotonic() + grace_seconds
-        roles = [role for role, _ in self._children]
         children = list(self._children.values())
         server, self._fork_server = self._fork_server, None
         self._children.clear()
         try:
             if server is not None:
                 server.give_up_waiting()
-            for role, child in zip(roles, children, strict=True):
-                # A worker would take SIGTERM for a wish to put down its task, for which it is too late.
-                child.send_signal(signal.SIGKILL if role == "worker" else signal.SIGTERM)
-            for child in children:
-                child.wait(max(0.0, deadline - time.monotonic()))
-        finally:  # also when the user interrupts the wait
+        finally:
+            # SIGTERM would make them put down their work with care, and nobody will go on with it.
             for child in children:
                 child.send_signal(signal.SIGKILL)
             for child in children:

@@ -433,11 +433,7 @@ class Master:
         with self.changed:
             member = self.roster.member(id)
             if asked and member is not None and not (self.closing or self.over):
-                if self.queue is not None:
-                    for task in self.queue.worker_left(id):
-                        logger.info("%s goes back", task)
-                self.processes.asked_to_end(member, error)
-                self.note()
+                self._asked_to_end(member, error)
             elif error and member is not None and not self.closing:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
@@ -517,6 +513,16 @@ class Master:
             for task in self.queue.worker_lost(worker):
                 logger.info("%s goes back", task)
         self.changed.notify_all()
+
+    def _asked_to_end(self, member: Member, reason: str) -> None:
+        if self.queue is not None and member.role is Role.WORKER:
+            for task in self.queue.worker_left(member.id):
+                logger.info("%s goes back", task)
+        try:
+            self.processes.asked_to_end(member, reason)
+        except JobFailedError as failure:
+            self.error = failure
+        self.note()
 
     def _replace_hung(self, worker: int) -> None:
         member = self.roster.member(worker)

@@ -84,7 +84,10 @@ class Processes:
         self._act(self._roster.lost(id, reason), member.id if member.role is Role.WORKER else None)
 
     def asked_to_end(self, member: Member, reason: str) -> None:
-        """A worker has put down its work, since somebody wants its machine; another is to take its place."""
+        """A process has put down its work, since somebody wants its machine; another is to take its place.
+
+        Raises `JobFailedError` when none can.
+        """
         self._act(self._roster.asked_to_end(member.id, reason), None)
 
     def _ended(self, exit: Exit) -> None:

@@ -185,10 +185,12 @@ class Roster:
         return LossDecision(Consequence.IGNORE, gone.role, gone.index, self._why_unknown(id))
 
     def asked_to_end(self, id: int, reason: str) -> LossDecision:
-        """A worker leaves, not by a fault of its own: another takes its place, and no restart is used up."""
+        """A process leaves, not by a fault of its own: another takes its place, and no restart is used up."""
         member = self._remove(id, reason)
         if member is None:
             return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._why_unknown(id))
+        if member.role is Role.PS and not self.recovers_ps:
+            return self._decide(member.role, member.index, f"{member} leaves: {reason}")
         self._lost[member.role] += 1
         self._plan_again(member.role, member.index)
         return LossDecision(Consequence.RESTART, member.role, member.index, f"{member} leaves: {reason}")

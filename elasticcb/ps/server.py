@@ -61,6 +61,11 @@ class PSServer:
     def start(self) -> None:
         self._server.start()
 
+    def put_down(self, grace_seconds: float = 1.0) -> None:
+        """Answers no further call, and writes what the next server in this place will begin with."""
+        self._server.stop(grace_seconds)
+        self._servicer.write_down()
+
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)

@@ -111,14 +111,18 @@ class Servicer:
 
         def answer(frame: Frame[Any]) -> Frame[Any]:
             response = method(frame)
-            if self._writer is not None:
-                try:
-                    self._writer.write(replaced=True)
-                except CheckpointError as error:
-                    logger.warning("%s", error)
+            self.write_down(replaced=True)
             return response
 
         return answer
+
+    def write_down(self, replaced: bool = False) -> None:
+        """Writes recovery files now, if there are to be any; `replaced` as in `RecoveryWriter.write`."""
+        if self._writer is not None:
+            try:
+                self._writer.write(replaced)
+            except CheckpointError as error:
+                logger.warning("%s", error)
 
     def _initialized(self) -> ServedModel:
         if self._model is None:

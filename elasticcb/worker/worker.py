@@ -36,11 +36,11 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_client import Blocks, PSClient, PushResult
 from elasticcb.settings import Command, JobSettings, NonFinite
+from elasticcb.sigterm import on_sigterm
 from elasticcb.spec import Spec
 from elasticcb.step_logs import is_overridden
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.pass_hooks import PassHooks
-from elasticcb.worker.sigterm import on_sigterm
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 from elasticcb.worker.trainer import Trainer, TrainResult
 
@@ -217,7 +217,7 @@ class Worker:
         self._settle_all()
         self._progress.flush()
         self._progress.send()
-        raise LeaveRequestedError("it was asked to end (SIGTERM)")
+        raise LeaveRequestedError
 
     # ------------------------------------------------------------ the life of a task
 

@@ -85,7 +85,7 @@ def test_a_process_that_is_still_there_makes_room_for_the_one_in_its_place(clust
 def test_stop_ends_even_a_process_that_does_not_listen(cluster):
     cluster.start("worker", 0, NOBODY)
     process = psutil.Process(cluster.pid("worker", 0))
-    process.suspend()  # SIGTERM waits until it goes on
+    process.suspend()
     cluster.stop(0.1)
     assert not process.is_running()
 

@@ -1,6 +1,7 @@
 """Parameter servers of real jobs, killed while workers train: others take their places with what they held."""
 
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -70,10 +71,12 @@ def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_j
         job.kill("ps", index)
         job.wait_for_line(IS_BACK)
         assert [process.pid for process in job.children("worker")] == workers
+    job.kill("ps", 0, signal.SIGTERM)
+    assert " 0 updates" in job.wait_for_line(IS_BACK)
     assert job.finish() == 0, job.output
     for epoch in range(1, 5):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
-    assert re.search(r"parameter servers lost +2, of them replaced: 2", job.output)
+    assert re.search(r"parameter servers lost +3, of them replaced: 3", job.output)
     assert number(job.output, "workers lost") == 0
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {1_000}
     error = float(re.findall(r"Evaluation at version .*error ([\d.]+)", job.output)[-1])
