@@ -77,7 +77,7 @@ class LeaveRequestedError(ElasticCBError):
     """A process was asked to end while its job goes on, and has put down its work."""
 
     def __init__(self) -> None:
-        super().__init__("it was asked to end (SIGTERM)")
+        super().__init__("it was asked to end")
 
 
 class JobFailedError(ElasticCBError):

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,10 @@ class MasterClient:
         )
         self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
+    def scale(self, workers: int) -> int:
+        """Asks for another number of workers; answers how many there were to be."""
+        return int(self._connection.call(self._stub.Scale, pb.ScaleRequest(workers=workers)).before)
+
     def close(self) -> None:
         self._connection.close()
 
@@ -141,6 +145,9 @@ class ProgressReporter:
 
     Args:
         interval_seconds: between reports.
+
+    Attributes:
+        on_leave: called when the master wants this worker to leave.
     """
 
     def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
@@ -153,6 +160,7 @@ class ProgressReporter:
         self._warnings: dict[str, pb.CallbackWarning] = {}  # likewise, by subject
         self._wake = threading.Event()
         self._stopped = False
+        self.on_leave: Callable[[], None] = lambda: None
         self.lost_leases: set[int] = set()  # that the master took away, or that the job's end did
         self._error: Exception | None = None  # why reporting ended
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
@@ -220,6 +228,8 @@ class ProgressReporter:
             answer = self._client.report_progress(progress)
             if progress.lease and (answer.over or not answer.accepted):
                 self.lost_leases.add(progress.lease)
+            if answer.leave:
+                self.on_leave()
 
     def raise_error(self) -> None:
         """Raises what ended the reporting, if something did: the master refuses this process, or is lost."""

@@ -31,6 +31,7 @@ from elasticcb.errors import (
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import token_of_environment
+from elasticcb.running_job import RunningMaster, published
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, ClusterKind, Command, JobSettings
 from elasticcb.sigterm import on_sigterm
 
@@ -106,7 +107,8 @@ def running_cluster(
                 job.close()
 
         try:
-            yield run
+            with published(Path(settings.directory), RunningMaster(master.address, backend.token)):
+                yield run
             done = True
         except ElasticCBError as error:
             logger.error("%s\n%s", error, error.user_traceback, exc_info=error)

@@ -17,6 +17,7 @@ from elasticcb.cli.master import master
 from elasticcb.cli.predict import predict
 from elasticcb.cli.ps import ps
 from elasticcb.cli.resume import resume
+from elasticcb.cli.scale import scale
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
@@ -25,7 +26,7 @@ from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
-@click.command_panel("Jobs", commands=["train", "resume", "evaluate", "predict"])
+@click.command_panel("Jobs", commands=["train", "resume", "scale", "evaluate", "predict"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -38,7 +39,7 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, resume, evaluate, predict, table, master, ps, worker):
+for _command in (train, resume, scale, evaluate, predict, table, master, ps, worker):
     elasticcb.add_command(_command)
 
 

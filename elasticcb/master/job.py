@@ -137,6 +137,8 @@ class Job:
     def _start(self) -> None:
         if self._memory is not None:
             self._master.roster.next_id = self._memory.next_id
+            if self._memory.workers:
+                self._master.roster.resize(self._memory.workers)
         self._master.start_processes()
         if self._make_program is None:
             self._master.begin_job(self._settings)

@@ -35,6 +35,7 @@ class Memory:
     Attributes:
         run: names the training, in the recovery files of the servers.
         next_id: of processes; lower ones were given out.
+        workers: how many the job was scaled to; 0: it never was.
         queue: `TaskQueue.to_dict`; None: no task was handed out yet.
         version: of the model, at least.
         states: by epoch that is not ended, the metric states of each training task that was done.
@@ -48,6 +49,7 @@ class Memory:
 
     run: str = ""
     next_id: int = 1
+    workers: int = 0
     queue: dict[str, Any] | None = None
     version: int = 0
     states: dict[int, list[States]] = field(default_factory=dict)

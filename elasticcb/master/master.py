@@ -36,6 +36,8 @@ from elasticcb.settings import ClusterSettings, Command, JobSettings
 
 logger = logging.getLogger(__name__)
 
+MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
+
 _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
 _LATE = "it is of a job that is over"
 
@@ -104,7 +106,7 @@ class Master:
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
         self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, say)
         # Each worker may have a long poll under way and two more calls; so may each server.
-        threads = 8 + 4 * (cluster.num_workers + cluster.num_ps)
+        threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
         self._server = Server(cluster.host, cluster.port, threads, token)
         add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
         self.closing = False  # no job will come any more
@@ -450,6 +452,29 @@ class Master:
                 if self.queue is not None:
                     self.queue.worker_lost(id)
             self.changed.notify_all()
+
+    def scale(self, workers: int) -> int:
+        """Has another number of workers from now on; answers how many there were to be.
+
+        Raises `UsageError` when that is no number of workers that the job can have.
+        """
+        with self.changed:
+            before, most = self.roster.size(Role.WORKER), max(self._cluster_settings.num_workers, MOST_WORKERS)
+            if not 1 <= workers <= most:
+                raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
+            if self.closing or self.over or self.queue is None:
+                raise UsageError(f"The job {'is over' if self.queue else 'is starting'}; it can't be scaled now.")
+            if workers != before:
+                self.processes.resize(workers)
+                self.note(workers=workers)
+                self._say(f"The job has {workers} workers from now on; there were {before}.")
+                self.changed.notify_all()
+            return before
+
+    def is_released(self, worker: int) -> bool:
+        """Whether a worker is to leave, since fewer are needed."""
+        with self.changed:
+            return self.roster.released(worker)
 
     def not_started(self, role: Role, index: int, error: str, traceback: str) -> None:
         """A process failed before it could register; another one would fail the same way."""

@@ -88,7 +88,17 @@ class Processes:
 
         Raises `JobFailedError` when none can.
         """
-        self._act(self._roster.asked_to_end(member.id, reason), None)
+        decision = self._roster.asked_to_end(member.id, reason)
+        if decision.kind is Consequence.IGNORE:
+            logger.info("%s", decision.reason)
+        else:
+            self._act(decision, None)
+
+    def resize(self, workers: int) -> None:
+        """Has another number of workers from now on."""
+        for index in self._roster.resize(workers):
+            if self._backend.watches:  # else it is refused when it comes
+                self._backend.kill(_NAMES[Role.WORKER], index)
 
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]

@@ -89,7 +89,7 @@ class Report:
             loss=master.loss,
             metrics=self.metrics,
             workers_up=len(master.roster.up(Role.WORKER)),
-            workers_planned=cluster.num_workers,
+            workers_planned=master.roster.size(Role.WORKER),
             ps_up=len(master.roster.up(Role.PS)),
             ps_planned=cluster.num_ps,
             **({} if master.queue is None else self._progress(master.queue, now)),

@@ -105,6 +105,7 @@ class Roster:
         self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
         self._ready: dict[int, int] = {}  # by id, the job that the member registered for last
         self._idle: set[int] = set()  # those that are done with that job
+        self._released: set[int] = set()  # ids of workers that are to leave, since fewer are needed
 
     # ------------------------------------------------------------ what is heard
 
@@ -189,6 +190,8 @@ class Roster:
         member = self._remove(id, reason)
         if member is None:
             return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._why_unknown(id))
+        if self._has_no_place(member.role, member.index):
+            return self._close(member.role, member.index, f"{member} leaves: the job needs fewer")
         if member.role is Role.PS and not self.recovers_ps:
             return self._decide(member.role, member.index, f"{member} leaves: {reason}")
         self._lost[member.role] += 1
@@ -220,7 +223,34 @@ class Roster:
         if self._places.get((role, index)) is PlaceState.PLANNED:
             self._places[role, index] = PlaceState.REQUESTED
 
+    def resize(self, workers: int) -> list[int]:
+        """Plans with another number of workers; answers the places whose processes were asked for, and must not come.
+
+        Workers beyond it that are up are `released`: they leave when they have put down their work.
+        """
+        before, self._sizes[Role.WORKER] = self._sizes[Role.WORKER], workers
+        self._released = {member.id for member in self.up(Role.WORKER) if member.index >= workers}
+        for index in range(before, workers):
+            self._places.setdefault((Role.WORKER, index), PlaceState.PLANNED)
+        unwanted = []
+        for index in range(workers, before):
+            state = self._places.get((Role.WORKER, index))
+            if state is PlaceState.REQUESTED:
+                unwanted.append(index)
+            if state is not PlaceState.UP:
+                self._places.pop((Role.WORKER, index), None)
+                self._vacated.discard((Role.WORKER, index))
+        return unwanted
+
+    def released(self, id: int) -> bool:
+        """Whether a worker is to leave."""
+        return id in self._released
+
     # ------------------------------------------------------------ what it knows
+
+    def size(self, role: Role) -> int:
+        """How many there are to be."""
+        return self._sizes[role]
 
     def member(self, id: int) -> Member | None:
         """The member with this id if it is up."""
@@ -241,7 +271,8 @@ class Roster:
 
     def complete(self, role: Role, job: int = 1) -> bool:
         """Whether every place of the role is taken, by a process that is ready for the job."""
-        return len([member for member in self.up(role) if self._ready[member.id] == job]) == self._sizes[role]
+        size = self._sizes[role]
+        return len([each for each in self.up(role) if self._ready[each.id] == job and each.index < size]) == size
 
     def job_of(self, id: int) -> int:
         """The job that a member registered for last; 0 when it is not up."""
@@ -267,7 +298,16 @@ class Roster:
         self._ready[id] = job
         self._idle.discard(id)
 
+    def _has_no_place(self, role: Role, index: int) -> bool:
+        return index >= self._sizes[role]
+
+    def _close(self, role: Role, index: int, reason: str) -> LossDecision:
+        self._places.pop((role, index), None)
+        return LossDecision(Consequence.IGNORE, role, index, reason)
+
     def _decide(self, role: Role, index: int, story: str) -> LossDecision:
+        if self._has_no_place(role, index):
+            return self._close(role, index, f"{story}; the job needs fewer")
         self._lost[role] += 1
         place = (role, index)
         if role is Role.PS and not self.recovers_ps:
@@ -313,6 +353,7 @@ class Roster:
             del self._at[member.role, member.index]
             del self._seen[id], self._ready[id]
             self._idle.discard(id)
+            self._released.discard(id)
             self._gone[id] = (member, reason)
         return member
 

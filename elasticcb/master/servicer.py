@@ -115,7 +115,12 @@ class MasterServicer(Generated):
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
         )
-        return pb.ReportProgressResponse(accepted=answer.accepted, reason=answer.reason, over=self._master.closing)
+        return pb.ReportProgressResponse(
+            accepted=answer.accepted,
+            reason=answer.reason,
+            over=self._master.closing,
+            leave=self._master.is_released(request.worker_id),
+        )
 
     @_answered
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
@@ -151,6 +156,10 @@ class MasterServicer(Generated):
         elif request.error:
             self._master.not_started(_ROLES[request.role], request.index, request.error, request.traceback)
         return pb.LeaveResponse()
+
+    @_answered
+    def Scale(self, request: Any, context: Any) -> pb.ScaleResponse:
+        return pb.ScaleResponse(before=self._master.scale(request.workers))
 
 
 def _to_event(event: Any) -> BatchEvent:

@@ -108,7 +108,7 @@ class Worker:
 
         Raises:
             ConnectionLostError: the master or a server is out of reach.
-            LeaveRequestedError: SIGTERM came.
+            LeaveRequestedError: SIGTERM came, or the master needs fewer workers.
             ElasticCBError: the model file, or the cluster, is not usable.
         """
         first_mode = _FIRST_MODE[self._settings.command]
@@ -154,6 +154,7 @@ class Worker:
         self._reports_predictions = cluster.predictions
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline, self._trainer.lookups)
+        self._progress.on_leave = self._input.leave
         try:
             with on_sigterm(self._input.leave):
                 self._loop(self._input)
@@ -213,7 +214,7 @@ class Worker:
 
     def _put_down(self) -> None:
         """Tells the master all that is done; the rest of the present task goes to others."""
-        logger.info("SIGTERM: the rest of the present task goes back")
+        logger.info("Asked to end: the rest of the present task goes back")
         self._settle_all()
         self._progress.flush()
         self._progress.send()

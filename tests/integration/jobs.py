@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -149,7 +150,11 @@ class JobProcess:
         """The job's processes of a role ("worker", "ps"), by index."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.family += [child for child in found if child not in self.family]
-        return sorted((c for c in found if not role or role in c.cmdline()), key=lambda c: c.cmdline())
+        lines = {}
+        for child in found:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
+                lines[child] = child.cmdline()
+        return sorted((child for child, line in lines.items() if not role or role in line), key=lines.__getitem__)
 
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
         """Sends a signal to a process; returns its id."""

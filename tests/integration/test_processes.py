@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 
+from elasticcb.cli.main import main as elasticcb_main
 from jobs import linear_data, number, train_flags, write_model_file
 
 MODEL_FILE = """
@@ -79,7 +80,7 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
     job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
     job.kill("worker", 1, signal.SIGTERM)
-    job.wait_for_line(r"worker 1 .* leaves: it was asked to end \(SIGTERM\)")
+    job.wait_for_line(r"worker 1 .* leaves: it was asked to end")
     assert job.finish() == 0, job.output
 
     for label in ("records trained in epoch 1", "records trained in epoch 2"):
@@ -90,6 +91,28 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
     assert set(rows) == {1_000}
     assert len((data / "job" / "train_end").read_text().split()) == 1
     job.assert_no_orphans()
+
+
+def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
+    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=5, evaluation_steps=500))
+    job.wait_for_line(r"Evaluation at version")
+    assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
+    assert "has 3 workers from now on; there were 1" in capsys.readouterr().out
+    job.wait_for_line(r"workers 3/3")
+    assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 0
+    job.wait_for_line(r"workers 2/2")
+    assert elasticcb_main(["scale", str(data / "job"), "--workers=1000"]) == 2
+    assert "can't have 1000 workers" in capsys.readouterr().err
+    assert job.finish() == 0, job.output
+
+    for epoch in range(1, 6):
+        assert number(job.output, f"records trained in epoch {epoch}") == 12_000
+    assert number(job.output, "records trained more than once") == 0
+    assert number(job.output, "workers lost") == 0
+    assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {1_000}
+    job.assert_no_orphans()
+    assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
+    assert "is not the folder of a job that runs" in capsys.readouterr().err
 
 
 def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):

@@ -156,3 +156,55 @@ def test_place_that_is_expected_is_taken_before_one_that_was_left():
     roster.left(register(roster, WORKER, 0, 1).id)
     assert register(roster, WORKER, -1, 2).index == 1
     assert register(roster, WORKER, -1, 3).index == 0
+
+
+def test_process_that_was_asked_to_end_is_replaced_and_uses_up_no_restart():
+    roster = Roster(1, 1, 0)
+    worker, server = register(roster), register(roster, PS)
+    decision = roster.asked_to_end(worker.id, "it was asked to end")
+    assert decision.kind is Consequence.RESTART
+    assert roster.to_start() == [(WORKER, 0)]
+    assert roster.asked_to_end(worker.id, "it was asked to end").kind is Consequence.IGNORE
+    assert roster.asked_to_end(server.id, "it was asked to end").kind is Consequence.RESTART
+    register(roster)
+    assert (roster.lost_count(WORKER), roster.replaced_count(WORKER)) == (1, 1)
+
+
+def test_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job_even_when_it_was_asked_to_end():
+    roster = Roster(1, 1, 0, max_ps_restarts=1)
+    roster.recovers_ps = False
+    assert roster.asked_to_end(register(roster, PS).id, "it was asked to end").kind is Consequence.FAIL
+
+
+def test_places_are_added_and_taken_away():
+    roster = Roster(2, 0, 0)
+    first, second = register(roster, pid=1), register(roster, pid=2)
+    assert roster.resize(4) == []
+    assert roster.to_start() == [(WORKER, 2), (WORKER, 3)]
+    roster.requested(WORKER, 2)
+
+    assert roster.resize(1) == [2]  # its process is on the way
+    assert roster.to_start() == []
+    assert [roster.released(member.id) for member in (first, second)] == [False, True]
+    assert roster.complete(WORKER)
+    with pytest.raises(UsageError, match="this job has 1"):
+        register(roster, WORKER, 2, pid=4)
+    assert roster.asked_to_end(second.id, "it was asked to end").kind is Consequence.IGNORE
+    assert roster.to_start() == []
+    assert roster.lost_count(WORKER) == 0
+
+    roster.resize(2)
+    assert roster.to_start() == [(WORKER, 1)]
+    third = register(roster, pid=3)
+    roster.resize(1)
+    assert roster.lost(third.id, "killed").kind is Consequence.IGNORE
+    assert roster.up(WORKER) == [first]
+
+
+def test_worker_that_is_needed_again_before_it_has_left_may_stay():
+    roster = Roster(2, 0, 0)
+    second = [register(roster, pid=pid) for pid in (1, 2)][1]
+    roster.resize(1)
+    roster.resize(2)
+    assert not roster.released(second.id)
+    assert roster.asked_to_end(second.id, "it was asked to end").kind is Consequence.RESTART
