@@ -40,6 +40,6 @@ def running_master(job: str) -> RunningMaster:
     """That of the job in a folder. Raises `UsageError` when no job runs there."""
     try:
         return RunningMaster(**json.loads(Path(job, _FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        what = "is no folder" if not Path(job).is_dir() else f"is not the folder of a job that runs ({error})"
-        raise UsageError(f"{job} {what}. Expected the folder of a job whose master is up (--job_dir).") from None
+    except (OSError, ValueError, TypeError):
+        what = "is not the folder of a job that runs" if Path(job).is_dir() else "is no folder"
+        raise UsageError(f"{job} {what}. Expected one with the file {_FILE}, whose master is up.") from None
