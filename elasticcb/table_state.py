@@ -121,12 +121,17 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
         arrays.get("hits"),
         arrays.get("used"),
     )
-    count = len(state.ids) if state.ids.ndim == 1 and state.ids.dtype == np.int64 else -1
-    sizes = [len(state.rows), *(len(slot) for slot in state.slots.values())]
-    sizes += [len(counts) for counts in (state.hits, state.used) if counts is not None]
-    if any(size != count for size in sizes):
+    rows, wrong = state.rows.shape, []
+    if state.ids.ndim != 1 or len(rows) != 2 or rows[0] != len(state.ids):
+        wrong += ["ids", "rows"]
+    wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
+    wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
+    wrong += [f"slot/{name}" for name, slot in state.slots.items() if slot.shape != rows]
+    if wrong:
+        shown = ", ".join(
+            f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)
+        )
         raise WireError(
-            f"Table {index}: ids {state.ids.dtype.name}{list(state.ids.shape)} came with {sizes} rows; expected int64 "
-            "ids and one row, and one row of each slot, for each."
+            f"Table {index} comes with {shown}; expected ids, hits and used of int64[n], rows and slots of [n, dim]."
         )
     return state

@@ -268,7 +268,11 @@ class EmbeddingTable:
     def _checked(self, state: TableState) -> TableState:
         shape = (len(state.ids), self._rows.dim)
         given = {"rows": state.rows, **state.slots}
-        wrong = [f"{name} of the shape {list(array.shape)}" for name, array in given.items() if array.shape != shape]
+        wrong = [
+            f"{name}, {array.dtype.name}{list(array.shape)}"
+            for name, array in given.items()
+            if array.shape != shape or not np.can_cast(array.dtype, self._rows.dtype, "same_kind")
+        ]
         wrong += [f"the slot {name}" for name in sorted(state.slots.keys() - self._initial_slots.keys())]
         if wrong:
             raise ElasticCBError(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from elasticcb.checkpoint import Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
@@ -15,6 +16,7 @@ from elasticcb.optimizer_state import Key, OptimizerState
 from elasticcb.optimizer_variables import Leaf, leaves
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
+from elasticcb.tensors import dtype_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +130,9 @@ class OptimizerSet:
         for held in (state.slots, state.extras, state.shared):
             given |= held
         wrong = [
-            f"{self._shown(key)} of the shape {list(value.shape)}"
+            f"{self._shown(key)}, {value.dtype.name}{list(value.shape)}"
             for key, value in given.items()
-            if key not in own or tuple(own[key].shape) != tuple(value.shape)
+            if key not in own or tuple(own[key].shape) != tuple(value.shape) or not _fits(value, own[key])
         ]
         if foreign or wrong:
             raise ElasticCBError(
@@ -235,3 +237,7 @@ def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec])
 
 def _make_leaf(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec], name: str) -> Leaf:
     return next(leaf for leaf in _make_leaves(make_optimizers, specs) if leaf.name == name)
+
+
+def _fits(value: Any, variable: keras.Variable) -> bool:
+    return np.can_cast(value.dtype, dtype_of(variable.dtype), "same_kind")

@@ -39,6 +39,7 @@ from elasticcb.tensors import Frame
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
+_MOST_SERVERS = 10_000
 _LOOKUP = "lookup/"  # prefix of ids of an embedding table whose rows are wanted
 
 
@@ -139,8 +140,10 @@ class Servicer:
     def _initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         request = frame.header
         specs = [VariableSpec.from_message(variable) for variable in request.variables]
-        if not 0 <= request.index < request.num_ps:
-            raise WireError(f"Initialize names server {request.index} of {request.num_ps}.")
+        if not 0 <= request.index < request.num_ps <= _MOST_SERVERS:
+            raise WireError(
+                f"Initialize names server {request.index} of {request.num_ps}; there may be {_MOST_SERVERS:,}."
+            )
         slices = partition(specs, request.num_ps, request.split)[request.index]
         part, log = None, self._recovery_log(request)
         answered: Answered[Verdict] = Answered()
@@ -327,6 +330,8 @@ class Servicer:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         tensors: dict[str, Array] = {}
         for name, ids in wanted.items():
+            if not name[len(_LOOKUP) :].isdecimal():
+                raise WireError(f"{name!r} names no embedding table; expected lookup/INDEX.")
             number = int(name[len(_LOOKUP) :])
             tensors[f"table/{number}"] = parameters.tables.lookup(
                 number, ids, request.create_rows, snapshot and snapshot.tables

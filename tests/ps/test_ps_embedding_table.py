@@ -178,7 +178,7 @@ def test_id_without_a_row_in_a_table_of_given_rows_is_named():
 
 def test_state_of_another_shape_or_with_other_slots_is_refused():
     table = make_table()
-    with pytest.raises(ElasticCBError, match=r"rows of the shape \[2, 4\].*rows of 3"):
+    with pytest.raises(ElasticCBError, match=r"rows, float32\[2, 4\].*rows of 3"):
         table.load(TableState(np.arange(2), np.zeros((2, 4), np.float32)))
     with pytest.raises(ElasticCBError, match=r"the slot velocity.*momentum"):
         table.load(TableState(np.arange(2), np.zeros((2, 3)), {"velocity": np.zeros((2, 3))}))
