@@ -18,7 +18,7 @@ import numpy as np
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError
+from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.changes import Changes
@@ -301,6 +301,10 @@ class Master:
         """What the job runs, or the function that makes a per-worker dataset."""
         with self.changed:
             self._check_is_present(job)
+            if dataset and dataset not in self.datasets:
+                raise WireError(
+                    f"There is no per-worker dataset {dataset}; there are {sorted(self.datasets) or 'none'}."
+                )
             return self.datasets[dataset] if dataset else self._program
 
     def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:

@@ -78,9 +78,7 @@ class MasterServicer(Generated):
 
     @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
-        role = _ROLES.get(request.role)
-        if role is None:
-            raise WireError(f"Role {request.role} can't register; expected a worker or a parameter server.")
+        role = _role(request.role)
         member = self._master.register(role, request.index, request.address, request.pid, request.host, request.job)
         return pb.RegisterResponse(id=member.id, index=member.index)
 
@@ -156,7 +154,7 @@ class MasterServicer(Generated):
         if request.id:
             self._master.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
         elif request.error:
-            self._master.not_started(_ROLES[request.role], request.index, request.error, request.traceback)
+            self._master.not_started(_role(request.role), request.index, request.error, request.traceback)
         return pb.LeaveResponse()
 
     @_answered
@@ -164,7 +162,15 @@ class MasterServicer(Generated):
         return pb.ScaleResponse(before=self._master.scale(request.workers))
 
 
+def _role(number: pb.Role) -> Role:
+    if number not in _ROLES:
+        raise WireError(f"A message names the role {number}; expected a worker or a parameter server.")
+    return _ROLES[number]
+
+
 def _to_event(event: Any) -> BatchEvent:
+    if event.type not in _PASSES:
+        raise WireError(f"A batch of the type {event.type} was reported; known are {sorted(_PASSES)}.")
     logs = dict(sorted(event.logs.items()))  # the order in which Keras's compiled train_step gives them
     return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, logs)
 

@@ -165,46 +165,47 @@ class Fuzzer:
 
     def _with_another_header(self, frame: Frame[Any]) -> bytes:
         """One value anywhere in the header is another one; the arrays stay as they are."""
-        header = type(frame.header)()
-        arrays = encode_frame(frame)
-        header.ParseFromString(arrays[8 : 8 + int.from_bytes(arrays[4:8], "little")])
-        message = header
-        while True:
-            field = self._random.choice(message.DESCRIPTOR.fields)
-            value = getattr(message, field.name)
-            if field.is_repeated:
-                if not len(value) or self._random.random() < 0.2:
-                    if len(value):
-                        del value[self._random.randrange(len(value))]
-                    break
-                place = self._random.randrange(len(value))
-                if field.message_type:
-                    message = value[place]
-                    continue
-                value[place] = self._other_value(field, value[place])
-                break
-            if field.message_type:
-                message = value
-                continue
-            setattr(message, field.name, self._other_value(field, value))
-            break
+        whole = encode_frame(frame)
+        end = 8 + int.from_bytes(whole[4:8], "little")
+        header = type(frame.header).FromString(whole[8:end])
+        change_one_value(header, self._random)
         encoded = header.SerializeToString()
-        start = 8 + int.from_bytes(arrays[4:8], "little")
-        return arrays[:4] + len(encoded).to_bytes(4, "little") + encoded + arrays[start:]
+        return whole[:4] + len(encoded).to_bytes(4, "little") + encoded + whole[end:]
 
-    def _other_value(self, field: Any, value: Any) -> Any:
-        if isinstance(value, bool):
-            return not value
-        if isinstance(value, str):
-            # A folder to write to, or to read from, is no matter of this test.
-            return value if "director" in field.name or field.name == "checkpoint" else self._random.choice(_TEXTS)
-        if isinstance(value, bytes):
-            return self._random.randbytes(5)
-        if isinstance(value, float):
-            return self._random.choice((float("nan"), float("inf"), -1.0, 0.0, 1e300))
-        number = self._random.choice(_NUMBERS)
-        small = field.type in (field.TYPE_INT32, field.TYPE_ENUM)
-        return number % 2**31 if small else number
+
+def change_one_value(message: Any, generator: random.Random) -> None:
+    """Gives a value anywhere in a protobuf message, or in the messages in it, another value of its type."""
+    field = generator.choice(message.DESCRIPTOR.fields)
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        if not len(value) or (field.message_type and field.message_type.GetOptions().map_entry):
+            return
+        place = generator.randrange(len(value))
+        if generator.random() < 0.2:
+            del value[place]
+        elif field.message_type:
+            change_one_value(value[place], generator)
+        else:
+            value[place] = other_value(field, value[place], generator)
+    elif field.message_type:
+        change_one_value(value, generator)
+    else:
+        setattr(message, field.name, other_value(field, value, generator))
+
+
+def other_value(field: Any, value: Any, generator: random.Random) -> Any:
+    """Another value of a field's type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        # A folder to write to, or to read from, is no matter of this test.
+        return value if "director" in field.name or field.name == "checkpoint" else generator.choice(_TEXTS)
+    if isinstance(value, bytes):
+        return generator.randbytes(5)
+    if isinstance(value, float):
+        return generator.choice((float("nan"), float("inf"), -1.0, 0.0, 1e300))
+    number = generator.choice(_NUMBERS)
+    return number % 2**31 if field.type in (field.TYPE_INT32, field.TYPE_ENUM) else number
 
 
 def main() -> int:
