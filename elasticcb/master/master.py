@@ -36,7 +36,7 @@ from elasticcb.settings import ClusterSettings, Command, JobSettings
 
 logger = logging.getLogger(__name__)
 
-MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
+_MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
 
 _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
 _LATE = "it is of a job that is over"
@@ -106,7 +106,7 @@ class Master:
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
         self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, say)
         # Each worker may have a long poll under way and two more calls; so may each server.
-        threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
+        threads = 8 + 4 * (max(cluster.num_workers, _MOST_WORKERS) + cluster.num_ps)  # those that are needed start
         self._server = Server(cluster.host, cluster.port, threads, token)
         add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
         self.closing = False  # no job will come any more
@@ -443,7 +443,7 @@ class Master:
     def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
         with self.changed:
             member = self.roster.member(id)
-            if asked and member is not None and not (self.closing or self.over):
+            if asked and member is not None and not self.closing:
                 self._asked_to_end(member, error)
             elif error and member is not None and not self.closing:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
@@ -468,11 +468,13 @@ class Master:
         Raises `UsageError` when that is no number of workers that the job can have.
         """
         with self.changed:
-            before, most = self.roster.size(Role.WORKER), max(self._cluster_settings.num_workers, MOST_WORKERS)
+            before, most = self.roster.size(Role.WORKER), max(self._cluster_settings.num_workers, _MOST_WORKERS)
             if not 1 <= workers <= most:
                 raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
             if self.closing or self.over or self.queue is None:
-                raise UsageError(f"The job {'is over' if self.queue else 'is starting'}; it can't be scaled now.")
+                raise UsageError(
+                    f"The job {'is starting' if self.queue is None else 'is over'}; it can't be scaled now."
+                )
             if workers != before:
                 self.processes.resize(workers)
                 self.note(workers=workers)
@@ -549,6 +551,9 @@ class Master:
         self.changed.notify_all()
 
     def _asked_to_end(self, member: Member, reason: str) -> None:
+        if self.over and member.role is Role.WORKER:  # nobody needs another one
+            self.roster.left(member.id)
+            return
         if self.queue is not None and member.role is Role.WORKER:
             for task in self.queue.worker_left(member.id):
                 logger.info("%s goes back", task)

@@ -25,7 +25,7 @@ def make_master(lines, backend=None):
         name="job",
         directory="/nowhere",
         model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-        cluster=ClusterSettings(num_workers=1, num_ps=0),
+        cluster=ClusterSettings(num_workers=1, num_ps=1),
     )
     master = Master(settings.cluster, backend or ExternalCluster(lines.append), lines.append)
     master.begin_job(settings)
@@ -68,6 +68,16 @@ def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
     assert master.roster.lost_count(Role.WORKER) == 0
     assert lines == []
     assert master.error is None
+
+
+def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_worker_is_not(lines):
+    master = make_master(lines)
+    worker, server = join(master), master.register(Role.PS, 0, "here:1", 2, "here").id
+    master.over = True
+    master.leave(server, "it was asked to end", "", fatal=False, asked=True)
+    master.leave(worker, "it was asked to end", "", fatal=False, asked=True)
+    assert master.error is None
+    assert master.roster.to_start() == [(Role.PS, 0)]
 
 
 def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
