@@ -160,7 +160,7 @@ class ClusterSettings:
     port: int = 0  # of the master; 0: any free one
     max_worker_restarts: int = 10  # over the whole job
     max_ps_restarts: int = 10  # likewise
-    silence_seconds: float = 30.0  # of a server, or a process that nobody watches, after which it is lost
+    silence_seconds: float = 30.0  # a process that nobody watches is lost after so much silence
 
 
 @dataclass(frozen=True, kw_only=True)

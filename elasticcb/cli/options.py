@@ -500,7 +500,7 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.NUMBER,
         value="SECONDS",
         above=0,
-        help="A parameter server that is not heard of for so long is replaced; with --cluster=external, any process.",
+        help="With --cluster=external: a process that is not heard of for so long is lost.",
     ),
     # ---------------------------------------------------------------- job
     Option(

@@ -141,11 +141,6 @@ class Master:
         return self._server.address
 
     @property
-    def silence_seconds(self) -> float:
-        """After which a process that has to be heard of is lost."""
-        return self._cluster_settings.silence_seconds
-
-    @property
     def job(self) -> int:
         """The number of the present job, from 1; 0 before the first."""
         return self._jobs
@@ -220,7 +215,7 @@ class Master:
                 for lease in self.queue.expire(time.monotonic()) if self._backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     self._replace_hung(lease.worker)
-            self.processes.check(time.monotonic(), self.silence_seconds, self._jobs)
+            self.processes.check(time.monotonic(), self._cluster_settings.silence_seconds)
             self.processes.start_missing(self.address)
             self._raise_failure()
 

@@ -38,7 +38,6 @@ class Processes:
         self._backend = backend
         self._on_worker_lost, self._on_ps_lost = on_worker_lost, on_ps_lost
         self._say = say
-        self._checked = 0.0  # when, in seconds
 
     def start_missing(self, master_address: str) -> None:
         """Asks the backend for a process in every place that has none."""
@@ -46,23 +45,15 @@ class Processes:
             self._roster.requested(role, index)
             self._backend.start(_NAMES[role], index, master_address)
 
-    def check(self, now: float, silence_seconds: float, job: int) -> None:
+    def check(self, now: float, silence_seconds: float) -> None:
         """Looks for processes that ended or fell silent.
-
-        Args:
-            job: the present one. What a server does before it has registered for it may take long.
 
         Raises `JobFailedError` when the job can't go on without one of them.
         """
         for exit in self._backend.poll():
             self._ended(exit)
-        # A master that was stopped itself has heard nobody.
-        awake, self._checked = now - self._checked < silence_seconds / 2, now
-        for member in self._roster.silent(now, silence_seconds) if awake else ():
-            serves = member.role is Role.PS and self._roster.job_of(member.id) == job
-            if self._backend.watches and serves:  # a worker that hangs loses its lease
-                self.kill(member)
-            if serves or not self._backend.watches:
+        if not self._backend.watches:
+            for member in self._roster.silent(now, silence_seconds):
                 self.lost(member.id, f"silent for {silence_seconds:.0f} s")
 
     def note_ended(self) -> None:

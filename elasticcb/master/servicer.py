@@ -65,9 +65,7 @@ class MasterServicer(Generated):
 
     @_answered
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
-        # For a server, this is the sign that it lives.
-        seconds = min(LONG_POLL_SECONDS, self._master.silence_seconds / 3)
-        job, settings = self._master.next_job(request.after_job, request.id, seconds)
+        job, settings = self._master.next_job(request.after_job, request.id, LONG_POLL_SECONDS)
         if settings is None:
             return pb.GetSettingsResponse(over=self._master.closing)
         return pb.GetSettingsResponse(settings=settings.to_json(), job=job)

@@ -127,8 +127,6 @@ class Worker:
             cluster.split,
             client_id=self._client.id,
             synchronous=not self._settings.training.use_async,
-            # The master first finds out that a server is silent, then replaces it.
-            patience_seconds=max(30.0, 4 * self._settings.cluster.silence_seconds),
             token=self._client.token,
             ids=cluster.ps_ids,
             find=self._client.find_server,

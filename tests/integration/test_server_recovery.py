@@ -62,19 +62,6 @@ def flags(folder, **more):
     return train_flags(folder, "offsets", **{"checkpoint_interval": 0.2, **more})
 
 
-def test_a_server_that_hangs_is_replaced(data, start_job):
-    job = start_job("train", *flags(data, num_epochs=2, evaluation_steps=400, silence_seconds=3))
-    job.wait_for_line(r"Evaluation at version")
-    job.kill("ps", 0, signal.SIGSTOP)
-    job.wait_for_line(r"silent for 3 s")
-    job.wait_for_line(IS_BACK)
-    assert job.finish() == 0, job.output
-    for epoch in (1, 2):
-        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
-    assert number(job.output, "workers lost") == 0
-    job.assert_no_orphans()
-
-
 def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_job):
     more = {"num_ps": 2, "num_epochs": 4, "evaluation_steps": 400, "max_staleness": 2}
     job = start_job("train", *flags(data, **more))
