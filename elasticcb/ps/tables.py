@@ -60,12 +60,13 @@ class Tables:
         if table.initializer:
             try:
                 initializer = keras.saving.deserialize_keras_object(json.loads(table.initializer))
+                initial = InitialValues(initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype)
             except Exception as error:
                 raise WireError(
                     f"The initializer of the embedding table {spec.path!r} can't be made on a server: {error} "
                     "Register its class with keras.saving.register_keras_serializable."
                 ) from error
-            values = _compiled(InitialValues(initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype))
+            values = _compiled(initial)
         update = self._updates.get(number)
         slots = {} if update is None else update.slots
         return EmbeddingTable(
