@@ -27,7 +27,7 @@ from elasticcb.master.journal import Journal, Memory, states_entry
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.servicer import MasterServicer
-from elasticcb.master.task import TaskType
+from elasticcb.master.task import Task, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.ps.partition import VariableSpec
@@ -470,6 +470,8 @@ class Master:
                 raise UsageError(
                     f"The job {'is starting' if self.queue is None else 'is over'}; it can't be scaled now."
                 )
+            if self.settings is not None and self.settings.command is Command.CALL:
+                raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
             if workers != before:
                 self.processes.resize(workers)
                 self.note(workers=workers)
@@ -541,8 +543,7 @@ class Master:
 
     def _worker_lost(self, worker: int) -> None:
         if self.queue is not None:
-            for task in self.queue.worker_lost(worker):
-                logger.info("%s goes back", task)
+            _log_back(self.queue.worker_lost(worker))
         self.changed.notify_all()
 
     def _asked_to_end(self, member: Member, reason: str) -> None:
@@ -550,8 +551,7 @@ class Master:
             self.roster.left(member.id)
             return
         if self.queue is not None and member.role is Role.WORKER:
-            for task in self.queue.worker_left(member.id):
-                logger.info("%s goes back", task)
+            _log_back(self.queue.worker_left(member.id))
         try:
             self.processes.asked_to_end(member, reason)
         except JobFailedError as failure:
@@ -563,6 +563,11 @@ class Master:
         if member is not None:
             self.processes.kill(member)
             self.processes.lost(worker, "it made no progress on its task")
+
+
+def _log_back(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        logger.info("%s goes back", task)
 
 
 def _recovers_ps(settings: JobSettings) -> bool:

@@ -1,12 +1,13 @@
 """What the master answers to calls, without any process or driving thread."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
-from elasticcb.errors import JobFailedError, JobOverError
+from elasticcb.errors import JobFailedError, JobOverError, UsageError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
@@ -78,6 +79,15 @@ def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_wor
     master.leave(worker, "it was asked to end", "", fatal=False, asked=True)
     assert master.error is None
     assert master.roster.to_start() == [(Role.PS, 0)]
+
+
+def test_workers_that_run_functions_are_not_scaled(lines):
+    master = make_master(lines)
+    master.queue = make_queue()
+    master.settings = replace(master.settings, command=Command.CALL)
+    with pytest.raises(UsageError, match=r"Functions of Cluster\.schedule"):
+        master.scale(2)
+    assert master.roster.size(Role.WORKER) == 1
 
 
 def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
