@@ -1,13 +1,13 @@
 """What a job makes of processes that are killed all the time.
 
-    python benchmarks/chaos.py [--data_dir=DIR] [--every=5] [--seed=0] [--epochs=60]
+    python benchmarks/chaos.py [--data_dir=DIR] [--every 60 5] [--seed=0] [--epochs=60]
 
-Trains a recommender (embedding tables, Adagrad) twice with `elasticcb train`: undisturbed, and with a worker, a
-parameter server or the master killed (SIGKILL) every `--every` seconds, drawn from a seeded generator. The data are
-ml-100k/u.data of the directory, or ratings made from hidden factors. The job's own reader keeps a ledger of all that
-was read; every record must have been read as often as there are epochs, the summary must tell of every record in every
-epoch, and every evaluation round must count every record once. Prints a Markdown table; ends with 1 when something was
-lost.
+Trains a recommender (embedding tables, Adagrad) with `elasticcb train`: undisturbed, and for each number of seconds in
+`--every` with a worker, a parameter server or the master killed (SIGKILL) so often, drawn from a seeded generator. The
+data are ml-100k/u.data of the directory, or ratings made from hidden factors. The job's own reader keeps a ledger of
+all that was read; every record must have been read as often as there are epochs, the summary must tell of every record
+in every epoch, and every evaluation round must count every record once. Prints a Markdown table; ends with 1 when
+something was lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,6 +43,7 @@ class Job:
     output: str
     ledger: list[tuple[float, int, str, int, int]]  # time, process, file, first and last record
     logs: dict[str, str]
+    every: float | None = None  # seconds between two kills
     kills: list[tuple[float, str]] = field(default_factory=list)  # time and role
 
 
@@ -52,18 +52,18 @@ def main() -> int:
     parser.add_argument(
         "--data_dir", type=Path, help="directory that holds ml-100k/u.data; without it ratings are made"
     )
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--every", type=float, nargs="+", default=[5.0], help="seconds between two kills, for each job")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed")
     parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--ps_replicas", type=int, default=0, help="as of `elasticcb train`")
     parser.add_argument("--roles", default=",".join(SHARES), help="what may be killed: %(default)s")
     parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         counts = write_data(Path(folder), arguments.data_dir)
-        calm = run(Path(folder, "calm"), arguments.epochs, None)
-        wild = run(Path(folder, "wild"), arguments.epochs, arguments)
-        wrong = [*check(calm, arguments.epochs, counts), *check(wild, arguments.epochs, counts)]
-        publish("chaos", table(calm, wild, arguments, counts), arguments.into)
+        jobs = [run(Path(folder), arguments, every) for every in (None, *arguments.every)]
+        wrong = [line for job in jobs for line in check(job, arguments.epochs, counts)]
+        publish("chaos", table(jobs, arguments, counts), arguments.into)
     for line in wrong:
         print(f"WRONG: {line}")
     return 1 if wrong else 0
@@ -86,28 +86,19 @@ def write_data(folder: Path, data_dir: Path | None) -> dict[str, int]:
     return {"test.npy": cut, "train.npy": len(rows) - cut}
 
 
-def run(folder: Path, epochs: int, chaos: argparse.Namespace | None) -> Job:
-    folder.mkdir()
-    data, ledger, output = folder.parent, folder / "ledger", folder / "output"
-    command = [
-        *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={HERE / 'chaos_model'}"),
-        *("--model_def=ratings.custom_model", f"--training_data={data / 'train.npy'}"),
-        *(f"--validation_data={data / 'test.npy'}", f"--num_workers={WORKERS}", f"--num_ps={SERVERS}"),
-        *("--minibatch_size=64", "--num_minibatches_per_task=32", f"--num_epochs={epochs}", "--checkpoint_interval=2"),
-        *("--max_worker_restarts=100000", "--max_ps_restarts=100000", f"--job_dir={folder / 'job'}"),
-    ]
+def run(data: Path, arguments: argparse.Namespace, every: float | None) -> Job:
+    folder = Path(tempfile.mkdtemp(dir=data))
+    ledger, output = folder / "ledger", folder / "output"
     started = time.time()
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"LEDGER": str(ledger)}
-        )
-        kills = [] if chaos is None else disturb(process, chaos, output)
-        code = process.wait()
+    process = start(data, folder, arguments.epochs, f"--ps_replicas={arguments.ps_replicas}")
+    kills = disturb(process, arguments, every, output) if every else []
+    code = process.wait()
     job = Job(
         time.time() - started,
         output.read_text(),
         [_entry(line) for line in ledger.read_text().splitlines()],
         {path.stem: path.read_text(errors="replace") for path in (folder / "job" / "logs").glob("*.log")},
+        every,
         kills,
     )
     if code:
@@ -116,12 +107,28 @@ def run(folder: Path, epochs: int, chaos: argparse.Namespace | None) -> Job:
     return job
 
 
+def start(data: Path, folder: Path, epochs: int, *more: str) -> subprocess.Popen[bytes]:
+    """Starts a job, which writes `output`, `ledger` and `job` in the folder."""
+    command = [
+        *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={HERE / 'chaos_model'}"),
+        *("--model_def=ratings.custom_model", f"--training_data={data / 'train.npy'}"),
+        *(f"--validation_data={data / 'test.npy'}", f"--num_workers={WORKERS}", f"--num_ps={SERVERS}"),
+        *("--minibatch_size=64", "--num_minibatches_per_task=32", f"--num_epochs={epochs}", "--checkpoint_interval=2"),
+        *("--max_worker_restarts=100000", "--max_ps_restarts=100000", f"--job_dir={folder / 'job'}", *more),
+    ]
+    environment = os.environ | {"LEDGER": str(folder / "ledger")}
+    with (folder / "output").open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
 def _entry(line: str) -> tuple[float, int, str, int, int]:
     at, process, name, first, last = line.split()
     return float(at), int(process), name, int(first), int(last)
 
 
-def disturb(process: subprocess.Popen[bytes], chaos: argparse.Namespace, output: Path) -> list[tuple[float, str]]:
+def disturb(
+    process: subprocess.Popen[bytes], chaos: argparse.Namespace, every: float, output: Path
+) -> list[tuple[float, str]]:
     """Kills processes of the job until it ends; what and when."""
     drawn = random.Random(chaos.seed)
     roles = chaos.roles.split(",")
@@ -130,7 +137,7 @@ def disturb(process: subprocess.Popen[bytes], chaos: argparse.Namespace, output:
         time.sleep(0.1)
     while process.poll() is None:
         try:
-            process.wait(chaos.every)
+            process.wait(every)
         except subprocess.TimeoutExpired:
             role = drawn.choices(roles, [SHARES[role] for role in roles])[0]
             victims = members(process.pid, role)
@@ -146,9 +153,9 @@ def disturb(process: subprocess.Popen[bytes], chaos: argparse.Namespace, output:
 
 
 def members(launcher: int, role: str) -> list[psutil.Process]:
+    named = {"master": "train"}.get(role, role)
     try:
-        children = psutil.Process(launcher).children(recursive=role != "master")
-        return children if role == "master" else [child for child in children if role in child.cmdline()]
+        return [child for child in psutil.Process(launcher).children(recursive=True) if named in child.cmdline()]
     except psutil.NoSuchProcess:
         return []
 
@@ -177,11 +184,11 @@ def check(job: Job, epochs: int, counts: dict[str, int]) -> list[str]:
 def recoveries(job: Job) -> dict[str, list[float]]:
     """Seconds from each kill to the moment when the place was filled again, by role."""
     found: dict[str, list[float]] = {role: [] for role in SHARES}
-    found["ps"] = [float(s) for s in re.findall(r"is back after ([\d.]+) s", job.output)]
+    found["ps"] = [float(s) for s in re.findall(r"Parameter server \d+ is back after ([\d.]+) s", job.output)]
     there = times(job.logs["master"], r"worker \d+ \(.*is there")
-    holds = times(job.logs["master"], r"The servers hold the model")
+    answers = times(job.logs["master"], r"(?:Workers and servers may go on|The servers hold the model)")
     for at, role in job.kills:
-        after = {"worker": there, "master": holds}.get(role, [])
+        after = {"worker": there, "master": answers}.get(role, [])
         later = [moment - at for moment in after if moment > at]
         if later:
             found[role].append(min(later))
@@ -196,36 +203,48 @@ def times(log: str, pattern: str) -> list[float]:
     ]
 
 
-def table(calm: Job, wild: Job, arguments: argparse.Namespace, counts: dict[str, int]) -> str:
-    by_role = Counter(role for _, role in wild.kills)
-    recovered = recoveries(wild)
-    reads = sum(last - first for _, _, name, first, last in wild.ledger if name == "train.npy")
+def table(jobs: list[Job], arguments: argparse.Namespace, counts: dict[str, int]) -> str:
     wanted = counts["train.npy"] * arguments.epochs
-    lost = sum(int(n) for n in re.findall(r"; (\d+) updates of its part", wild.output))
-    updates = int(re.search(r"model version +([\d,]+)", wild.output)[1].replace(",", ""))  # type: ignore[index]
-    rmse = [re.findall(r"rmse ([\d.]+)", job.output)[-1] for job in (calm, wild)]
-    lines = [
-        f"{machine()}; seed {arguments.seed}, {arguments.epochs} epochs of {counts['train.npy']:,} records:",
-        "",
-        f"| | undisturbed | a kill every {arguments.every:g} s |",
-        "|---|---|---|",
-        f"| seconds | {calm.seconds:.0f} | {wild.seconds:.0f} |",
-        f"| goodput | 100 % | {100 * calm.seconds / wild.seconds:.0f} % |",
-    ]
-    for role, name in NAMES.items():
-        seconds = recovered[role]
-        took = f"; back after {median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)" if seconds else ""
-        lines.append(f"| kills of a {name} | 0 | {by_role[role]}{took} |")
-    again = max(0, reads - wanted)
-    bad_rounds = _bad_rounds(calm, counts), _bad_rounds(wild, counts)
-    lines += [
-        f"| records lost | {_lost(calm, arguments, counts)} | {_lost(wild, arguments, counts)} |",
-        f"| records read again | 0 | {again:,} of {wanted:,} ({100 * again / wanted:.2f} %) |",
-        f"| updates lost, of a part of the model | 0 | {lost:,} of {SERVERS} x {updates:,} |",
-        f"| evaluation rounds that did not count each record once | {bad_rounds[0]} | {bad_rounds[1]} |",
-        f"| RMSE at the end | {rmse[0]} | {rmse[1]} |",
-    ]
-    return "\n".join(lines)
+    rows = {
+        "": ["undisturbed" if job.every is None else f"a kill every {job.every:g} s" for job in jobs],
+        "seconds": [f"{job.seconds:.0f}" for job in jobs],
+        "goodput": [f"{100 * jobs[0].seconds / job.seconds:.0f} %" for job in jobs],
+        **{f"kills of a {name}": [_kills(job, role) for job in jobs] for role, name in NAMES.items()},
+        "records lost": [str(_lost(job, arguments, counts)) for job in jobs],
+        f"records of {wanted:,} read again": [_again(job, wanted) for job in jobs],
+        "updates lost, of a part of the model": [_updates_lost(job) for job in jobs],
+        "evaluation rounds that did not count each record once": [str(_bad_rounds(job, counts)) for job in jobs],
+        "RMSE at the end": [re.findall(r"rmse ([\d.]+)", job.output)[-1] for job in jobs],
+    }
+    lines = [f"| {' | '.join([label, *cells])} |" for label, cells in rows.items()]
+    lines.insert(1, "|---" * (1 + len(jobs)) + "|")
+    about = f"{machine()}; seed {arguments.seed}, {arguments.epochs} epochs of {counts['train.npy']:,} records:"
+    return "\n".join([about, "", *lines])
+
+
+def _kills(job: Job, role: str) -> str:
+    text, seconds = str(sum(killed == role for _, killed in job.kills)), recoveries(job)[role]
+    if seconds:
+        text += f"; back after {_spread(seconds)}"
+    built = [float(s) for s in re.findall(r"The master is back after ([\d.]+) s", job.output)]
+    if role == "master" and built:  # calls are answered before
+        text += f", with its model after {_spread(built)}"
+    return text
+
+
+def _again(job: Job, wanted: int) -> str:
+    again = max(0, sum(last - first for _, _, name, first, last in job.ledger if name == "train.npy") - wanted)
+    return f"{again:,} ({100 * again / wanted:.2f} %)"
+
+
+def _updates_lost(job: Job) -> str:
+    lost = sum(int(n) for n in re.findall(r"; (\d+) updates of its part", job.output))
+    version = re.search(r"model version +([\d,]+)", job.output)
+    return f"{lost:,} of {SERVERS} x {version[1] if version else '?'}"
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)"
 
 
 def _lost(job: Job, arguments: argparse.Namespace, counts: dict[str, int]) -> int:

@@ -55,7 +55,8 @@ def run_queue(tasks: int, workers: int, seconds: float) -> dict[str, float]:
 def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     """The master behind its port."""
     from elasticcb.cluster.external import ExternalCluster
-    from elasticcb.master.master import Cluster, Master
+    from elasticcb.master.cluster_state import Cluster
+    from elasticcb.master.master import Master
     from elasticcb.settings import ClusterSettings, Command, DataSettings, JobSettings, ModelSettings
 
     quiet = ExternalCluster(lambda text: None)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from elasticcb.api.cluster import Cluster
     from elasticcb.api.one_shot import evaluate, fit, predict
     from elasticcb.api.remote import PerWorkerDataset, RemoteValue
+    from elasticcb.api.restartable import handle_restartable_error
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
     from elasticcb.sidecar import SidecarEvaluator
 
@@ -26,6 +27,7 @@ __all__ = [
     "SidecarEvaluator",
     "evaluate",
     "fit",
+    "handle_restartable_error",
     "predict",
 ]
 
@@ -37,6 +39,7 @@ _MODULES = {
     "SidecarEvaluator": "sidecar",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",
+    "handle_restartable_error": "api.restartable",
     "predict": "api.one_shot",
 }
 

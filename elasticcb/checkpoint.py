@@ -8,61 +8,31 @@ the folder. A folder without a manifest is no checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from elasticcb import table_state
+from elasticcb.buckets import BucketMap, even
 from elasticcb.errors import CheckpointError
+from elasticcb.part_file import FORMAT, Key, Part, SavedFile, check_file, write_part
 from elasticcb.ps.partition import Slice, VariableSpec
 from elasticcb.table_state import TableState
 from elasticcb.tensors import dtype_of
 
 Array = npt.NDArray[Any]
-Key = tuple[int, str]  # variable, name
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
 _TEMPORARY = ".tmp-"
-_CHUNK_BYTES = 4 << 20
-
-
-@dataclass
-class Part:
-    """What one server holds. Arrays have the shapes of its slices."""
-
-    version: int
-    weights: dict[int, Array] = field(default_factory=dict)
-    slots: dict[Key, Array] = field(default_factory=dict)  # of the shape of their variable
-    extras: dict[Key, Array] = field(default_factory=dict)  # of another shape, whole variables only
-    shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
-    optimizer: str = ""  # class name; "": none
-    tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """One server's file, as the manifest names it."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> SavedFile:
-        return cls(saved["name"], saved["bytes"], saved["sha256"])
 
 
 # ------------------------------------------------------------------ a server's side
@@ -82,53 +52,12 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
     return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
 
 
-def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
-    """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
-    tensors: dict[str, Array] = {f"weight/{index_}": value for index_, value in part.weights.items()}
-    tensors |= {f"slot/{variable}/{name}": value for (variable, name), value in part.slots.items()}
-    tensors |= {f"extra/{variable}/{name}": value for (variable, name), value in part.extras.items()}
-    tensors |= {f"shared/{name}": value for name, value in part.shared.items()}
-    tensors |= table_state.to_tensors(part.tables)
-    metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
-    try:
-        save_file({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in tensors.items()}, path, metadata)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return SavedFile(path.name, path.stat().st_size, _sha256(path))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
-
-
-def read_part(path: Path, saved: SavedFile) -> Part:
-    """The inverse of `write_part`. Raises `CheckpointError` when the file is missing or damaged."""
-    check_file(path, saved)
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata, names = file.metadata() or {}, list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
-    part = Part(int(metadata["version"]), optimizer=metadata["optimizer"], tables=table_state.from_tensors(tensors))
-    for name, array in tensors.items():
-        kind, _, rest = name.partition("/")
-        variable, _, slot = rest.partition("/")
-        if kind == "weight":
-            part.weights[int(variable)] = array
-        elif kind == "slot":
-            part.slots[int(variable), slot] = array
-        elif kind == "extra":
-            part.extras[int(variable), slot] = array
-        elif kind == "shared":
-            part.shared[rest] = array
-    return part
-
-
 def load_slices(
     version_directory: str | Path,
     specs: Sequence[VariableSpec],
     slices: Sequence[Slice],
     index: int = 0,
-    num_ps: int = 1,
+    buckets: BucketMap | None = None,
 ) -> Part:
     """What a server that holds `slices` needs of a checkpoint, whichever servers wrote it.
 
@@ -136,7 +65,8 @@ def load_slices(
         version_directory: the folder of one version.
         specs: the model's variables now; they must be those of the checkpoint.
         slices: what to load.
-        index, num_ps: this server's place; scalars come from the same place when it exists.
+        index: of this server; scalars come from the same place when there were as many servers.
+        buckets: which rows of embedding tables each server holds; None: there is one server.
 
     Raises `CheckpointError` when files are missing or damaged, or belong to another model.
     """
@@ -147,15 +77,16 @@ def load_slices(
     result = Part(version=int(manifest["version"]))
     extras_seen: dict[Key, Array] = {}
     files = manifest["files"]
-    scalars_from = index if len(files) == num_ps else 0
+    buckets = buckets or even(1)
+    scalars_from = index if len(files) == buckets.servers else 0
+    same_buckets = len(files) == buckets.servers and manifest.get("buckets") == buckets.to_bytes().hex()
     tables: dict[int, list[TableState]] = {
         number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
     }
     for place, saved in enumerate(files):
         held = [Slice(*part) for part in saved["slices"]]
         wanted = [part for part in held if part.variable in parts and parts[part.variable].overlaps(part)]
-        # As many servers as then hold the same ids each.
-        has_ids = bool(tables) and (place == index or len(files) != num_ps)
+        has_ids = bool(tables) and (place == index or not same_buckets)
         if not wanted and place != scalars_from and not has_ids:
             continue
         path = folder / saved["name"]
@@ -168,7 +99,7 @@ def load_slices(
                 names = list(file.keys())
                 own = {name: file.get_tensor(name) for name in names if has_ids and name.startswith("table/")}
                 for number, state in table_state.from_tensors(own).items():
-                    tables[number].append(state.part(index, num_ps))
+                    tables[number].append(state.part(index, buckets))
                 by_variable = _by_variable(names)
                 for part in wanted:
                     assembly = parts[part.variable]
@@ -281,6 +212,7 @@ def write_manifest(
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     files: Sequence[SavedFile],
+    buckets: BucketMap | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Makes a temporary folder of `begin_version` valid: checks its files, writes the manifest, renames it.
@@ -290,6 +222,7 @@ def write_manifest(
         specs: the model's variables.
         parts: what each server holds, as `partition` gives it.
         files: what each server's `Save` answered, in the order of the servers.
+        buckets: by which the servers hold rows of embedding tables; None: as nobody knows.
         extra: what else the master wants to keep, as JSON: the task queue, the epoch.
 
     Returns the folder's final path. Raises `CheckpointError` when a file is not as the server said.
@@ -316,7 +249,7 @@ def write_manifest(
             for saved, slices in zip(files, parts, strict=True)
         ],
         "extra": dict(extra or {}),
-    }
+    } | ({} if buckets is None else {"buckets": buckets.to_bytes().hex()})
     final = folder.parent / version_folder(version)
     try:
         unfinished = folder / (_TEMPORARY + MANIFEST)
@@ -489,27 +422,6 @@ def _shown(variable: Mapping[str, Any] | None) -> str:
     kind = "" if variable["trainable"] else " (not trainable)"
     kind += " (embedding table)" if variable.get("table") else ""
     return f"{variable['path']!r} {variable['dtype']}{variable['shape']}{kind}"
-
-
-def check_file(path: Path, saved: SavedFile) -> None:
-    """Raises `CheckpointError` unless the file is the one that was saved."""
-    try:
-        size = path.stat().st_size
-        if size == saved.bytes and _sha256(path) == saved.sha256:
-            return
-    except OSError as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
-    raise CheckpointError(
-        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its manifest tells of."
-    )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

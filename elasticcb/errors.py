@@ -22,6 +22,9 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
+GO_ON = 75  # exit code of a process that goes on when it is started again; EX_TEMPFAIL of sysexits.h
+
+
 class ElasticCBError(Exception):
     """Base of all; shown to the user without a traceback of this project.
 
@@ -39,6 +42,10 @@ class UsageError(ElasticCBError):
     """Flags or settings are wrong or contradict each other; nothing was started."""
 
     exit_code = ExitCode.WRONG_USAGE
+
+
+class JobDoneError(UsageError):
+    """A job that was to go on is done."""
 
 
 class ModelFileError(ElasticCBError):
@@ -69,6 +76,10 @@ class ConnectionLostError(ElasticCBError):
     """A process of the job could not be reached within the time allowed."""
 
 
+class TLSError(ElasticCBError):
+    """Two processes of a job can't agree on TLS, or one refuses the other's certificate; trying again won't help."""
+
+
 class JobOverError(ElasticCBError):
     """A process works on a job that is over; the next one waits for it."""
 
@@ -84,7 +95,11 @@ class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""
 
 
-class LostServerError(JobFailedError):
+class ClusterLostError(JobFailedError):
+    """Processes of the job are gone, and nothing may take their places; the program itself has no fault."""
+
+
+class LostServerError(ClusterLostError):
     """A parameter server is gone which can't be replaced alone; the whole job can go on from what all wrote down."""
 
 

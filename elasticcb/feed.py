@@ -27,6 +27,7 @@ class Pipeline(Protocol):
     keeps_order: bool  # whether the n-th unit that comes out is the n-th of the shard
     ends_by_itself: bool  # whether it may give fewer batches than a shard has
     open_ended: bool  # whether nobody knows how many units an epoch has
+    repeatable: bool  # whether a shard is the same units in the next run of the program
 
     @property
     def element_spec(self) -> Any:
@@ -67,6 +68,7 @@ class BatchPipeline:
         # Evaluation and prediction count each batch exactly once, so their sources must know.
         self.ends_by_itself = source.ends_early and mode == "training"
         self.open_ended = source.num_batches is None
+        self.repeatable = source.repeatable
 
     @property
     def element_spec(self) -> Any:
@@ -122,6 +124,7 @@ class FeedPipeline:
 
     ends_by_itself = False
     open_ended = False
+    repeatable = True
 
     def __init__(self, settings: JobSettings, spec: Spec, mode: str) -> None:
         origin = getattr(settings.data, mode if mode != "evaluation" else "validation")

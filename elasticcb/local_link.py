@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class ServerLinks:
                 link.close()
                 return False
             self._threads[thread] = link
-        thread.start()
+            thread.start()  # before `stop` may wait for it
         return True
 
     def _serve(self, link: socket.socket, ended: Callable[[], Any]) -> None:
@@ -183,7 +184,7 @@ class ServerLinks:
                 start = _REQUEST.size + length
                 received = _rest(link, received, start + size)
                 link.sendall(self._answer(received[_REQUEST.size : start].decode(), received[start:]))
-        except (OSError, struct.error, UnicodeDecodeError) as error:
+        except (OSError, struct.error, UnicodeDecodeError, MemoryError) as error:
             logger.debug("A client of this machine is gone: %s", error)
         finally:
             with self._lock:
@@ -226,15 +227,15 @@ def _rest(link: socket.socket, received: bytes, size: int) -> bytes:
         return received
     if position > size:
         raise OSError(f"{position} bytes came instead of {size}")
-    buffer = bytearray(size)
-    buffer[:position] = received
-    with memoryview(buffer) as view:
-        while position < size:
-            count = link.recv_into(view[position:])
-            if not count:
-                raise OSError(f"{position} of {size} bytes came")
-            position += count
-    return bytes(buffer)
+    buffer = np.empty(size, np.uint8)  # touched as the bytes come, however many were announced
+    view = buffer.data
+    view[:position] = received
+    while position < size:
+        count = link.recv_into(view[position:])
+        if not count:
+            raise OSError(f"{position} of {size} bytes came")
+        position += count
+    return buffer.tobytes()
 
 
 def _of_this_user(link: socket.socket) -> bool:

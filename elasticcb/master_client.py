@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -12,9 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.access import OPEN, Access
+from elasticcb.buckets import BucketMap
+from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.measures import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
+from elasticcb.ps_link import Places
 from elasticcb.rpc import Connection
 from elasticcb.settings import JobSettings
 
@@ -30,17 +35,24 @@ class MasterClient:
 
     Args:
         address: of the master.
-        token: of the job.
+        patience_seconds: how long it may be away; another one may be on its way to take its place.
+        access: to the job.
+
+    Attributes:
+        lost_workers: ids of workers that the master has given up, as far as `jobs` has heard. It grows in place.
+        measures: what this process counts; the master hears of it by calls that are made anyway.
 
     Raises `ConnectionLostError` from any call when the master stays out of reach.
     """
 
-    def __init__(self, address: str, patience_seconds: float = 30.0, token: str = "") -> None:
-        self._connection = Connection(address, "the master", patience_seconds, token)
+    def __init__(self, address: str, patience_seconds: float = 60.0, access: Access = OPEN) -> None:
+        self._connection = Connection(address, "the master", patience_seconds, access)
         self._stub = MasterStub(self._connection.channel)
-        self.token = token
+        self.access = access
         self.id = 0  # 0 until registered
         self.job = 0  # the present one; they count from 1
+        self.lost_workers: set[int] = set()
+        self.measures = Measures()
 
     def jobs(self) -> Iterator[JobSettings]:
         """The settings of one job after another, each when it begins; ends when no more will come.
@@ -48,8 +60,11 @@ class MasterClient:
         Whoever asks for the next job is done with the last one.
         """
         while True:
-            request = pb.GetSettingsRequest(after_job=self.job, id=self.id)
+            request = pb.GetSettingsRequest(after_job=self.job, id=self.id, known_lost=len(self.lost_workers))
+            if self.id:
+                request.stats.CopyFrom(self.measures.to_message())
             answer = self._connection.call(self._stub.GetSettings, request, _LONG_POLL_SECONDS)
+            self.lost_workers.update(answer.lost_workers)
             if answer.over:
                 return
             if answer.job:
@@ -80,17 +95,34 @@ class MasterClient:
         self.id = answer.id
         return int(answer.index)
 
-    def wait_for_cluster(self) -> Any:
-        """Waits until all parameter servers hold the model; returns the `GetClusterResponse`."""
+    def wait_for_cluster(self, unreachable: int = 0, map_version: int = 0) -> Any:
+        """Waits until all parameter servers hold the model; returns the `GetClusterResponse`.
+
+        Args:
+            unreachable: the id of a server that does not answer here.
+            map_version: of the map by which they hold it, at least.
+        """
         while True:
-            answer = self._connection.call(self._stub.GetCluster, pb.GetClusterRequest(id=self.id), _LONG_POLL_SECONDS)
+            request = pb.GetClusterRequest(id=self.id, unreachable=unreachable, map_version=map_version)
+            answer = self._connection.call(self._stub.GetCluster, request, _LONG_POLL_SECONDS)
             if answer.ready:
                 return answer
 
-    def find_server(self, index: int) -> tuple[str, int]:
-        """Where the parameter server in a place is now, and its id; waits while a lost one is replaced."""
-        cluster = self.wait_for_cluster()
+    def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
+        """Where the parameter server in a place is now, and its id; waits while a lost one is replaced. "" and 0 when
+        there are fewer places by now.
+
+        Args:
+            unreachable: the id of the one that does not answer.
+        """
+        cluster = self.wait_for_cluster(unreachable)
+        if index >= len(cluster.ps_ids):
+            return "", 0
         return cluster.ps_addresses[index], cluster.ps_ids[index]
+
+    def find_map(self, version: int) -> Places:
+        """The parameter servers by a map of at least this version."""
+        return places_of(self.wait_for_cluster(map_version=version))
 
     def get_task(self, leases: Iterable[int]) -> Any:
         """The `GetTaskResponse`; waits for some time when there is nothing to do."""
@@ -99,7 +131,13 @@ class MasterClient:
 
     def report_progress(self, progress: pb.ReportProgressRequest) -> Any:
         progress.worker_id = self.id
+        progress.stats.CopyFrom(self.measures.to_message())
         return self._connection.call(self._stub.ReportProgress, progress)
+
+    def split_task(self, lease: int, end: int) -> Any:
+        """This worker will do the first `end` records of the leased shard, and no more."""
+        request = pb.SplitTaskRequest(worker_id=self.id, split=pb.Split(lease=lease, end=end))
+        return self._connection.call(self._stub.SplitTask, request)
 
     def report_done(self, report: pb.ReportTaskRequest) -> Any:
         report.worker_id, report.succeeded = self.id, True
@@ -132,12 +170,46 @@ class MasterClient:
         )
         self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
 
+    def warn(self, subject: str, text: str) -> None:
+        """Shows the user something, once for each `subject`, if the master can be reached now."""
+        logger.warning("%s", text)
+        warning = pb.CallbackWarning(subject=subject, text=text)
+        request = pb.ReportProgressRequest(worker_id=self.id, warnings=[warning])
+        with contextlib.suppress(ElasticCBError):
+            self._connection.call(self._stub.ReportProgress, request, deadline_seconds=5.0, patience_seconds=1.0)
+
     def scale(self, workers: int) -> int:
         """Asks for another number of workers; answers how many there were to be."""
         return int(self._connection.call(self._stub.Scale, pb.ScaleRequest(workers=workers)).before)
 
+    def scale_servers(self, servers: int) -> str:
+        """Asks for another number of parameter servers, and waits until they hold the model; says what was done, ""
+        when there were as many.
+
+        Raises `UsageError` when it can't be done.
+        """
+        request = pb.ScaleRequest(servers=servers)
+        while True:
+            answer = self._connection.call(self._stub.Scale, request, _LONG_POLL_SECONDS)
+            if answer.error:
+                raise UsageError(answer.error)
+            if answer.done:
+                return str(answer.moved)
+            request.waiting = True
+
+    def status(self) -> dict[str, Any]:
+        """The job's state, as `elasticcb status --json` shows it."""
+        document: dict[str, Any] = json.loads(self._connection.call(self._stub.Status, pb.StatusRequest()).status)
+        return document
+
     def close(self) -> None:
         self._connection.close()
+
+
+def places_of(cluster: Any) -> Places:
+    """The parameter servers in a `GetClusterResponse`."""
+    buckets = BucketMap.from_bytes(len(cluster.ps_ids), cluster.buckets, cluster.map_version)
+    return Places(tuple(cluster.ps_addresses), tuple(cluster.ps_ids), buckets)
 
 
 class ProgressReporter:
@@ -148,6 +220,9 @@ class ProgressReporter:
 
     Attributes:
         on_leave: called when the master wants this worker to leave.
+        on_split: called when others wait for the rest of a task.
+        lost_leases: that the master took away, or that the job's end did.
+        splits: by lease, how many records this worker should leave it at.
     """
 
     def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
@@ -161,7 +236,9 @@ class ProgressReporter:
         self._wake = threading.Event()
         self._stopped = False
         self.on_leave: Callable[[], None] = lambda: None
-        self.lost_leases: set[int] = set()  # that the master took away, or that the job's end did
+        self.on_split: Callable[[], None] = lambda: None
+        self.lost_leases: set[int] = set()
+        self.splits: dict[int, int] = {}
         self._error: Exception | None = None  # why reporting ended
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
@@ -174,8 +251,13 @@ class ProgressReporter:
         loss: float | None = None,
         urgent: bool = False,
         event: pb.BatchEvent | None = None,
+        seconds: float = 0.0,
     ) -> None:
-        """Notes progress, to be sent with the next report; at once if `urgent`."""
+        """Notes progress, to be sent with the next report; at once if `urgent`.
+
+        Args:
+            seconds: that the batch took, if that was measured.
+        """
         with self._lock:
             if event is not None:
                 # Together with the version: the master takes it that all batches before it are told.
@@ -190,6 +272,9 @@ class ProgressReporter:
             if loss is not None and np.isfinite(loss):
                 progress.loss = (progress.loss * progress.batches + loss) / (progress.batches + 1)
                 progress.batches += 1
+            if seconds:
+                progress.batch_seconds += seconds
+                progress.timed_batches += 1
         if urgent:
             self._wake.set()
 
@@ -219,6 +304,7 @@ class ProgressReporter:
                 progress = pb.ReportProgressRequest()
                 progress.CopyFrom(self._progress)
                 self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+                self._progress.batch_seconds, self._progress.timed_batches = 0.0, 0
                 progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
                 del self._events[:_EVENTS_PER_REPORT]
                 if self._events:  # the version would say that they are told
@@ -228,6 +314,9 @@ class ProgressReporter:
             answer = self._client.report_progress(progress)
             if progress.lease and (answer.over or not answer.accepted):
                 self.lost_leases.add(progress.lease)
+            if answer.HasField("split"):
+                self.splits[answer.split.lease] = answer.split.end
+                self.on_split()
             if answer.leave:
                 self.on_leave()
 

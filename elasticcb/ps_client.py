@@ -8,42 +8,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from elasticcb.access import OPEN, Access
+from elasticcb.blocks import Blocks, PlacedBlocks, kept, recut, unpack_weights
+from elasticcb.buckets import BucketMap, even
 from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.measures import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import Slice, VariableSpec, pack, partition, unpack
-from elasticcb.rpc import Connection
+from elasticcb.ps.partition import Slice, VariableSpec, partition
+from elasticcb.ps_link import Link, Places
 from elasticcb.shared_memory import aligned_copy
-from elasticcb.table_spec import server_of
 from elasticcb.table_state import TableState, joined
-from elasticcb.tensors import Array, Frame, dtype_of
+from elasticcb.tensors import Array, Frame
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "elasticcb.ParameterServer"
-
-Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
 Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
-_METHODS = {
-    "Initialize": pb.InitializeResponse,
-    "Exchange": pb.ExchangeResponse,
-    "Snapshot": pb.SnapshotResponse,
-    "Save": pb.SaveResponse,
-    "FinishTraining": pb.FinishTrainingResponse,
-    "SetLearningRate": pb.SetLearningRateResponse,
-    "Export": pb.ExportResponse,
-    "LoadState": pb.LoadStateResponse,
-    "ReadTable": pb.ReadTableResponse,
-}
-
-# A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
-# gone is found out by gRPC's keepalive.
-_DEADLINE_SECONDS = 600.0
+_MOVING_PAUSE_SECONDS = 0.01  # before a server that hands over what it holds is asked again
 _PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
 
 
@@ -59,6 +45,7 @@ class Push:
         loss: of the batch.
         non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
             nothing does.
+        partition: by server, the slices that `gradients` and `state_deltas` are of; None: those of the client.
     """
 
     gradients: list[dict[str, Array]]
@@ -67,6 +54,7 @@ class Push:
     state_deltas: list[dict[str, Array]]
     loss: float
     non_finite: str = ""
+    partition: Sequence[Sequence[Slice]] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,32 +73,16 @@ class PushResult:
     rows: dict[int, Array] = field(default_factory=dict)
 
 
+class _MapChangedError(ElasticCBError):
+    """A server holds its part by another map than the client's: of at least `version`."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"The servers hold the model by a map of version {version} or later.")
+        self.version = version
+
+
 class ServerReplacedError(ElasticCBError):
     """A server was replaced in the midst of calls that belong together."""
-
-
-class Link:
-    """The connection to one process that is a server.
-
-    Args:
-        index: of the server.
-        id: of the process.
-    """
-
-    def __init__(self, index: int, address: str, id: int, patience_seconds: float, token: str) -> None:
-        self.address, self.id = address, id
-        self._connection = Connection(address, f"parameter server {index}", patience_seconds, token)
-        self._calls = {name: self._connection.shared_frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
-
-    def call(self, method: str, frame: Frame[Any], patience_seconds: float | None = None) -> Frame[Any]:
-        answer: Frame[Any] = self._connection.call(self._calls[method], frame, _DEADLINE_SECONDS, patience_seconds)
-        return answer
-
-    def free_memory(self) -> None:
-        self._connection.free_memory()
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 @dataclass
@@ -125,6 +97,7 @@ class Server:
     version: int = -1
     state_version: int = -1
     rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
+    pulled: bool = False  # whether `blocks` are there
 
 
 class PSClient:
@@ -136,11 +109,15 @@ class PSClient:
         split: whether variables may be cut between servers.
         client_id: the worker's id; names the origin of pushes.
         synchronous: pushes to several servers then are staged, and decided by the first server.
-        token: of the job.
+        access: to the job.
         ids: of the servers' processes, by index.
-        find: by index, the address and the id of the process that is the server now. It is asked when a call gets no
-            answer, and waits while a lost server is replaced; calls then go on with the new one. None: servers are
-            not replaced.
+        buckets: which server holds which rows of embedding tables; None: the even map.
+        find: by index, and the id of the process that gave no answer, the address and the id of the process that is
+            the server now, "" and 0 when there is none in this place any more. It waits while a lost server is
+            replaced; calls then go on with the new one. None: servers are not replaced.
+        find_map: gives the servers by a map of at least a version, when their number changes while the client is in
+            use; None: it does not.
+        measures: how long calls take, and how many rows are looked up.
 
     Its methods raise `ConnectionLostError` when a server stays out of reach, `WireError` when it
     refuses a message.
@@ -154,12 +131,15 @@ class PSClient:
         client_id: int = 0,
         synchronous: bool = False,
         patience_seconds: float = 30.0,
-        token: str = "",
+        access: Access = OPEN,
         ids: Sequence[int] = (),
-        find: Callable[[int], tuple[str, int]] | None = None,
+        find: Callable[[int, int], tuple[str, int]] | None = None,
+        buckets: BucketMap | None = None,
+        find_map: Callable[[int], Places] | None = None,
+        measures: Measures | None = None,
     ) -> None:
+        self._measures = measures or Measures()
         self.specs = list(specs)
-        self.partition = partition(self.specs, len(addresses), split)
         self.split = split
         self.version = 0  # of the model, as the first server counts it
         self.learning_rate = 0.0  # the base rate
@@ -169,24 +149,84 @@ class PSClient:
         self._exchanging = threading.RLock()  # a worker may push in one thread and pull in another
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
-        self._patience, self._token, self._find = patience_seconds, token, find
+        self._patience, self._access = patience_seconds, access
+        self._find, self._find_map = find, find_map
         self._closed = False
-        links = [self._link(*place) for place in enumerate(zip(addresses, ids or [0] * len(addresses), strict=True))]
-        self._servers = [Server(*known) for known in zip(range(len(links)), self.partition, links, strict=True)]
-        self._pool = ThreadPoolExecutor(len(addresses), thread_name_prefix="ps-client")
+        self._servers: list[Server] = []
+        self._blocks_before: Blocks = PlacedBlocks((), ())
+        self.follow(Places(addresses, ids or [0] * len(addresses), buckets or even(len(addresses))))
+
+    @property
+    def links(self) -> list[Link]:
+        """To the servers, by index."""
+        return [server.link for server in self._servers]
+
+    def follow(self, places: Places) -> None:
+        """Speaks to these servers from now on."""
+        count = len(places.addresses)
+        self.buckets, self.partition = places.buckets, partition(self.specs, count, self.split)
+        if self._servers:
+            self._blocks_before = self.blocks
+        known = {(server.index, server.link.address, server.link.id): server.link for server in self._servers}
+        links = []
+        for index, place in enumerate(zip(places.addresses, places.ids, strict=True)):
+            link = known.pop((index, *place)) if (index, *place) in known else self._link(index, place)
+            links.append(link)
+        self._servers = [Server(*each) for each in zip(range(count), self.partition, links, strict=True)]
+        # Another thread may look at the blocks meanwhile.
+        self._present = self._servers, self.partition
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="ps-client")
+        for link in known.values():
+            link.close()
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether the number of servers has changed since the last pull."""
+        return bool(self._blocks_before) and not all(server.pulled for server in self._servers)
+
+    def _measured(self, call: str, function: Callable[[], Any]) -> Any:
+        """`_by_present_map`, and how long it takes."""
+        begun = time.perf_counter()
+        answer = self._by_present_map(function)
+        self._measures.histograms[call].observe(time.perf_counter() - begun)
+        return answer
+
+    def _by_present_map(self, function: Callable[[], Any]) -> Any:
+        """Does what `function` does, again when the number of servers has changed meanwhile."""
+        while True:
+            try:
+                return function()
+            except _MapChangedError as changed:
+                if self._find_map is None:
+                    raise
+                self.follow(self._find_map(max(changed.version, self.buckets.version + 1)))
+                logger.info("There are %d parameter servers now", len(self._servers))
 
     def _link(self, index: int, place: tuple[str, int]) -> Link:
-        return Link(index, *place, self._patience, self._token)
+        return Link(index, *place, self._patience, self._access)
 
     @property
     def blocks(self) -> Blocks:
         """The newest weights pulled."""
-        return [server.blocks for server in self._servers]
+        servers, parts = self._present
+        if not all(server.pulled for server in servers):  # their number has changed
+            return self._blocks_before
+        return PlacedBlocks((server.blocks for server in servers), parts)
+
+    @property
+    def weights_version(self) -> int:
+        """Of the newest weights pulled, as the first server counts it; -1: none of the present one."""
+        return self._servers[0].version
 
     def pull(self) -> Blocks:
         """Fetches what is newer than the weights at hand."""
         with self._exchanging:
-            self._exchange(self._servers, [self._request(server, None, pull=True) for server in self._servers])
+            self._measured(
+                PULL,
+                lambda: self._exchange(
+                    self._servers, [self._request(server, None, pull=True) for server in self._servers]
+                ),
+            )
             return self.blocks
 
     def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0, pull: bool = False) -> dict[int, Array]:
@@ -199,7 +239,8 @@ class PSClient:
             pull: fetch newer weights, too.
         """
         with self._exchanging:
-            return self._lookup(ids, create, evaluation_round, pull)
+            found: dict[int, Array] = self._measured(LOOKUP, lambda: self._lookup(ids, create, evaluation_round, pull))
+            return found
 
     def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
         frames = []
@@ -207,10 +248,11 @@ class PSClient:
         for server, wanted in zip(self._servers, asked, strict=True):
             header = self._request(server, None, pull).header
             header.create_rows, header.snapshot = create, evaluation_round
+            if evaluation_round:
+                header.pull = False
             frames.append(Frame(header, {f"lookup/{index}": own for index, (own, _) in wanted.items()}))
         if evaluation_round:  # whose version is not the present one
-            answers = list(self._pool.map(self._call_frame, self._servers, frames))
-            for server, answer in zip(self._servers, answers, strict=True):
+            for server, answer in zip(self._servers, self._exchanged(self._servers, frames), strict=True):
                 server.rows = _rows_in(answer)
         else:
             self._exchange(self._servers, frames)
@@ -256,14 +298,23 @@ class PSClient:
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
-        def pull(server: Server) -> Frame[Any]:
-            request = pb.ExchangeRequest(pull=True, known_version=-1, known_state_version=-1, snapshot=evaluation_round)
-            return self._call(server, "Exchange", request)
+        def pull() -> Blocks:
+            request = pb.ExchangeRequest(
+                pull=True,
+                known_version=-1,
+                known_state_version=-1,
+                snapshot=evaluation_round,
+                map_version=self.buckets.version,
+            )
+            answers = self._exchanged(self._servers, [Frame(request, {}) for _ in self._servers])
+            self.snapshot_version = answers[0].header.version
+            # They are kept while others come.
+            kept = [{name: aligned_copy(block) for name, block in answer.tensors.items()} for answer in answers]
+            return PlacedBlocks(kept, self.partition)
 
-        answers = list(self._pool.map(pull, self._servers))
-        self.snapshot_version = answers[0].header.version
-        # They are kept while others come.
-        return [{name: aligned_copy(block) for name, block in answer.tensors.items()} for answer in answers]
+        with self._exchanging:
+            blocks: Blocks = self._by_present_map(pull)
+            return blocks
 
     def push(self, push: Push, learning_rate: float | None, pull: bool = True, ids: Ids | None = None) -> PushResult:
         """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.
@@ -274,11 +325,27 @@ class PSClient:
                 training); unique int64 [n].
         """
         with self._exchanging:
-            return self._push(push, learning_rate, pull, ids or {})
+            self._sequence += 1
+            # Servers that have taken the push under its name, by the last map, don't apply it again.
+            result: PushResult = self._measured(
+                PUSH, lambda: self._push(self._cut(push), learning_rate, pull, ids or {})
+            )
+            return result
+
+    def _cut(self, push: Push) -> Push:
+        """The push as it is for the present servers."""
+        before = push.partition
+        if before is None or before is self.partition:
+            return push
+        return replace(
+            push,
+            gradients=recut(push.gradients, self.specs, before, self.partition, True, push.dense_variables),
+            state_deltas=recut(push.state_deltas, self.specs, before, self.partition, False),
+            partition=self.partition,
+        )
 
     def _push(self, push: Push, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
         asked = self._split(ids)
-        self._sequence += 1
         # Staged pushes change the other servers only once the first one has decided.
         pull_along = pull and not self._staged
         # While an update goes from server to server, a pull may find them at different versions.
@@ -316,9 +383,10 @@ class PSClient:
     def _request(self, server: Server, push: Push | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
-            pull=pull,
+            pull=pull or self._has_moved,
             known_version=server.version,
             known_state_version=server.state_version,
+            map_version=self.buckets.version,
         )
         if push is not None:
             header.sequence = self._sequence
@@ -335,7 +403,7 @@ class PSClient:
             return [{table: (own, slice(None)) for table, own in ids.items()}]
         parts: list[dict[int, tuple[Array, Any]]] = [{} for _ in self._servers]
         for table, own in ids.items():
-            owners = server_of(own, count)
+            owners = self.buckets.server_of(own)
             for index, part in enumerate(parts):
                 places = np.flatnonzero(owners == index)
                 part[table] = own[places], places
@@ -343,6 +411,7 @@ class PSClient:
 
     def _rows_found(self, ids: Ids, asked: Sequence[Mapping[int, tuple[Array, Any]]]) -> dict[int, Array]:
         """The rows that the last exchange has brought, in the order of `ids`."""
+        self._measures.rows_looked_up += sum(map(len, ids.values()))
         if len(self._servers) == 1:
             return {table: self._servers[0].rows[table] for table in ids}
         found: dict[int, Array] = {}
@@ -358,7 +427,7 @@ class PSClient:
         for variable, (ids, values) in rows.items():
             if self.specs[variable].table:
                 if len(self._servers) > 1:
-                    places = np.flatnonzero(server_of(ids, len(self._servers)) == index)
+                    places = np.flatnonzero(self.buckets.owns(index, ids))
                     ids, values = ids[places], values[places]
                 tensors[f"rows/{variable}/ids"], tensors[f"rows/{variable}/values"] = ids, values
         for part in server.slices:
@@ -374,10 +443,7 @@ class PSClient:
         return tensors
 
     def _exchange(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Any]:
-        if len(servers) == 1:
-            answers = [self._call_frame(servers[0], frames[0])]
-        else:
-            answers = list(self._pool.map(self._call_frame, servers, frames))
+        answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
             header = answer.header
             if server is self._servers[0]:
@@ -385,25 +451,39 @@ class PSClient:
                 self.learning_rate_version = header.base_learning_rate_version
             if frame.header.pull:
                 server.version, server.state_version = header.version, header.state_version
+                server.pulled = True
             server.rows = _rows_in(answer)
             if len(answer.tensors) > len(server.rows):
                 blocks = {name: block for name, block in answer.tensors.items() if not name.startswith("table/")}
-                server.blocks = {**server.blocks, **_kept(blocks)}
+                server.blocks = {**server.blocks, **kept(blocks)}
         return [answer.header for answer in answers]
+
+    def _exchanged(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
+        """The answers to calls of `Exchange`."""
+        if len(servers) == 1:
+            answers = [self._call_frame(servers[0], frames[0])]
+        else:
+            answers = list(self._pool.map(self._call_frame, servers, frames))
+        moved = [answer.header.map_version for answer in answers if answer.header.status == pb.MOVED]
+        if moved:
+            raise _MapChangedError(max(moved))
+        return answers
 
     def _call(self, server: Server, method: str, header: Any) -> Frame[Any]:
         return self._call_frame(server, Frame(header, {}), method)
 
     def _call_frame(self, server: Server, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
-        if self._find is None:
-            return server.link.call(method, frame)
         begun = time.monotonic()
         while True:
             link = server.link
             try:
-                return link.call(method, frame, patience_seconds=0.0)
+                answer = link.call(method, frame, None if self._find is None else 0.0)
+                if method == "Exchange" and answer.header.status == pb.MOVING:
+                    time.sleep(_MOVING_PAUSE_SECONDS)
+                    continue
+                return answer
             except ConnectionLostError:
-                if self._closed:
+                if self._closed or self._find is None:
                     raise
                 if self._moved(server, link):
                     begun = time.monotonic()
@@ -420,7 +500,10 @@ class PSClient:
             if server.link is not failed:
                 return True
             assert self._find is not None
-            return self._follow(server, *self._find(server.index))
+            address, id = self._find(server.index, failed.id)
+            if not id:
+                raise _MapChangedError(0)
+            return self._follow(server, address, id)
 
     def _follow(self, server: Server, address: str, id: int) -> bool:
         """Speaks to another process from now on, if it is another one; returns whether it is."""
@@ -444,25 +527,3 @@ class PSClient:
 def _rows_in(answer: Frame[Any]) -> dict[int, Array]:
     """By embedding table, the rows in an answer."""
     return {int(name.partition("/")[2]): rows for name, rows in answer.tensors.items() if name.startswith("table/")}
-
-
-def _kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
-    """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
-    return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}
-
-
-def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
-    """One server's part of `weights`, as it travels."""
-    trainable = pack(weights, specs, slices, trainable=True)
-    state = pack(weights, specs, slices, trainable=False)
-    return {f"weights/{d}": flat for d, flat in trainable.items()} | {f"state/{d}": flat for d, flat in state.items()}
-
-
-def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
-    """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
-    weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
-    for server, slices in zip(blocks, parts, strict=True):
-        for prefix, trainable in (("weights/", True), ("state/", False)):
-            found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}
-            unpack(found, specs, slices, trainable, weights)
-    return weights

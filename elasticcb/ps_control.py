@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.errors import CheckpointError
+from elasticcb.blocks import pack_weights, unpack_weights
+from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps_client import Ids, PSClient, Server, pack_weights, unpack_weights
+from elasticcb.ps_client import Ids, PSClient, Server
+from elasticcb.ps_link import Link
 from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
 from elasticcb.table_state import TableState, joined
 from elasticcb.table_state import from_tensors as tables_from
@@ -20,6 +24,10 @@ from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Array, Frame
 
 logger = logging.getLogger(__name__)
+
+_SUMMARY_SECONDS = 5.0  # for a server to say what it has refused
+
+_RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
 
 
 class Source(NamedTuple):
@@ -45,11 +53,13 @@ class Restored(NamedTuple):
         version: that its state had when it was written.
         source: in words.
         learning_rate: its base rate.
+        complete: whether it has all that the lost one had acknowledged.
     """
 
     version: int
     source: str
     learning_rate: float
+    complete: bool = False
 
 
 class PSControl(PSClient):
@@ -64,6 +74,10 @@ class PSControl(PSClient):
     def __init__(self, *args: Any, run: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run = run or secrets.token_hex(8)
+
+    def neighbour(self, index: int) -> int:
+        """The server that keeps what the recovery files of server `index` lack, where there are replicas."""
+        return (index + 1) % len(self._servers)
 
     def initialize(self, source: Source) -> None:
         """Gives all servers the model.
@@ -85,6 +99,7 @@ class PSControl(PSClient):
         source: Callable[[], Source],
         evaluation_round: int,
         learning_rate: float | None,
+        neighbour: str = "",
     ) -> Restored:
         """Gives the model to a server that took the place of a lost one: as the recovery files hold it, or else anew.
 
@@ -95,18 +110,20 @@ class PSControl(PSClient):
             source: gives what the server gets when there are no recovery files.
             evaluation_round: that is under way, whose snapshot it takes of what it has then; 0: none.
             learning_rate: the base rate; None: that which the server has then.
+            neighbour: where its neighbour is; "": that is lost, too.
         """
-        link, server = self._link(index, (address, id)), self._servers[index]
+        link, server = Link(index, address, id, _RESTORE_PATIENCE_SECONDS, self._access), self._servers[index]
         try:
             try:
-                frame, method = self._beginning(server, Source(version=version), recover=True)
+                frame, method = self._beginning(server, Source(version=version), True, neighbour)
                 answer = link.call(method, frame).header
-                restored = Restored(answer.recovered_version, "its recovery files", answer.learning_rate)
+                words = f"its recovery files{' and its replica' if answer.complete else ''}"
+                restored = Restored(answer.recovered_version, words, answer.learning_rate, answer.complete)
             except CheckpointError as error:
                 given = source()
                 words = given.checkpoint or "the first weights"
                 logger.warning("Parameter server %d begins from %s: %s", index, words, error)
-                frame, method = self._beginning(server, given._replace(version=version))
+                frame, method = self._beginning(server, given._replace(version=version), neighbour=neighbour)
                 answer = link.call(method, frame).header
                 held = answer.recovered_version if given.checkpoint else given.version
                 restored = Restored(held, words, answer.learning_rate)
@@ -118,7 +135,22 @@ class PSControl(PSClient):
         finally:
             link.close()
 
-    def _beginning(self, server: Server, source: Source, recover: bool = False) -> tuple[Frame[Any], str]:
+    def set_neighbour(self, index: int, address: str, id: int, neighbour: str) -> None:
+        """Tells a server, which is the process `id` at `address`, where its neighbour is now."""
+        link = self._link(index, (address, id))
+        try:
+            link.call("SetNeighbour", Frame(pb.SetNeighbourRequest(address=neighbour), {}), patience_seconds=0.0)
+        except ElasticCBError as error:
+            # It is lost, too, and hears of it with the model, or serves no model yet.
+            logger.info("Parameter server %d does not hear of its neighbour: %s", index, error)
+        finally:
+            link.close()
+
+    def _beginning(
+        self, server: Server, source: Source, recover: bool = False, neighbour: str | None = None
+    ) -> tuple[Frame[Any], str]:
+        if neighbour is None:
+            neighbour = self._servers[self.neighbour(server.index)].link.address
         state = source.optimizer_state or OptimizerState()
         header = pb.InitializeRequest(
             variables=[spec.to_message() for spec in self.specs],
@@ -131,6 +163,9 @@ class PSControl(PSClient):
             optimizers=state.optimizers,
             run=self.run,
             recover=recover,
+            buckets=self.buckets.to_bytes(),
+            map_version=self.buckets.version,
+            neighbour=neighbour,
         )
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
@@ -202,7 +237,7 @@ class PSControl(PSClient):
         """One server's part of weights and state, as it travels."""
         slices = self._servers[index].slices
         tensors = {} if weights is None else pack_weights(weights, self.specs, slices)
-        parts = {table: whole.part(index, len(self._servers)) for table, whole in tables.items()}
+        parts = {table: whole.part(index, self.buckets) for table, whole in tables.items()}
         return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
 
     def _tables(self, weights: Sequence[Array], state: OptimizerState, ids: Ids | None) -> dict[int, TableState]:
@@ -240,6 +275,15 @@ class PSControl(PSClient):
     def finish_training(self, finalize: bool = True) -> int:
         """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
         return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
+
+    def refused_calls(self) -> Counter[str]:
+        """How many calls the servers have refused, by reason in words; without those of servers that do not answer."""
+        calls: Counter[str] = Counter()
+        for server in self._servers:
+            with contextlib.suppress(ElasticCBError):
+                frame = Frame(pb.RefusedCallsRequest(), {})
+                calls.update(server.link.call("RefusedCalls", frame, 0.0, _SUMMARY_SECONDS).header.calls)
+        return calls
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the base rate on every server."""

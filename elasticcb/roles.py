@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import json
 import logging
 import os
 import secrets
@@ -14,13 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.access import Access, token_of_environment
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
+from elasticcb.cluster.ray import RayCluster
 from elasticcb.errors import (
     DataError,
     ElasticCBError,
+    JobDoneError,
+    JobFailedError,
     JobOverError,
     LeaveRequestedError,
     ModelFileError,
@@ -28,15 +34,31 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
+from elasticcb.health import HealthServer
+from elasticcb.job_ca import make_certificates
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import token_of_environment
-from elasticcb.running_job import RunningMaster, published
-from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, ClusterKind, Command, JobSettings
-from elasticcb.sigterm import on_sigterm
+from elasticcb.ps_link import SERVICE
+from elasticcb.running_job import RunningMaster, published, running_master
+from elasticcb.scarcity import allow_many_files
+from elasticcb.settings import (
+    JOB_FILE,
+    JOURNAL_FILE,
+    RECOVERY_FOLDER,
+    STATUS_FILE,
+    ClusterKind,
+    ClusterSettings,
+    Command,
+    JobSettings,
+)
+from elasticcb.sigterm import end_as_by_sigterm, on_sigterm
+from elasticcb.tls import TLS, tls_files
 
 if TYPE_CHECKING:
+    from elasticcb.cluster.fork_server import ForkServer
     from elasticcb.master.journal import Journal
+    from elasticcb.master.master import Master
+    from elasticcb.ps.server import PSServer
     from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
@@ -44,19 +66,27 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 3.0  # for processes that were told to end
 
 
-def run_master(settings: JobSettings, display: Any, resumed: bool = False) -> Summary:
+def run_master(
+    settings: JobSettings,
+    display: Any,
+    resumed: bool = False,
+    fork_server: ForkServer | None = None,
+    since: float = 0.0,
+) -> Summary:
     """Runs a whole job: its master in this process, the others where the cluster backend puts them.
 
     Args:
         settings: of the job; its directory exists.
         display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
         resumed: go on with what an earlier master has begun in this folder.
+        fork_server: has forked this process, and forks the others.
+        since: when an earlier master was killed, if its processes may live; seconds of `time.monotonic`.
 
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.
         ElasticCBError: the job failed.
     """
-    with running_cluster(settings, display, _journal(settings, resumed)) as run:
+    with running_cluster(settings, display, _journal(settings, resumed), fork_server, since) as run:
         summary = run(settings)
     display.finish(summary)
     return summary
@@ -64,7 +94,11 @@ def run_master(settings: JobSettings, display: Any, resumed: bool = False) -> Su
 
 @contextlib.contextmanager
 def running_cluster(
-    settings: JobSettings, display: Any, journal: Callable[[], Journal] | None = None
+    settings: JobSettings,
+    display: Any,
+    journal: Callable[[], Journal] | None = None,
+    fork_server: ForkServer | None = None,
+    since: float = 0.0,
 ) -> Iterator[Callable[[JobSettings], Summary]]:
     """A master in this process and the processes of its cluster, which do one job after another.
 
@@ -74,6 +108,7 @@ def running_cluster(
         settings: of the first job; all must have the same `cluster` and `directory`.
         display: `update(JobStatus)`, `message(text)`.
         journal: opens that of the one job, if it can be resumed.
+        fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
     """
     logs = Path(settings.directory, "logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -83,40 +118,90 @@ def running_cluster(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("Started: %s", settings)
     with native_messages_to(str(logs / "master.log")):
-        backend = make_backend(settings.cluster.kind, settings.directory, settings.log_level, display.message)
-        if settings.cluster.kind is ClusterKind.LOCAL and visible_gpus():
+        kind = settings.cluster.kind
+        backend = make_backend(
+            settings.cluster, settings.directory, settings.log_level, display.message, fork_server=fork_server
+        )
+        if kind is ClusterKind.LOCAL and visible_gpus():
             # They are the workers'; the backend has noted them.
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         backend.prepare()
+        if kind is ClusterKind.RAY and visible_gpus():
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # they are those of the actors
         try:
-            from elasticcb.master.job import Job
-            from elasticcb.master.master import Master
+            from elasticcb.master.job import Job, Takeover
 
-            master = Master(settings.cluster, backend, display.message, backend.token)
+            opened = None if journal is None else journal()
+            master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
+            takeover = Takeover(backend.taken_over, since) if takes_over else None
+            if takeover is None:
+                master.start()
         except BaseException:
             backend.stop(0.0)
             raise
-        master.start()
-        done = False
+        status = Path(settings.directory, STATUS_FILE)
+        status.unlink(missing_ok=True)  # of a job before in this folder
+        failure: BaseException | None = None
 
         def run(settings: JobSettings) -> Summary:
-            job = Job(settings, master, display, journal=journal() if journal else None)
+            job = Job(settings, master, display, journal=opened, takeover=takeover)
             try:
                 return job.run()
             finally:
                 job.close()
 
         try:
-            with published(Path(settings.directory), RunningMaster(master.address, backend.token)):
+            running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
+            with published(Path(settings.directory), running):
                 yield run
-            done = True
-        except ElasticCBError as error:
-            logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
+        except BaseException as error:
+            failure = error
+            if isinstance(error, ElasticCBError):
+                logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
             raise
         finally:
-            master.shut_down(STOP_SECONDS)
-            if done:
+            try:
+                _keep_status(status, master, failure)
+            finally:
+                master.shut_down(STOP_SECONDS)
+            if failure is None:
                 shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
+    """Writes down how a job has ended."""
+    from elasticcb.master.observation import observe
+    from elasticcb.master.state_document import document
+
+    try:
+        path.write_text(json.dumps(document(observe(master), failure, over=True), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("How the job ended can't be written down: %s", error)
+
+
+def _make_master(
+    cluster: ClusterSettings,
+    directory: str,
+    backend: ClusterBackend,
+    journal: Journal | None,
+    say: Callable[[str], None],
+) -> tuple[Master, bool]:
+    """A master, and whether it goes on with the processes that another one, which was killed, has left. They are ended
+    when that can't be."""
+    from elasticcb.master.master import Master
+
+    if backend.taken_over:
+        try:
+            if journal is None or journal.damaged:
+                raise JobFailedError("The journal is damaged.")
+            if not journal.memory.servers:
+                raise JobFailedError("Training had not begun.")
+            where = running_master(directory).at_same_ports(cluster)
+            return Master(where, backend, say, backend.access), True
+        except ElasticCBError as error:
+            say(f"{error} All workers and parameter servers start anew.")
+            backend.end_taken_over()
+    return Master(cluster, backend, say, backend.access), False
 
 
 def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | None:
@@ -135,17 +220,19 @@ def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | No
         journal = Journal(folder / JOURNAL_FILE)
         if journal.memory.over:
             journal.close()
-            raise UsageError(f"The job in {folder} is done; there is nothing to go on with.")
+            raise JobDoneError(f"The job in {folder} is done; there is nothing to go on with.")
         return journal
 
     return open_journal
 
 
-def run_worker(master_address: str, index: int = -1, parent_pid: int | None = None, token: str | None = None) -> None:
+def run_worker(
+    master_address: str, index: int = -1, parent_pid: int | None = None, access: Access | None = None
+) -> None:
     """Joins the cluster of the master at `master_address` as a worker, and works until it has no job any more.
 
     Args:
-        token: of the cluster; None takes that of the environment.
+        access: to the cluster; None takes the token of the environment, without TLS.
     """
     _begin("worker", index, parent_pid)
     from elasticcb.master_client import MasterClient
@@ -154,7 +241,7 @@ def run_worker(master_address: str, index: int = -1, parent_pid: int | None = No
     from elasticcb.worker.worker import Worker
 
     logger.info("TensorFlow is imported")
-    client = MasterClient(master_address, token=token_of_environment() if token is None else token)
+    client = MasterClient(master_address, access=access or Access(token_of_environment()))
     with _Farewell(client, pb.WORKER, index):
         for settings in client.jobs():
             _begin_job("worker", settings)
@@ -169,17 +256,33 @@ def run_ps(
     index: int = -1,
     host: str = "127.0.0.1",
     parent_pid: int | None = None,
-    token: str | None = None,
+    access: Access | None = None,
+    health_port: int | None = None,
 ) -> None:
-    """Joins the cluster of the master at `master_address` as a parameter server, until it is ended."""
+    """Joins the cluster of the master at `master_address` as a parameter server, until it is ended.
+
+    Args:
+        access: as for `run_worker`.
+        health_port: where it answers health checks, from now on; 0: any free port, None: it does not.
+
+    Raises `ConnectionLostError` when a port is taken.
+    """
     _begin("ps", index, parent_pid)
+    server: PSServer | None = None
+    health: HealthServer | None = None
+    if health_port is not None:
+        health = HealthServer(host, health_port, SERVICE, lambda: server is not None and server.ready)
+        logger.info("Health checks are answered at %s", health.address)
     from elasticcb.master_client import MasterClient
     from elasticcb.program import open_spec
     from elasticcb.ps.server import PSServer
 
     logger.info("TensorFlow is imported")
-    client = MasterClient(master_address, token=token_of_environment() if token is None else token)
-    server: PSServer | None = None
+    client = MasterClient(master_address, access=access or Access(token_of_environment()))
+    place = index
+
+    def warn(text: str) -> None:
+        client.warn(f"parameter server {place} can't write", f"Parameter server {place}: {text}")
 
     def leave() -> None:
         logger.info("SIGTERM: what this server holds is written down")
@@ -187,7 +290,7 @@ def run_ps(
             server.put_down()
         with contextlib.suppress(ElasticCBError):
             client.leave(pb.PS, index, str(LeaveRequestedError()), asked=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end_as_by_sigterm()
 
     with _Farewell(client, pb.PS, index), on_sigterm(leave):
         try:
@@ -198,15 +301,24 @@ def run_ps(
                     spec = open_spec(settings, client) if trains else None
                     make_optimizers = None if spec is None else _optimizers_of(spec)
                     if server is None:
-                        server = PSServer(settings, make_optimizers, host, token=client.token)
+                        server = PSServer(
+                            settings,
+                            make_optimizers,
+                            host,
+                            access=client.access,
+                            warn=warn,
+                            lost_workers=client.lost_workers,
+                        )
+                        client.measures.refused_calls = server.refused_calls
                         server.start()
                     else:
                         server.begin_job(settings, make_optimizers)
-                    client.register(pb.PS, index, server.address)
+                    place = client.register(pb.PS, index, server.address)
                 gc.collect()  # of the last job's model and optimizers, which are cycles
         finally:
-            if server is not None:
-                server.stop()
+            for each in (server, health):
+                if each is not None:
+                    each.stop()
 
 
 def _optimizers_of(spec: Any) -> Callable[[int], list[Any]]:
@@ -218,6 +330,7 @@ def _begin(role: str, index: int, parent_pid: int | None) -> None:
     """What a process does before it imports TensorFlow."""
     if parent_pid is not None:
         follow_parent(parent_pid)
+        allow_many_files()
     if threading.current_thread() is threading.main_thread():
         setup_logging(f"{role}-{index}" if index >= 0 else role, "INFO")
         _quiet_tensorflow("INFO")
@@ -280,30 +393,57 @@ class _Farewell:
 
 
 def make_backend(
-    kind: ClusterKind, directory: str, log_level: str, say: Callable[[str], None], needs_token: bool = False
+    cluster: ClusterSettings,
+    directory: str,
+    log_level: str,
+    say: Callable[[str], None],
+    needs_token: bool = False,
+    fork_server: ForkServer | None = None,
 ) -> ClusterBackend:
-    """Where the processes of a cluster run; its token is that of the environment, or a new one.
+    """Where the processes of a cluster run; its token is that of the environment, or a new one, and so is its CA.
 
     Args:
         directory: logs go to `logs` below it.
         say: shows a line to the user.
         needs_token: also for processes that are started by hand, since they are sent pickles.
+        fork_server: has forked this process, and forks those of a local cluster.
+
+    Raises `UsageError` when TLS is asked for, and can't be had.
     """
+    kind = cluster.kind
     if kind is ClusterKind.EXTERNAL:
-        backend: ClusterBackend = ExternalCluster(say)
+        backend: ClusterBackend = ExternalCluster(say, directory)
     elif kind is ClusterKind.INPROCESS:
         backend = InProcessCluster(
             {
-                "worker": lambda address, index, token: run_worker(address, index, token=token),
-                "ps": lambda address, index, token: run_ps(address, index, token=token),
+                "worker": lambda address, index, access: run_worker(address, index, access=access),
+                "ps": lambda address, index, access: run_ps(address, index, access=access),
             }
         )
+    elif kind is ClusterKind.KUBERNETES:
+        from elasticcb.cluster.kubernetes import KubernetesCluster
+
+        backend = KubernetesCluster(cluster.kubernetes, directory, log_level, say)
+    elif kind is ClusterKind.RAY:
+        backend = RayCluster(directory, log_level, cluster.ray_address, say)
     else:
-        backend = LocalCluster(directory, log_level)
+        backend = LocalCluster(directory, log_level, fork_server)
+    if backend.taken_over:
+        with contextlib.suppress(UsageError):
+            backend.access = running_master(directory).access
+            return backend
     # People who start processes by hand choose a token, unless what is sent must not go without one.
     optional = kind is ClusterKind.EXTERNAL and not needs_token
-    backend.token = token_of_environment() or ("" if optional else secrets.token_hex(16))
+    token = token_of_environment() or ("" if optional else secrets.token_hex(16))
+    backend.access = Access(token, _tls(cluster, directory))
     return backend
+
+
+def _tls(cluster: ClusterSettings, directory: str) -> TLS | None:
+    files = tls_files(dataclasses.asdict(cluster))
+    if files is None and cluster.tls:
+        files = make_certificates(directory)
+    return None if files is None else TLS.load(files)
 
 
 def _quiet_tensorflow(log_level: str) -> None:

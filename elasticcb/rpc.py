@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
+import functools
 import logging
 import os
 import random
 import time
 from collections.abc import Callable, Collection
-from concurrent import futures
 from typing import Any
 
 import grpc
 import numpy as np
 
-from elasticcb import errors
-from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError, WireError
+from elasticcb import errors, tls
+from elasticcb.access import OPEN, Access
+from elasticcb.errors import ConnectionLostError, ElasticCBError, TLSError, WireError
 from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
 from elasticcb.local_link import CallError, ServerLinks
+from elasticcb.refusals import BUSY_KEY, PROTOCOL, PROTOCOL_KEY, TOKEN_KEY, CallThreads, Gate, Refusal, RefusedCalls
 from elasticcb.tensors import Frame, encode_frame, frame_decoder, has_arrays
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,8 @@ logger = logging.getLogger(__name__)
 _LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
 
 # Weights travel in one message; gRPC's own limit of 4 MB would refuse them.
-_OPTIONS = [
+_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
     # An error's text is metadata, of which gRPC takes 8 KB.
     ("grpc.max_metadata_size", 256 << 10),
     ("grpc.absolute_max_metadata_size", 512 << 10),
@@ -39,6 +39,9 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # A server that was killed may be back at the same address soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 # A call that failed with one of these may be sent again: it did not reach the handler, or the handler
@@ -61,76 +64,10 @@ _ERRORS = {
     if isinstance(kind, type) and issubclass(kind, ElasticCBError) and kind is not WireError
 }
 
-# It rises when messages change so that processes of the releases before and after can't work together.
-PROTOCOL = 1
-
-# Of the metadata that every call carries.
-_TOKEN_KEY, _PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"
-_LONGEST_PROTOCOL = 20  # characters of a caller's that an error shows
-TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
-
 # Not the module's own generator, whose seed belongs to the user's model.
 _jitter = random.Random()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_jitter.seed)
-
-
-def token_of_environment() -> str:
-    """The job's token, as whoever started this process gave it; "" if there is none.
-
-    Raises `UsageError` for one that no call can carry.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UsageError(
-            f"The environment variable {TOKEN_VARIABLE} holds characters that no call can carry (it is not shown "
-            "here). Expected letters, digits and signs of ASCII, without spaces."
-        )
-    return token
-
-
-class _TokenCheck(grpc.ServerInterceptor):
-    """Refuses calls that don't carry the job's token."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-        self._refusal = grpc.unary_unary_rpc_method_handler(self._refuse)
-
-    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        given = _value(call, _TOKEN_KEY)
-        if hmac.compare_digest(given.encode(), self._token):
-            return continuation(call)
-        return self._refusal
-
-    @staticmethod
-    def _refuse(request: Any, context: grpc.ServicerContext) -> None:
-        context.abort(
-            grpc.StatusCode.UNAUTHENTICATED,
-            f"the call does not carry this job's token; give it to the process by {TOKEN_VARIABLE}",
-        )
-
-
-class _ProtocolCheck(grpc.ServerInterceptor):
-    """Refuses calls of processes that speak another protocol."""
-
-    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        given = _value(call, _PROTOCOL_KEY)
-        if given == str(PROTOCOL):
-            return continuation(call)
-
-        def refuse(request: Any, context: grpc.ServicerContext) -> None:
-            context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
-                "run the same release of ElasticCB in all processes of a job.",
-            )
-
-        return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _value(call: Any, name: str) -> str:
-    """Of the call's metadata; "" where it has none of that name."""
-    return next((value for key, value in call.invocation_metadata if key == name), "")
 
 
 class Server:
@@ -140,29 +77,46 @@ class Server:
         host: interface to listen on.
         port: 0 takes any free one.
         threads: how many calls it answers at once; a long poll takes one all the while.
-        token: what a call must carry to be answered; "" answers all.
+        access: what a call must carry to be answered, and by which the server shows itself.
+        largest_message: bytes of a message, above which it is refused; -1: what gRPC can carry.
+
+    Attributes:
+        refused: counts the calls that it refuses.
 
     Raises `ConnectionLostError` when the port is taken.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, threads: int = 16, token: str = "") -> None:
-        self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
-        # The token first: a stranger learns nothing else.
-        interceptors: list[grpc.ServerInterceptor] = [_TokenCheck(token)] if token else []
-        interceptors.append(_ProtocolCheck())
-        self.grpc_server = grpc.server(self._pool, interceptors=interceptors, options=_OPTIONS)
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        threads: int = 16,
+        access: Access = OPEN,
+        largest_message: int = -1,
+    ) -> None:
+        self._pool = CallThreads(threads)
+        self.refused = RefusedCalls()
+        gate = Gate(access.token, self._pool, self.refused)
+        options = [*_OPTIONS, _largest(largest_message)]
+        self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
-            self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
+            if access.tls is None:
+                self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
+            else:
+                own = [(access.tls.key, access.tls.cert)]
+                credentials = grpc.ssl_server_credentials(own, access.tls.ca, require_client_auth=True)
+                self.port = self.grpc_server.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise ConnectionLostError(
-                f"Can't listen on {host}:{port}: {error}. Another process may hold the port; "
-                "choose another one, or 0 for any that is free."
+                f"Can't listen on {host}:{port}: another process holds the port, or {host} is no address of this "
+                "machine. Choose another port, or 0 for any that is free."
             ) from error
         self.address = f"{host}:{self.port}"
         self._frame_services: list[FrameService] = []
 
     def add(self, service: FrameService) -> None:
         """Serves it from `start` until `stop`."""
+        service.refused = self.refused
         self.grpc_server.add_generic_rpc_handlers((service,))
         self._frame_services.append(service)
 
@@ -197,7 +151,8 @@ class FrameService(grpc.GenericRpcHandler):
     ) -> None:
         self._methods = methods
         self._transient = transient
-        self._links = ServerLinks(self._answer)
+        self.refused = RefusedCalls()  # the server's, once it has the service
+        self._links = ServerLinks(self._answer_link)
         self._memory = ServerMemory(self._links)
         handlers = {name: self._handler(name) for name in [*methods, _ATTACH]}
         self._handlers = grpc.method_handlers_generic_handler(service, handlers)
@@ -219,6 +174,14 @@ class FrameService(grpc.GenericRpcHandler):
             raise AssertionError("abort raises")
 
         return grpc.unary_unary_rpc_method_handler(answer)
+
+    def _answer_link(self, name: str, data: bytes) -> bytes:
+        try:
+            return self._answer(name, data)
+        except CallError as error:  # else the gate would see it
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                self.refused.add(Refusal.MALFORMED, "a process of this machine")
+            raise
 
     def _answer(self, name: str, data: bytes) -> bytes:
         header_type, function = self._methods[name]
@@ -256,17 +219,19 @@ class Connection:
         address: "host:port".
         name: what the server is, for messages: "the master", "parameter server 1".
         patience_seconds: how long to go on trying before `ConnectionLostError`.
-        token: of the job; every call carries it.
+        access: to the job.
     """
 
-    def __init__(self, address: str, name: str, patience_seconds: float = 30.0, token: str = "") -> None:
+    def __init__(self, address: str, name: str, patience_seconds: float = 30.0, access: Access = OPEN) -> None:
         self.address = address
         self._name = name
         self._patience = patience_seconds
-        self.metadata: tuple[tuple[str, str], ...] = ((_PROTOCOL_KEY, str(PROTOCOL)),)
-        if token:
-            self.metadata += ((_TOKEN_KEY, token),)
-        self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self.metadata: tuple[tuple[str, str], ...] = ((PROTOCOL_KEY, str(PROTOCOL)),)
+        if access.token:
+            self.metadata += ((TOKEN_KEY, access.token),)
+        self._tls = access.tls
+        self.channel = _channel(address, access.tls)
+        self._answered = False  # whether the server has ever answered
         self._memories: dict[str, ClientMemory] = {}  # by service
 
     def shared_frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Frame[Any]]:
@@ -305,14 +270,15 @@ class Connection:
                     self.raise_unless_transient(error)
                     raise ConnectionLostError(f"{self._name} at {self.address} does not answer.") from None
 
-            def is_alive() -> bool:
-                with contextlib.suppress(grpc.RpcError):
-                    attach(b"", timeout=_ALIVE_SECONDS, metadata=self.metadata)
-                    return True
-                return False
-
-            self._memories[service] = ClientMemory(show, is_alive)
+            self._memories[service] = ClientMemory(show, functools.partial(self.is_alive, service, _ALIVE_SECONDS))
         return self._memories[service]
+
+    def is_alive(self, service: str, seconds: float) -> bool:
+        """Whether the server of a service of frames answers within `seconds`."""
+        with contextlib.suppress(grpc.RpcError):
+            self.channel.unary_unary(f"/{service}/{_ATTACH}", None, None)(b"", timeout=seconds, metadata=self.metadata)
+            return True
+        return False
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
         """The multi-callable of a method whose messages are frames."""
@@ -333,6 +299,7 @@ class Connection:
 
         Raises:
             ConnectionLostError: the server was out of reach for longer than the patience.
+            TLSError: it and this process can't agree on TLS.
             WireError: the server refused the message.
             ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
         """
@@ -341,9 +308,12 @@ class Connection:
         pause = 0.05
         while True:
             try:
-                return method(request, timeout=deadline_seconds, metadata=self.metadata)
+                answer = method(request, timeout=deadline_seconds, metadata=self.metadata)
+                self._answered = True
+                return answer
             except grpc.RpcError as error:
                 self.raise_unless_transient(error)
+                self._raise_if_tls_is_why(error)
                 waited = time.monotonic() - begun
                 if waited + pause > patience:
                     raise ConnectionLostError(
@@ -352,17 +322,23 @@ class Connection:
                     ) from None
                 logger.debug("%s at %s: %s, trying again", self._name, self.address, error.code().name)
                 time.sleep(pause * _jitter.uniform(0.5, 1.0))
-                pause = min(2 * pause, 2.0)
+                pause = min(2 * pause, 1.0)
+
+    def _raise_if_tls_is_why(self, error: Any) -> None:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not self._answered:
+            reason = tls.diagnose(self.address, self._tls)
+            if reason:
+                raise TLSError(f"No connection to {self._name} at {self.address}: {reason}.") from None
 
     def raise_unless_transient(self, error: Any) -> None:
         """Raises what a failed call means, as `call` does, unless the same call may succeed later."""
         code, details = error.code(), error.details() or "no details"
-        if code in _TRANSIENT:
+        given = dict(error.trailing_metadata() or ())
+        if code in _TRANSIENT or BUSY_KEY in given:
             return
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
+        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
             raise WireError(f"{self._name} at {self.address} refused a message: {details}") from None
         if code is grpc.StatusCode.FAILED_PRECONDITION:
-            given = dict(error.trailing_metadata() or ())
             kind = _ERRORS.get(given.get(ERROR_KEY, ""), ElasticCBError)
             raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
         raise ConnectionLostError(f"A call to {self._name} at {self.address} failed: {code.name}: {details}") from None
@@ -376,6 +352,20 @@ class Connection:
         self.channel.close()
         for memory in self._memories.values():
             memory.forget()
+
+
+def _channel(address: str, own: tls.TLS | None) -> grpc.Channel:
+    options = [*_OPTIONS, _largest(-1)]
+    if own is None:
+        return grpc.insecure_channel(address, options=options)
+    if own.files.tls_name:
+        options.append(("grpc.ssl_target_name_override", own.files.tls_name))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(own.ca, own.key, own.cert), options=options)
+
+
+def _largest(message: int) -> tuple[str, Any]:
+    """The option by which messages of more bytes are refused; -1: none."""
+    return "grpc.max_receive_message_length", message
 
 
 def _is_an_answer(error: BaseException) -> bool:

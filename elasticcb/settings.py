@@ -30,6 +30,8 @@ class ClusterKind(str, Enum):
     LOCAL = "local"  # processes on this machine
     INPROCESS = "inprocess"  # threads of this process, for debugging
     EXTERNAL = "external"  # the user, by hand, anywhere
+    KUBERNETES = "kubernetes"  # Kubernetes, as pods
+    RAY = "ray"  # on the nodes of a Ray cluster
 
 
 class NonFinite(str, Enum):
@@ -134,6 +136,9 @@ class EmbeddingSettings:
 # In the job's folder.
 RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
 JOB_FILE = "job.json"  # the settings of training
+CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
+INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder
+STATUS_FILE = "status.json"  # of a job that is over
 JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of another
 
 
@@ -141,12 +146,65 @@ JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of anothe
 class CheckpointSettings:
     """When and where checkpoints are written, and which one to start from."""
 
-    directory: str = ""  # "": none are written
+    directory: str = ""  # a folder, or the fsspec URL of one; "": none are written
     steps: int = 0  # model versions between checkpoints; 0: only at the end
     keep_max: int = 3  # newest that are kept; 0: all
     # Between the files by which a parameter server that was killed comes back; 0: none are written.
     interval_seconds: float = 10.0
-    directory_for_init: str = ""  # a checkpoint folder, or the folder of one version; "": fresh weights
+    # A checkpoint folder, or the folder of one version, or the fsspec URL of one of them; "": fresh weights.
+    directory_for_init: str = ""
+
+
+MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
+
+
+@dataclass(frozen=True)
+class WorkerRange:
+    """How many workers there may be; `most` 0: the number is fixed."""
+
+    least: int = 0
+    most: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> WorkerRange:
+        """ "1..8" as a range. Raises `UsageError` when it is none."""
+        parts = [part.strip() for part in text.split("..")]
+        numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 10]
+        if not len(parts) == len(numbers) == 2 or not 1 <= numbers[0] <= numbers[1] <= MOST_WORKERS:
+            raise UsageError(
+                f"{text!r} is no range of workers. Expected two numbers from 1 to {MOST_WORKERS}, the smaller one "
+                "first, with two dots between them, such as 1..8."
+            )
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}" if self.most else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """What pods are like; texts as the flags of the same names have them (cluster/pod_flags.py)."""
+
+    namespace: str = "default"
+    image: str = ""
+    image_pull_policy: str = ""  # "": what Kubernetes takes
+    service_account: str = ""  # "": that of the namespace
+    master_resource_request: str = ""
+    master_resource_limit: str = ""
+    worker_resource_request: str = ""
+    worker_resource_limit: str = ""
+    ps_resource_request: str = ""
+    ps_resource_limit: str = ""
+    master_pod_priority: str = ""
+    worker_pod_priority: str = ""
+    ps_pod_priority: str = ""
+    volume: str = ""
+    envs: str = ""
+    node_selector: str = ""
+    tolerations: str = ""
+    restart_policy: str = "Never"  # of the master's pod
+    master_pod: bool = True  # the master is a pod, too; else a process of this machine
+    cluster_spec: dict[str, Any] = field(default_factory=dict)  # patches of pods by role, and of "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +212,30 @@ class ClusterSettings:
     """How many processes, and who starts them."""
 
     kind: ClusterKind = ClusterKind.LOCAL
+    ray_address: str = ""  # of the Ray cluster, "HOST:PORT"; "": that of RAY_ADDRESS, or the one of this machine
     num_workers: int = 1
+    autoscale: WorkerRange = WorkerRange()
     num_ps: int = 1
-    host: str = "127.0.0.1"  # interface to listen on
+    ps_replicas: int = 0  # of each server's last updates, in the memory of the next server
+    host: str = ""  # address that the master listens on; "": the one of this machine that its processes reach
     port: int = 0  # of the master; 0: any free one
+    metrics_port: int | None = None  # where the master serves metrics to Prometheus; 0: any free one, None: it does not
+    health_port: int | None = None  # where the master answers health checks; likewise
     max_worker_restarts: int = 10  # over the whole job
     max_ps_restarts: int = 10  # likewise
-    silence_seconds: float = 30.0  # a process that nobody watches is lost after so much silence
+    silence_seconds: float = 30.0  # a server, or a process that nobody watches, is lost after so much silence
+    tls: bool = False  # with certificates that are made for the job
+    tls_cert: str = ""  # PEM files of the user's own; "": none
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""  # that all certificates are for; "": each is for its process's address
+    kubernetes: KubernetesSettings = KubernetesSettings()
+
+    @property
+    def patience_seconds(self) -> float:
+        """Of calls to a server: longer than it takes to notice that it does not answer, or is not heard of, and to put
+        another in its place."""
+        return 60.0 + 2 * self.silence_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +289,8 @@ _NESTED: dict[tuple[type, str], type] = {
     (JobSettings, "embedding"): EmbeddingSettings,
     (EmbeddingSettings, "when_full"): WhenFull,
     (ClusterSettings, "kind"): ClusterKind,
+    (ClusterSettings, "autoscale"): WorkerRange,
+    (ClusterSettings, "kubernetes"): KubernetesSettings,
     (TrainingSettings, "wire_dtype"): WireDtype,
     (TrainingSettings, "non_finite"): NonFinite,
     (TrainingSettings, "callback_errors"): CallbackErrors,

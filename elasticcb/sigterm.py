@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+
+
+def heed_sigterm() -> None:
+    """Makes SIGTERM end this process even if it is the first one of a container, whose signals the kernel drops unless
+    they have a handler."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def end_as_by_sigterm() -> None:
+    """Ends this process at once, as SIGTERM would."""
+    if os.getpid() != 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _end(number: int, frame: object) -> None:
+    end_as_by_sigterm()
 
 
 @contextlib.contextmanager
@@ -22,7 +42,7 @@ def on_sigterm(call: Callable[[], None]) -> Iterator[None]:
     signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def received(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, _end if os.getpid() == 1 else signal.SIG_DFL)
         signals.put(True)
 
     def wait() -> None:

@@ -27,6 +27,7 @@ class JobStatus:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation round
     workers_up: int = 0
     workers_planned: int = 0
+    stragglers: tuple[int, ...] = ()  # places of workers that are much slower than the others
     ps_up: int = 0
     ps_planned: int = 0
     tasks_todo: int = 0
@@ -57,8 +58,11 @@ class Summary:
     gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)
     batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip
     callback_errors: int = 0  # that the job went on after, with --callback_errors=warn
+    refused_calls: Mapping[str, int] = field(default_factory=dict)  # by master and servers, by reason in words
     workers_lost: int = 0
     workers_replaced: int = 0
+    stragglers: tuple[int, ...] = ()  # places of workers that were much slower than the others, for a time at least
+    tasks_split: int = 0  # times that one worker gave the end of its task to another that waited
     servers_lost: int = 0
     servers_replaced: int = 0
     longest_server_recovery: float = 0.0  # seconds from a loss to the moment when another server held its part
@@ -70,5 +74,6 @@ class Summary:
     saved_model_path: str = ""  # "": nothing was exported
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them
     checkpoint_path: str = ""  # newest one; "": none was written
+    checkpoints_failed: int = 0  # that could not be written to a remote folder; training went on
     job_directory: str = ""
     log_files: tuple[str, ...] = ()

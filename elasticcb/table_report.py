@@ -56,7 +56,7 @@ class TableReport:
 class CheckpointReport:
     """All tables of one checkpoint."""
 
-    folder: Path
+    folder: str
     version: int
     tables: tuple[TableReport, ...]
 
@@ -82,7 +82,7 @@ def report(checkpoint: str | Path, top: int) -> CheckpointReport:
             raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
     version = int(manifest["version"])
     tables = tuple(_report(variables[index], table, version, top) for index, table in found.items())
-    return CheckpointReport(folder, version, tables)
+    return CheckpointReport(str(folder), version, tables)
 
 
 @dataclass

@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 
 from elasticcb.errors import WireError
-from elasticcb.tensors import Array
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,3 @@ class TableSpec:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise WireError(f"{text!r} does not describe an embedding table: {error}.") from error
-
-
-def server_of(ids: Array, num_ps: int) -> Array:
-    """Which parameter server holds the rows of `ids` (int64 [n])."""
-    return ids % num_ps

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.buckets import BucketMap
 from elasticcb.errors import WireError
-from elasticcb.table_spec import server_of
 from elasticcb.tensors import Array
 
 _PREFIX = "table/"
@@ -43,9 +43,9 @@ class TableState:
             None if self.used is None else self.used[places],
         )
 
-    def part(self, index: int, num_ps: int) -> TableState:
-        """What server `index` of `num_ps` holds of it."""
-        return self if num_ps == 1 else self.select(server_of(self.ids, num_ps) == index)
+    def part(self, index: int, buckets: BucketMap) -> TableState:
+        """What server `index` holds of it."""
+        return self if buckets.servers == 1 else self.select(buckets.owns(index, self.ids))
 
 
 def joined(states: Sequence[TableState]) -> TableState:

@@ -33,8 +33,13 @@ PROCESSES = 2
 MOVED = {"elasticcb.ps.partition": SHARED}
 
 PURE = (
+    "elasticcb.buckets",
+    "elasticcb.cluster.pod_fate",
+    "elasticcb.cluster.pod_flags",
+    "elasticcb.cluster.pods",
     "elasticcb.master.accounting",
     "elasticcb.master.answers",
+    "elasticcb.master.autoscaler",
     "elasticcb.master.batch_log",
     "elasticcb.master.epochs",
     "elasticcb.master.evaluation",
@@ -42,6 +47,7 @@ PURE = (
     "elasticcb.master.queue_state",
     "elasticcb.master.roster",
     "elasticcb.master.shards",
+    "elasticcb.master.stragglers",
     "elasticcb.master.supplies",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
@@ -51,6 +57,7 @@ PURE = (
     "elasticcb.ps.growing_array",
     "elasticcb.ps.id_index",
     "elasticcb.ps.partition",
+    "elasticcb.ps.replica_log",
     "elasticcb.ps.table_candidates",
     "elasticcb.ps.table_limits",
     "elasticcb.ps.table_rows",

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from elasticcb.access import Access
 from elasticcb.errors import ConnectionLostError, ModelFileError, WireError
 from elasticcb.local_link import Listener, ServerLinks
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -25,7 +26,7 @@ def echo(request):
 
 
 def serve(function, pipe=None, token=""):
-    server = Server(token=token)
+    server = Server(access=Access(token))
     server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}))
     server.start()
     if pipe is not None:  # a process of its own
@@ -48,7 +49,7 @@ def connect():
 
     def connect(function=echo, **options):
         server = serve(function, **options)
-        connection = Connection(server.address, "the echo server", 5.0, options.get("token", ""))
+        connection = Connection(server.address, "the echo server", 5.0, Access(options.get("token", "")))
         opened.extend([connection.close, server.stop])
         return server, connection
 
@@ -82,7 +83,7 @@ def test_calls_go_by_the_link_from_the_first_one_on(connect, monkeypatch):
 
 def test_a_client_without_the_token_gets_no_link(connect):
     server, _ = connect(token="secret")
-    stranger = Connection(server.address, "the echo server", 0.2, "wrong")
+    stranger = Connection(server.address, "the echo server", 0.2, Access("wrong"))
     with pytest.raises(ConnectionLostError, match="UNAUTHENTICATED"):
         call(stranger)
     assert link_of(stranger) is None

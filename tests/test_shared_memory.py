@@ -19,8 +19,15 @@ SERVICE = "test.Echo"
 RNG = np.random.default_rng(0)
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("elasticcb-*")}
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where segments have their names: not where those of other jobs of this machine have theirs."""
+    monkeypatch.setattr("elasticcb.shared_memory._FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def segments(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("elasticcb-*")}
 
 
 @pytest.fixture
@@ -94,12 +101,11 @@ def test_arrays_of_a_transient_method_are_not_copied(serve):
     assert seen[-1]
 
 
-def test_no_name_is_left_in_memory_while_calls_go_on(serve):
-    before = segments()
+def test_no_name_is_left_in_memory_while_calls_go_on(serve, folder):
     call = serve(echo)
     for _ in range(3):
         call(a=np.ones(100_000))
-    assert segments() == before
+    assert segments(folder) == set()
 
 
 def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
@@ -111,11 +117,11 @@ def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
     np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
 
 
-def test_frames_travel_whole_where_there_is_no_room(serve, monkeypatch, caplog):
+def test_frames_travel_whole_where_there_is_no_room(serve, folder, monkeypatch, caplog):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
+    descriptors = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", full)
     for _ in range(2):
         with pytest.raises(OSError):
@@ -124,7 +130,7 @@ def test_frames_travel_whole_where_there_is_no_room(serve, monkeypatch, caplog):
     call = serve(echo)
     for value in (1.0, 2.0, 3.0):
         np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
-    assert segments() == before
+    assert segments(folder) == set()
     assert caplog.text.count("No space left on device") == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from elasticcb import checkpoint as checkpoints
 from elasticcb.errors import UsageError
+from elasticcb.part_file import FORMAT
 from elasticcb.sidecar.follower import CheckpointFollower
 from elasticcb.sidecar.ledger import Kind
 
@@ -23,7 +24,7 @@ SOON = 0.1  # seconds, for what is not to come
 def write_version(folder, version):
     path = folder / checkpoints.version_folder(version)
     path.mkdir(parents=True)
-    (path / checkpoints.MANIFEST).write_text(json.dumps({"format": checkpoints.FORMAT, "version": version}))
+    (path / checkpoints.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": version}))
     return path
 
 
@@ -77,7 +78,7 @@ def test_a_version_without_a_manifest_is_given_when_it_has_one(tmp_path, follow)
     (tmp_path / checkpoints.version_folder(5)).mkdir()
     (folder / "server-00000-of-00001.safetensors").write_bytes(b"half")
     assert follower.next(SOON) is None
-    (folder / checkpoints.MANIFEST).write_text(json.dumps({"format": checkpoints.FORMAT, "version": 10}))
+    (folder / checkpoints.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 10}))
     assert follower.next(SOON) is None  # still under its temporary name
     folder.rename(tmp_path / checkpoints.version_folder(10))
     assert follower.next().version == 10

@@ -11,7 +11,11 @@ from typing import Any
 
 import keras
 
+from elasticcb.api.job_folder import JobFolder
+from elasticcb.cluster.ray import check_ray
 from elasticcb.errors import UsageError
+from elasticcb.job_ca import check_installed
+from elasticcb.remote_files import is_url
 from elasticcb.settings import (
     CallbackErrors,
     CheckpointSettings,
@@ -23,10 +27,13 @@ from elasticcb.settings import (
     WhenFull,
     WireDtype,
 )
+from elasticcb.tls import FILES, TLS, tls_files
+from elasticcb.unreplicable import conflicts
 
 _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of whole numbers
     "num_workers": (1, None),
     "num_ps": (1, None),
+    "ps_replicas": (0, 1),
     "grads_to_wait": (1, None),
     "sync_version_tolerance": (0, None),
     "get_model_steps": (1, None),
@@ -39,6 +46,7 @@ _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of wh
     "max_worker_restarts": (0, None),
     "max_ps_restarts": (0, None),
     "port": (0, 65535),
+    "metrics_port": (0, 65535),
 }
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _NAMES: dict[str, Any] = {
@@ -65,14 +73,25 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     """The arguments of `Cluster` except `directory`, by name. Raises `UsageError` for one that can't be."""
     values = {name: _checked(name, value) for name, value in given.items()}
     _check_ages(values)
+    _check_ray(values)
+    _check_tls(values)
+    if values["ps_replicas"]:
+        for name, why in conflicts(values):
+            raise UsageError(f"`ps_replicas=1` can't be with `{name}={given[name]!r}`: {why}")
 
     def take(*names: str) -> dict[str, Any]:
         return {name: values[name] for name in names}
 
     folder = values["checkpoint_dir"]
+    if is_url(os.fspath(folder)):
+        raise UsageError(
+            f"checkpoint_dir={folder!r} is a URL. Expected a folder of this machine: a Cluster can't write to remote "
+            "ones. `elasticcb train --checkpoint_dir` can; here, copy the folder after `fit`."
+        )
     return ClusterArguments(
         ClusterSettings(
-            **take("kind", "num_workers", "num_ps", "host", "port", "max_worker_restarts", "max_ps_restarts")
+            **take("kind", "ray_address", "num_workers", "num_ps", "ps_replicas", "host", "port", "metrics_port"),
+            **take("max_worker_restarts", "max_ps_restarts", "silence_seconds", "tls", *FILES, "tls_name"),
         ),
         TrainingSettings(
             **take("use_async", "grads_to_wait", "sync_version_tolerance", "get_model_steps", "max_staleness"),
@@ -90,7 +109,23 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     )
 
 
+def job_folder(job_dir: str | os.PathLike[str] | None, checkpoint_interval: float) -> JobFolder | None:
+    """The folder of `job_dir`, if there is to be one. Raises `UsageError` when it could not be used."""
+    if job_dir is None:
+        return None
+    if not os.fspath(job_dir):
+        raise UsageError("`job_dir` must name a folder, or be None. Received: job_dir=''")
+    if not checkpoint_interval:
+        raise UsageError(
+            f"job_dir={os.fspath(job_dir)!r} keeps what servers write down every `checkpoint_interval` seconds, and "
+            "checkpoint_interval=0 was given, which writes nothing. Leave out one of them."
+        )
+    return JobFolder(job_dir)
+
+
 def _checked(name: str, value: Any) -> Any:
+    if name == "metrics_port" and value is None:
+        return None
     if name in _LIMITS:
         return _whole(name, value, *_LIMITS[name])
     if name in _NAMES:
@@ -101,8 +136,12 @@ def _checked(name: str, value: Any) -> Any:
             raise UsageError(f"`{name}` must be one of {known}. Received: {name}={value!r}") from None
     if name == "checkpoint_interval":
         return _seconds(name, value)
-    if name == "use_async" and not isinstance(value, bool):
-        raise UsageError(f"`use_async` must be True or False. Received: use_async={value!r}")
+    if name == "silence_seconds":
+        return _silence(value)
+    if name in ("use_async", "tls") and not isinstance(value, bool):
+        raise UsageError(f"`{name}` must be True or False. Received: {name}={value!r}")
+    if name in FILES:
+        return os.path.abspath(value) if value else ""
     if name == "log_level" and value not in _LOG_LEVELS:
         raise UsageError(f"`log_level` must be one of {', '.join(_LOG_LEVELS)}. Received: log_level={value!r}")
     return value
@@ -112,6 +151,16 @@ def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise UsageError(f"`{name}` must be a number of seconds of at least 0. Received: {name}={value!r}")
     return float(value)
+
+
+def _silence(value: Any) -> float:
+    seconds, lease = _seconds("silence_seconds", value), TrainingSettings.lease_seconds
+    if not 0 < seconds <= lease:  # while a server that hangs is missed, workers make no progress
+        raise UsageError(
+            f"`silence_seconds` must be more than 0, and at most the {lease:g} s that a worker may take "
+            f"without progress. Received: silence_seconds={value!r}"
+        )
+    return seconds
 
 
 def _whole(name: str, value: Any, lowest: int, highest: int | None) -> int:
@@ -138,6 +187,23 @@ def _check_ages(values: dict[str, Any]) -> None:
             f"sync_version_tolerance={values['sync_version_tolerance']} refuses gradients of such weights. Lower "
             "get_model_steps, or raise sync_version_tolerance."
         )
+
+
+def _check_ray(values: dict[str, Any]) -> None:
+    if values["kind"] is ClusterKind.RAY:
+        check_ray(values["ray_address"])
+    elif values["ray_address"]:
+        raise UsageError(
+            f"ray_address={values['ray_address']!r} has a meaning with kind='ray' only. Give both, or leave it out."
+        )
+
+
+def _check_tls(values: dict[str, Any]) -> None:
+    files = tls_files(values)
+    if files is not None:
+        TLS.load(files)
+    elif values["tls"]:
+        check_installed()
 
 
 def frequency(validation_freq: Any) -> int | tuple[int, ...]:
@@ -173,6 +239,7 @@ def with_keras_callbacks(
         listed.append(keras.callbacks.ProgbarLogger())
     if found is None:
         found = keras.callbacks.History()
+        found.epoch = []  # as it is after an epoch that there was not
         if history:
             listed.append(found)
     return found, listed

@@ -12,7 +12,7 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import cluster_arguments, frequency, with_keras_callbacks
+from elasticcb.api.arguments import cluster_arguments, frequency, job_folder, with_keras_callbacks
 from elasticcb.api.functions import Functions
 from elasticcb.api.keras_jobs import KerasJobs
 from elasticcb.api.processes import ClusterProcesses
@@ -21,7 +21,7 @@ from elasticcb.api.results import whole_predictions
 from elasticcb.api.turn import Turn
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.settings import Command, EmbeddingSettings, JobSettings, TrainingSettings
+from elasticcb.settings import ClusterSettings, Command, EmbeddingSettings, JobSettings, TrainingSettings
 
 
 class Cluster:
@@ -34,8 +34,14 @@ class Cluster:
         num_workers: processes that compute gradients, evaluate and predict.
         num_ps: processes that hold the weights and apply gradients.
         kind: "local": processes of this machine; "inprocess": threads of this process, for debugging; "external":
-            started by hand, by the commands that `start` shows; they must see `directory` under the same path.
-        directory: for logs, and for arrays on their way to the workers; None makes one that is removed at the end.
+            started by hand, by the commands that `start` shows; "ray": on the nodes of a Ray cluster. These must see
+            `directory` under the same path.
+        ray_address: of the Ray cluster, "HOST:PORT"; "" takes that of RAY_ADDRESS, or the cluster of this machine. A
+            program that has called `ray.init` uses the one that it is connected to.
+        directory: for logs, and for arrays on their way to the workers; None takes `job_dir`, or makes one that is
+            removed at the end.
+        job_dir: folder by which the program goes on when it is run again after it was killed: its fits that had ended
+            give back what they had, the one that was under way is resumed. `close` makes the program begin anew.
         use_async: apply each gradient when it comes; False waits for `grads_to_wait` of them.
         grads_to_wait: gradients per update, in synchronous mode.
         sync_version_tolerance: how many versions old a gradient may be, in synchronous mode.
@@ -57,13 +63,24 @@ class Cluster:
         callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
         checkpoint_interval: seconds between the files by which a parameter server that is killed comes back; 0: none
             are written, and a lost server ends the call.
+        ps_replicas: 1: each server hands its updates to the next one before it answers, so that one that is killed
+            loses none.
         max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones.
-        host: interface to listen on.
+        silence_seconds: a parameter server that is not heard of for so long is killed and replaced; with "external", a
+            worker, too.
+        host: address for the master to listen on; "": 127.0.0.1, or with Ray its node's.
         port: of the master; 0 takes any free one.
+        metrics_port: on which the master serves metrics to Prometheus; 0 takes any free one, and the log names it;
+            None: none are served.
+        tls: encrypt what the processes say, and let in only those with a certificate of a CA that is made for this
+            cluster; needs `elasticcb[tls]`.
+        tls_cert, tls_key, tls_ca: the same with certificates of your own: PEM files with that of the processes, its
+            key, and the CA that has signed them (docs/security.md).
+        tls_name: that the certificates are for; "": the addresses that the processes listen on.
         log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
 
     Raises:
-        UsageError: a number is out of range, or a name is unknown.
+        UsageError: a number is out of range, a name is unknown, or certificates can't be used.
 
     Example:
 
@@ -78,7 +95,9 @@ class Cluster:
         num_ps: int = 1,
         *,
         kind: str = "local",
+        ray_address: str = "",
         directory: str | os.PathLike[str] | None = None,
+        job_dir: str | os.PathLike[str] | None = None,
         use_async: bool = True,
         grads_to_wait: int = 1,
         sync_version_tolerance: int = 0,
@@ -95,16 +114,25 @@ class Cluster:
         non_finite: str = "stop",
         callback_errors: str = "stop",
         checkpoint_interval: float = 10.0,
+        ps_replicas: int = 0,
         max_worker_restarts: int = 10,
         max_ps_restarts: int = 10,
-        host: str = "127.0.0.1",
+        silence_seconds: float = ClusterSettings.silence_seconds,
+        host: str = "",
         port: int = 0,
+        metrics_port: int | None = None,
+        tls: bool = False,
+        tls_cert: str | os.PathLike[str] = "",
+        tls_key: str | os.PathLike[str] = "",
+        tls_ca: str | os.PathLike[str] = "",
+        tls_name: str = "",
         log_level: str = "INFO",
     ) -> None:
         self._arguments = cluster_arguments(
             num_workers=num_workers,
             num_ps=num_ps,
             kind=kind,
+            ray_address=ray_address,
             use_async=use_async,
             grads_to_wait=grads_to_wait,
             sync_version_tolerance=sync_version_tolerance,
@@ -121,13 +149,22 @@ class Cluster:
             non_finite=non_finite,
             callback_errors=callback_errors,
             checkpoint_interval=checkpoint_interval,
+            ps_replicas=ps_replicas,
             max_worker_restarts=max_worker_restarts,
             max_ps_restarts=max_ps_restarts,
+            silence_seconds=silence_seconds,
             host=host,
             port=port,
+            metrics_port=metrics_port,
+            tls=tls,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            tls_name=tls_name,
             log_level=log_level,
         )
-        self._processes = ClusterProcesses(self._arguments.cluster, directory, log_level)
+        self._folder = job_folder(job_dir, checkpoint_interval)
+        self._processes = ClusterProcesses(self._arguments.cluster, directory or job_dir, log_level)
         self._jobs = KerasJobs(self._arguments, self._processes)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()
@@ -171,19 +208,25 @@ class Cluster:
         self._turn.refuse_within("close")
         try:
             self._functions.end()
-        finally:
+        except BaseException:
             self._close()
+            raise
+        self._close(done=True)
 
     def _open(self) -> None:
+        if self._folder is not None:
+            self._folder.open()
         self._closed = False
         exits.close_at_exit(self)
 
-    def _close(self) -> None:
+    def _close(self, done: bool = False) -> None:
         self._closed = True
         try:
             self._functions.abandon()
         finally:
             self._processes.close()
+            if self._folder is not None:
+                self._folder.close(done)
             exits.forget(self)
 
     # ------------------------------------------------------------ as keras.Model has them
@@ -368,8 +411,9 @@ class Cluster:
         with self._turn.of(name):
             self._open()
             self._functions.end()
-            with self._jobs.call(name) as call:
-                yield call
+            with contextlib.ExitStack() as stack:
+                kept = stack.enter_context(self._folder.next_fit()) if self._folder and name == "fit" else None
+                yield stack.enter_context(self._jobs.call(name, kept))
 
     @contextlib.contextmanager
     def _begin_functions(self) -> Iterator[tuple[Master, JobSettings]]:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from elasticcb.api.job_folder import KeptFit
 from elasticcb.data.batch_sources.adapt import adapt, split_validation
 from elasticcb.data.batches import BatchSource
 
@@ -20,15 +21,28 @@ class Call:
         name: of the method.
         folder: where its data is written that workers read.
         service: makes, or gives, the cluster's tf.data service.
+        seed: that data are shuffled with; None draws one.
+
+    Attributes:
+        fit: what is kept of this one, of a program that goes on when it is run again.
     """
 
-    def __init__(self, name: str, folder: Path, service: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        service: Callable[[], Any],
+        seed: int | None = None,
+        fit: KeptFit | None = None,
+    ) -> None:
+        self.fit = fit
         self.name = name
         self.folder = folder
         self._service = service
         # From TensorFlow, as Keras does when it shuffles: a draw from Python's generator would change the weights that
         # a model begins with.
-        self._seed = int(tf.random.uniform((), maxval=tf.int32.max, dtype=tf.int32))
+        drawn = int(tf.random.uniform((), maxval=tf.int32.max, dtype=tf.int32))
+        self.seed = drawn if seed is None else seed
         self._sources: list[BatchSource] = []
 
     def adapt(self, x: Any, y: Any = None, sample_weight: Any = None, *, purpose: Any, **options: Any) -> BatchSource:
@@ -36,7 +50,7 @@ class Call:
         folder = self.folder / purpose
         folder.mkdir()
         source = adapt(
-            x, y, sample_weight, purpose=purpose, folder=folder, seed=self._seed, service=self._service, **options
+            x, y, sample_weight, purpose=purpose, folder=folder, seed=self.seed, service=self._service, **options
         )
         self._sources.append(source)
         if source.num_batches is not None and source.num_batches < 1:

@@ -17,7 +17,8 @@ from elasticcb import pickling
 from elasticcb.api.placed import Placed
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
-from elasticcb.master.master import Cluster, Master
+from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
@@ -295,7 +296,7 @@ class FunctionJob:
         ended = self._open.get(failure.task.function) if failure is not None else None
         first = ended or next(iter(self._open.values()))
         more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
-        return JobFailedError(f"{first.name}(){more} could not be run: {error}", error.user_traceback)
+        return type(error)(f"{first.name}(){more} could not be run: {error}", error.user_traceback)
 
 
 def name_of(function: Any) -> str:

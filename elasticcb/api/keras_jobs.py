@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import keras
 from elasticcb.api import data as data_of
 from elasticcb.api.arguments import ClusterArguments
 from elasticcb.api.failures import as_the_user_expects
+from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.data.batches import BatchSource
@@ -47,16 +48,34 @@ class KerasJobs:
         self._processes = processes
 
     @contextlib.contextmanager
-    def call(self, name: str) -> Iterator[data_of.Call]:
-        """A folder of its own for the data of one call; the processes run."""
-        self._processes.start()
-        # With a name of its own: a directory may be used by several clusters, and hold what a killed one left.
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._processes.directory))
+    def call(self, name: str, fit: KeptFit | None = None) -> Iterator[data_of.Call]:
+        """A folder of its own for the data of one call; the processes run.
+
+        Args:
+            fit: what is kept of it, if it is one that goes on when the program is run again.
+        """
+        self._start(fit)
+        if fit is None:
+            # With a name of its own: a directory may be used by several clusters, and hold what a killed one left.
+            folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._processes.directory))
+        else:
+            folder = fit.folder / "data"
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            folder.mkdir()
+        seed = None if fit is None else fit.seed
         try:
-            with contextlib.closing(data_of.Call(name, folder, self._processes.data_service)) as call:
+            with contextlib.closing(data_of.Call(name, folder, self._processes.data_service, seed, fit)) as call:
                 yield call
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self, fit: KeptFit | None) -> None:
+        if fit is not None and fit.has_begun:
+            logger.warning("%s", fit.story)
+            if not fit.has_ended and self._processes.start().roster.next_id > 1:
+                # Servers know the pushes of the run before by the ids of its workers, which these may have, too.
+                self._processes.stop()
+        self._processes.start()
 
     def run(
         self,
@@ -77,10 +96,11 @@ class KerasJobs:
         Raises what the user is to see; the processes are ended then.
         """
         master = self._processes.start()
+        folder = call.folder if call.fit is None else call.fit.folder
         settings = JobSettings(
             command=command,
-            name=call.folder.name,
-            directory=str(call.folder),
+            name=folder.name,
+            directory=str(folder),
             training=dataclasses.replace(self._arguments.training, **self._of_batches(sources), **training),
             checkpoint=self._arguments.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             cluster=self._arguments.cluster,
@@ -89,7 +109,7 @@ class KerasJobs:
             log_level=self._arguments.log_level,
         )
         try:
-            return self._run(settings, master, model, sources, callbacks), master.take_predictions()
+            return self._run(settings, call, master, model, sources, callbacks), master.take_predictions()
         except JobInterrupted:
             self._processes.stop()
             raise KeyboardInterrupt from None
@@ -100,6 +120,7 @@ class KerasJobs:
     @staticmethod
     def _run(
         settings: JobSettings,
+        call: data_of.Call,
         master: Master,
         model: keras.Model,
         sources: dict[str, BatchSource],
@@ -111,9 +132,12 @@ class KerasJobs:
 
         def make_host(settings: JobSettings) -> ModelHost:
             hosts.append(ModelHost(settings, spec))
+            if call.fit is not None:
+                call.fit.begin(_described(settings, sources, hosts[0]), call.seed)
             return hosts[0]
 
-        job = Job(settings, master, _Display(), make_host, program.dumps)
+        journal = None if call.fit is None else call.fit.journal
+        job = Job(settings, master, _Display(), make_host, program.dumps, journal, "run the program again")
 
         def keep_results() -> None:
             state = job.model_state() if settings.command is Command.TRAIN else None
@@ -157,6 +181,21 @@ class _Display:
 
     def message(self, text: str) -> None:
         logger.info("%s", text)
+
+
+def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: ModelHost) -> dict[str, Any]:
+    """What must be the same when a fit is resumed, by its name in words."""
+    training, validation = sources["training"], sources.get("evaluation")
+    return {
+        "epochs": settings.training.num_epochs,
+        "initial epoch": settings.training.initial_epoch,
+        "parameter servers (num_ps)": settings.cluster.num_ps,
+        "records to train on": training.num_records,
+        "batches in an epoch": training.num_batches,
+        "batches to validate on": None if validation is None else validation.num_batches,
+        "optimizers": [type(optimizer).__name__ for optimizer in host.optimizers],
+        "weights of the model": [f"{spec.dtype}{list(spec.shape)}" for spec in host.variables],
+    }
 
 
 def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:

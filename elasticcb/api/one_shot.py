@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ def fit(
     *args: Any,
     num_workers: int = 1,
     num_ps: int = 1,
+    job_dir: str | os.PathLike[str] | None = None,
     cluster: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> keras.callbacks.History:
@@ -21,10 +23,10 @@ def fit(
 
     Args:
         args, kwargs: of `Cluster.fit`.
-        num_workers, num_ps: of the `Cluster`.
+        num_workers, num_ps, job_dir: of the `Cluster`.
         cluster: its other arguments.
     """
-    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+    with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
         return own.fit(model, *args, **kwargs)
 
 

@@ -44,11 +44,12 @@ class ClusterProcesses:
     @property
     def where_logs_are(self) -> str:
         """A sentence for messages; "" where there are none."""
-        if self._settings.kind is not ClusterKind.LOCAL:
+        if self._settings.kind not in (ClusterKind.LOCAL, ClusterKind.RAY):
             return ""
         if self._given is None:
             return "To keep the logs of the processes, give the Cluster a `directory`."
-        return f"The logs of the processes are in {self._directory}/logs."
+        where = ", on their nodes" if self._settings.kind is ClusterKind.RAY else ""
+        return f"The logs of the processes are in {self._directory}/logs{where}."
 
     def start(self) -> Master:
         """Starts the processes unless they run; when one of them has ended, ends the others first."""
@@ -57,9 +58,9 @@ class ClusterProcesses:
         self.stop()
         try:
             folder = str(self._make_directory())
-            self._backend = make_backend(self._settings.kind, folder, self._log_level, _say, needs_token=True)
+            self._backend = make_backend(self._settings, folder, self._log_level, _say, needs_token=True)
             self._backend.prepare()
-            self._master = Master(self._settings, self._backend, _say, self._backend.token)
+            self._master = Master(self._settings, self._backend, _say, self._backend.access)
             self._master.start()
             self._master.start_processes()
             return self._master
@@ -101,7 +102,7 @@ class ClusterProcesses:
                 self._directory = Path(tempfile.mkdtemp(prefix="elasticcb-"))
             else:
                 self._directory = Path(self._given).absolute()
-                self._directory.mkdir(parents=True, exist_ok=True)
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._directory
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
+from elasticcb.remote_files import opened
 
 MARKER = "_SUCCESS"
 _READ_BACK_BYTES = 4 * 1024 * 1024  # files up to this size are compared by content
@@ -60,8 +60,7 @@ class RemoteFolder:
 
         Raises whatever the file system raises, and `OSError` when a file did not arrive whole.
         """
-        fs, root = self._connect()
-        try:
+        with opened(self._url, self._options, self._timeout_seconds) as (fs, root):
             marker = json.dumps(
                 {"files": {name: {"size": file.size, "md5": file.md5} for name, file in files.items()}},
                 indent=1,
@@ -87,24 +86,6 @@ class RemoteFolder:
             fs.pipe_file(_join(root, MARKER), marker)
             self._verify(fs, root, MARKER, LocalFile(len(marker), _md5(marker)))
             return sent
-        finally:
-            client = getattr(fs, "client", None)
-            if _is_sftp(fs) and client is not None:
-                client.close()
-
-    def _connect(self) -> tuple[Any, str]:
-        options = dict(self._options)
-        protocol = fsspec.utils.get_protocol(self._url)
-        if protocol in ("file", "local"):
-            options.setdefault("auto_mkdir", True)
-        if protocol in ("sftp", "ssh"):
-            for name in ("timeout", "banner_timeout", "auth_timeout"):
-                options.setdefault(name, self._timeout_seconds)
-        # No instance of an earlier attempt: its connection may be what broke.
-        fs, root = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **options)
-        if _is_sftp(fs):
-            fs.ftp.get_channel().settimeout(self._timeout_seconds)
-        return fs, root.rstrip("/")
 
     def _read_marker(self, fs: Any, root: str) -> bytes | None:
         try:
@@ -150,10 +131,6 @@ def _files_of(marker: bytes | None) -> set[str]:
         return set()
     # What a marker lists gets deleted: a path that leads out of the folder is none of ours.
     return {name for name in names if not name.startswith("/") and ".." not in name.split("/")}
-
-
-def _is_sftp(fs: Any) -> bool:
-    return "sftp" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
 def _md5(content: bytes) -> str:

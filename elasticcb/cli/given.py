@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.cli.config import ConfigFile
+from elasticcb.remote_files import is_url
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Given:
         """The absolute path given for `name`; None when none was given. Links are not followed."""
         value = self.values.get(name)
         return absolute(self.base(name), value) if value else None
+
+    def folder(self, name: str) -> str:
+        """The folder given for `name`: its absolute path, or its URL; "" when none was given."""
+        value = self.values.get(name) or ""
+        return value if is_url(value) else str(self.path(name) or "")
 
 
 def absolute(base: Path, text: str) -> Path:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import Session
 from elasticcb.cli.given import Given
-from elasticcb.cli.launcher import GO_ON, become_master
+from elasticcb.cli.kubernetes_checks import read_cluster_spec
+from elasticcb.cli.launcher import keep_master
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import options_of
+from elasticcb.cli.pod_master import keep_in_pod
+from elasticcb.cli.submit import is_to_be_submitted, submit
 from elasticcb.cli.validation import validate
-from elasticcb.errors import LostServerError, UsageError
+from elasticcb.cluster.fork_server import can_fork
+from elasticcb.cluster.kubernetes import runs_in_pod
+from elasticcb.errors import GO_ON, JobDoneError, LostServerError, UsageError
 from elasticcb.settings import (
     JOURNAL_FILE,
     CallbackErrors,
@@ -25,12 +31,17 @@ from elasticcb.settings import (
     DataSettings,
     EmbeddingSettings,
     JobSettings,
+    KubernetesSettings,
     ModelSettings,
     NonFinite,
     TrainingSettings,
     WhenFull,
     WireDtype,
+    WorkerRange,
 )
+
+if TYPE_CHECKING:
+    from elasticcb.cluster.fork_server import ForkServer
 
 _ENUMS = {
     "cluster": ClusterKind,
@@ -48,7 +59,16 @@ def run_job(command: Command, given: Given, session: Session) -> None:
         UsageError: before anything has started.
         ElasticCBError: the job failed or was interrupted.
     """
-    run_settings(build_settings(command, given), session)
+    if is_to_be_submitted(given) and command is Command.TRAIN:
+        end_with(submit(given))
+    else:
+        run_settings(build_settings(command, given), session)
+
+
+def end_with(code: int) -> None:
+    """Ends this process with a code other than 0."""
+    if code:
+        sys.exit(code)
 
 
 def run_settings(settings: JobSettings, session: Session, resumed: bool = False) -> None:
@@ -61,23 +81,53 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
     """
     local = settings.cluster.kind is ClusterKind.LOCAL
     trains = settings.command is Command.TRAIN
-    supervised = session.own_process and local and trains and bool(settings.checkpoint.interval_seconds)
-    if supervised:
+    if session.own_process and local and trains and settings.checkpoint.interval_seconds and can_fork():
         if not resumed:  # of a job before in this folder
             Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
-        resumed = become_master(settings.directory, _say) or resumed
+        sys.exit(keep_master(settings, session.debug, resumed, _say))
+    if settings.cluster.kind is ClusterKind.KUBERNETES and runs_in_pod():
+        keep_in_pod(settings, lambda goes_on, since: _run_master(settings, resumed or goes_on, since=since))
+    else:
+        _run_master(settings, resumed)
+
+
+def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
+    """What a process does that the launcher has started; its exit code.
+
+    Args:
+        request: of `launcher.keep_master`.
+        fork_server: has forked this process.
+    """
+    from elasticcb.cli.main import exit_code
+    from elasticcb.cluster.local import follow_parent
+
+    follow_parent(os.getppid())
+    settings = JobSettings.from_json(request["settings"])
+
+    def run() -> None:
+        try:
+            _run_master(settings, request["resumed"], fork_server, request["since"])
+        except LostServerError as error:
+            _say(str(error).splitlines()[0])
+            sys.exit(GO_ON)
+        except JobDoneError:
+            if not request["since"]:
+                raise
+            _say("It was done when its master was killed.")
+
+    return exit_code(run, Session(own_process=True, debug=request["debug"]))
+
+
+def _run_master(
+    settings: JobSettings, resumed: bool, fork_server: ForkServer | None = None, since: float = 0.0
+) -> None:
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
     from elasticcb.roles import run_master
 
     display = make_display(settings)
     try:
-        run_master(settings, display, resumed)
-    except LostServerError as error:
-        if not supervised:
-            raise
-        display.message(str(error).splitlines()[0])
-        sys.exit(GO_ON)
+        run_master(settings, display, resumed, fork_server, since)
     finally:
         display.close()
 
@@ -98,29 +148,40 @@ def build_settings(command: Command, given: Given) -> JobSettings:
         value = given[option.name]
         if option.name not in given or value is None:
             continue  # the settings' own default
-        if option.kind is Kind.FOLDER:
-            value = str(given.path(option.name))
+        if option.kind in (Kind.FOLDER, Kind.FILE):
+            value = given.folder(option.name)
         elif option.kind is Kind.DATA:
             value = origins[option.name]
         elif option.name in _ENUMS:
             value = _ENUMS[option.name](value)
+        elif option.name == "autoscale":
+            value = WorkerRange.of(value)
+        if option.name == "cluster_spec":
+            value = read_cluster_spec(value)
         section, _, field = option.field.rpartition(".")
         sections[section][field] = value
+    kubernetes = sections.pop("cluster.kubernetes", {})
     # `elasticcb master` sets the kind of cluster by itself.
     if given["cluster"] is not None:
         sections["cluster"]["kind"] = ClusterKind(given["cluster"])
+    if given["cluster"] == ClusterKind.KUBERNETES.value:  # others may hear what pods say to each other
+        sections["cluster"].setdefault("tls", not given["tls_cert"])
+    if given["lease_seconds"] and given["lease_seconds"] < ClusterSettings.silence_seconds:
+        sections["cluster"].setdefault("silence_seconds", given["lease_seconds"])
+    if "autoscale" in given:
+        sections["cluster"].setdefault("num_workers", sections["cluster"]["autoscale"].least)
     job = sections.pop("", {})
     job.setdefault("name", _default_name(given["model_def"]))
     if "directory" not in job:
         job["directory"] = str(_new_folder(given.working_directory / "jobs", job["name"]))
-    Path(job["directory"]).mkdir(parents=True, exist_ok=True)
+    Path(job["directory"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     return JobSettings(
         command=command,
         model=ModelSettings(**sections["model"]),
         data=DataSettings(**sections["data"]),
         training=TrainingSettings(**sections["training"]),
         checkpoint=CheckpointSettings(**sections["checkpoint"]),
-        cluster=ClusterSettings(**sections["cluster"]),
+        cluster=ClusterSettings(**sections["cluster"], kubernetes=KubernetesSettings(**kubernetes)),
         embedding=EmbeddingSettings(**sections["embedding"]),
         **job,
     )
@@ -137,7 +198,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     for number in range(1, 1000):
         path = parent / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             continue
         except OSError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import rich_click as click
 from click.core import ParameterSource
@@ -13,20 +14,27 @@ from click.core import ParameterSource
 from elasticcb import __version__
 from elasticcb.cli.command import CONTEXT, Session, config_file
 from elasticcb.cli.evaluate import evaluate
+from elasticcb.cli.jobs import jobs
+from elasticcb.cli.logs import logs
 from elasticcb.cli.master import master
 from elasticcb.cli.predict import predict
 from elasticcb.cli.ps import ps
 from elasticcb.cli.resume import resume
 from elasticcb.cli.scale import scale
+from elasticcb.cli.status import status
+from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
+from elasticcb.scarcity import allow_many_files, describe_scarcity, is_scarcity
+from elasticcb.sigterm import heed_sigterm
 
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
-@click.command_panel("Jobs", commands=["train", "resume", "scale", "evaluate", "predict"])
+@click.command_panel("Jobs", commands=["train", "resume", "status", "scale", "evaluate", "predict"])
+@click.command_panel("Jobs on Kubernetes", commands=["jobs", "logs", "stop"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -39,7 +47,7 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, resume, scale, evaluate, predict, table, master, ps, worker):
+for _command in (train, resume, status, scale, evaluate, predict, jobs, logs, stop, table, master, ps, worker):
     elasticcb.add_command(_command)
 
 
@@ -51,9 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if own_process:
+        heed_sigterm()
+        allow_many_files()
     session = Session(own_process=own_process, debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
+    given = arguments or ["--help"]
+    return exit_code(
+        lambda: elasticcb.main(args=given, prog_name="elasticcb", standalone_mode=False, obj=session), session
+    )
+
+
+def exit_code(run: Callable[[], Any], session: Session) -> int:
+    """Calls `run`, shows what it raises, and answers the exit code."""
     try:
-        elasticcb.main(args=list(arguments) or ["--help"], prog_name="elasticcb", standalone_mode=False, obj=session)
+        run()
     except (KeyboardInterrupt, click.Abort):
         return _end("Interrupted.", ExitCode.INTERRUPTED, session)
     except ElasticCBError as error:
@@ -61,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _end(_describe_usage(error), ExitCode.WRONG_USAGE, session)
     except Exception as error:
+        if isinstance(error, OSError) and is_scarcity(error):
+            return _end(f"Error: {describe_scarcity(error)}", ExitCode.JOB_FAILED, session)
         session.debug = True
         text = f"Error: ElasticCB itself failed, not your code: {type(error).__name__}: {error}"
         return _end(f"{text}\nPlease report it, with the traceback above.", ExitCode.JOB_FAILED, session)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from elasticcb.cli.follow import FollowSettings
+from elasticcb.cli.submission import SubmissionSettings
 from elasticcb.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -16,6 +17,7 @@ from elasticcb.settings import (
     DataSettings,
     EmbeddingSettings,
     JobSettings,
+    KubernetesSettings,
     ModelSettings,
     TrainingSettings,
 )
@@ -38,6 +40,7 @@ class Kind(Enum):
     CHOICE = "CHOICE"
     PARAMS = "K=V;K2=V2"
     FOLDER = "FOLDER"
+    FILE = "FILE"
     DATA = "DATA"
 
 
@@ -45,8 +48,8 @@ class Kind(Enum):
 class Option:
     """One flag.
 
-    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name"; the section
-    "follow" is `FollowSettings`.
+    `field` names the place in `JobSettings` that the value goes to, as "section.name" or "name"; the sections
+    "follow" and "submission" are `FollowSettings` and `SubmissionSettings`.
     `value` is what `--help` writes behind the flag: its unit, where it has one.
     """
 
@@ -71,7 +74,7 @@ class Option:
         default = defaults().get(self.field)
         if isinstance(default, bool):
             return str(default).lower()  # as it is written on the command line
-        return None if default == "" else default
+        return None if default == "" or dataclasses.is_dataclass(default) else default
 
     @property
     def metavar(self) -> str:
@@ -88,8 +91,10 @@ def defaults() -> dict[str, Any]:
         "training.": TrainingSettings,
         "checkpoint.": CheckpointSettings,
         "cluster.": ClusterSettings,
+        "cluster.kubernetes.": KubernetesSettings,
         "embedding.": EmbeddingSettings,
-        "follow.": FollowSettings,  # which is no matter of a job
+        "follow.": FollowSettings,  # which is no matter of a job, as the next
+        "submission.": SubmissionSettings,
     }
     found: dict[str, Any] = {}
     for prefix, section in sections.items():

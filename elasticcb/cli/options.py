@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elasticcb.cli.kubernetes_options import KUBERNETES, KUBERNETES_OPTIONS
 from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
 from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite, WhenFull, WireDtype
 
@@ -19,7 +20,7 @@ EMBEDDING = "Embedding tables"
 CHECKPOINTS = "Checkpoints and export"
 CLUSTER = "Cluster"
 JOB = "Job"
-PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, JOB)
+PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, KUBERNETES, JOB)
 
 OPTIONS: tuple[Option, ...] = (
     # ---------------------------------------------------------------- model file
@@ -346,7 +347,7 @@ OPTIONS: tuple[Option, ...] = (
         field="checkpoint.directory",
         panel=CHECKPOINTS,
         kind=Kind.FOLDER,
-        help="Folder to write checkpoints to; without it none are written.",
+        help="Folder to write checkpoints to, or its URL (s3://, gs://, sftp://, …); without it none are written.",
         commands=TRAIN,
     ),
     Option(
@@ -385,7 +386,7 @@ OPTIONS: tuple[Option, ...] = (
         field="checkpoint.directory_for_init",
         panel=CHECKPOINTS,
         kind=Kind.FOLDER,
-        help="Start from the newest checkpoint in this folder, or from this very checkpoint. `evaluate` and "
+        help="Start from the newest checkpoint in this folder or URL, or from this very checkpoint. `evaluate` and "
         "`predict` need it.",
     ),
     Option(
@@ -434,7 +435,16 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.CHOICE,
         choices=tuple(choice.value for choice in ClusterKind),
         help="local: processes on this machine. inprocess: threads of one process, for breakpoints. "
-        "external: you start the processes, anywhere.",
+        "external: you start the processes, anywhere. kubernetes: as pods. ray: on the nodes of a Ray cluster.",
+    ),
+    Option(
+        name="ray_address",
+        field="cluster.ray_address",
+        panel=CLUSTER,
+        kind=Kind.TEXT,
+        value="HOST:PORT",
+        default_text="RAY_ADDRESS, or the cluster of this machine",
+        help="With --cluster=ray: which Ray cluster. The command must run on one of its nodes.",
     ),
     Option(
         name="num_workers",
@@ -445,6 +455,16 @@ OPTIONS: tuple[Option, ...] = (
         minimum=1,
         because="Workers are what runs the batches.",
         help="Workers.",
+    ),
+    Option(
+        name="autoscale",
+        field="cluster.autoscale",
+        panel=CLUSTER,
+        kind=Kind.TEXT,
+        value="MIN..MAX",
+        help="Add workers while the throughput grows by it, and give back those that don't help: as 1..8. The job "
+        "begins with --num_workers, or MIN.",
+        commands=TRAIN,
     ),
     Option(
         name="num_ps",
@@ -458,11 +478,24 @@ OPTIONS: tuple[Option, ...] = (
         help="Parameter servers.",
     ),
     Option(
+        name="ps_replicas",
+        field="cluster.ps_replicas",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="REPLICAS",
+        minimum=0,
+        maximum=1,
+        help="1: each parameter server hands its updates to the next one before it answers, so that one that is "
+        "killed loses none; needs at least 2.",
+        commands=TRAIN,
+    ),
+    Option(
         name="host",
         field="cluster.host",
         panel=CLUSTER,
         kind=Kind.TEXT,
         value="ADDRESS",
+        default_text="127.0.0.1; with --cluster=ray its node's",
         help="Address that the master listens on; one that the other machines reach, with --cluster=external.",
     ),
     Option(
@@ -474,6 +507,28 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=65535,
         help="Port of the master; 0: any that is free.",
+    ),
+    Option(
+        name="metrics_port",
+        field="cluster.metrics_port",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PORT",
+        minimum=0,
+        maximum=65535,
+        default_text="none are served",
+        help="Port on which the master serves metrics to Prometheus, by HTTP; 0: any that is free.",
+    ),
+    Option(
+        name="health_port",
+        field="cluster.health_port",
+        panel=CLUSTER,
+        kind=Kind.INTEGER,
+        value="PORT",
+        minimum=0,
+        maximum=65535,
+        default_text="none are answered",
+        help="Port on which the master answers gRPC health checks, as Kubernetes makes them; 0: any that is free.",
     ),
     Option(
         name="max_worker_restarts",
@@ -500,8 +555,48 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.NUMBER,
         value="SECONDS",
         above=0,
-        help="With --cluster=external: a process that is not heard of for so long is lost.",
+        help="A parameter server that is not heard of for so long is replaced; with --cluster=external, a worker, too. "
+        "A shorter --lease_seconds shortens it.",
     ),
+    Option(
+        name="tls",
+        field="cluster.tls",
+        panel=CLUSTER,
+        kind=Kind.TRUTH,
+        help="Encrypt what the processes say, and let in only those with a certificate of a CA that is made for this "
+        "job (in `tls` in its folder). `--tls` alone is true.",
+    ),
+    Option(
+        name="tls_cert",
+        field="cluster.tls_cert",
+        panel=CLUSTER,
+        kind=Kind.FILE,
+        help="The same with certificates of your own: a PEM file with this process's.",
+    ),
+    Option(
+        name="tls_key",
+        field="cluster.tls_key",
+        panel=CLUSTER,
+        kind=Kind.FILE,
+        help="PEM file with its private key, without a password.",
+    ),
+    Option(
+        name="tls_ca",
+        field="cluster.tls_ca",
+        panel=CLUSTER,
+        kind=Kind.FILE,
+        help="PEM file with the CA that has signed the certificates of all processes.",
+    ),
+    Option(
+        name="tls_name",
+        field="cluster.tls_name",
+        panel=CLUSTER,
+        kind=Kind.TEXT,
+        value="NAME",
+        default_text="the address that it listens on",
+        help="What a server's certificate must be for: the same name in all of them.",
+    ),
+    *KUBERNETES_OPTIONS,
     # ---------------------------------------------------------------- job
     Option(
         name="job_name",

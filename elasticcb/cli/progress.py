@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elasticcb.cli.summary import format_count, format_metric, format_seconds, summary_lines
+from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
 from elasticcb.settings import ClusterKind, JobSettings
 from elasticcb.status import JobStatus, Summary
 
@@ -64,7 +64,8 @@ def status_parts(status: JobStatus) -> list[str]:
         parts.append(f"loss {format_metric(status.loss)}")
     # Named as Keras names them, so that the two losses can be told apart.
     parts += [f"val_{name} {format_metric(value)}" for name, value in status.metrics.items()]
-    parts.append(f"workers {status.workers_up}/{status.workers_planned}")
+    slow = f" (slow: {format_places(status.stragglers)})" if status.stragglers else ""
+    parts.append(f"workers {status.workers_up}/{status.workers_planned}{slow}")
     parts.append(f"servers {status.ps_up}/{status.ps_planned}")
     if status.tasks_todo or status.tasks_doing:
         parts.append(f"tasks {format_count(status.tasks_todo)} to do, {status.tasks_doing} running")

@@ -6,7 +6,7 @@ import rich_click as click
 
 from elasticcb.cli.address import INDEX_HELP, MASTER_HELP, Address
 from elasticcb.cli.command import CONTEXT
-from elasticcb.settings import ClusterSettings
+from elasticcb.cli.tls import access, tls_options
 
 
 @click.command(context_settings=CONTEXT)
@@ -15,12 +15,21 @@ from elasticcb.settings import ClusterSettings
 @click.option(
     "--host",
     metavar="ADDRESS",
-    default=ClusterSettings.host,
+    default="127.0.0.1",
     show_default=True,
     help="Address of this machine to listen on; one that the master and the workers reach.",
 )
+@click.option(
+    "--health_port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Port on which it answers gRPC health checks, as Kubernetes makes them; 0: any that is free.",
+)
+@tls_options
 @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
-def ps(master_address: str, index: int, host: str, parent_pid: int | None) -> None:
+def ps(
+    master_address: str, index: int, host: str, health_port: int | None, parent_pid: int | None, **tls: str | None
+) -> None:
     """Run one parameter server, which holds its part of the model until the job is over.
 
     The job's settings come from the master.
@@ -31,4 +40,4 @@ def ps(master_address: str, index: int, host: str, parent_pid: int | None) -> No
     """
     from elasticcb.roles import run_ps
 
-    run_ps(master_address, index, host, parent_pid)
+    run_ps(master_address, index, host, parent_pid, access(tls), health_port)

@@ -7,25 +7,44 @@ from pathlib import Path
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, Session
-from elasticcb.cli.job import run_settings
+from elasticcb.cli.job import end_with, run_settings
+from elasticcb.cli.kubernetes_follow import follow_job
+from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
+@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
 @click.pass_obj
-def resume(session: Session, job: str) -> None:
+def resume(session: Session, job: str, namespace: str | None) -> None:
     """Go on with a training job that was interrupted, failed, or was killed with its machine.
 
-    JOB is the job's folder. Tasks that were reported as done are not done again; parameter servers go on from what
-    they wrote down last. The job runs with the settings that it began with.
+    JOB is the job's folder, or on Kubernetes the name of one that `elasticcb stop` has stopped. Tasks that were
+    reported as done are not done again; parameter servers go on from what they wrote down last. The job runs with the
+    settings that it began with.
 
     \b
     Examples:
       elasticcb resume jobs/mnist-20260101-120000
+      elasticcb resume mnist --namespace=training
     """
-    run_settings(resumed_settings(job), session, resumed=True)
+    if namespace:
+        end_with(_resume_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job)))
+    else:
+        run_settings(resumed_settings(job), session, resumed=True)
+
+
+def _resume_on_kubernetes(job: KubernetesJob) -> int:
+    if job.state != "stopped":
+        raise UsageError(
+            f"The job {job.name} is {job.state}, not stopped. `elasticcb logs {job.name} "
+            f"--namespace={job.api.namespace}` shows what it says."
+        )
+    job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
+    return follow_job(job.api, job.name, from_now=True)
 
 
 def resumed_settings(job: str) -> JobSettings:

@@ -1,10 +1,15 @@
-"""`elasticcb scale`: more or fewer workers for a job that runs."""
+"""`elasticcb scale`: more or fewer workers or parameter servers for a job that runs."""
 
 from __future__ import annotations
+
+import sys
 
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job import end_with
+from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.running_job import running_master
 
@@ -13,31 +18,53 @@ _PATIENCE_SECONDS = 5.0
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--workers", type=click.IntRange(1), metavar="N", required=True, help="How many there are to be.")
-def scale(job: str, workers: int) -> None:
-    """Give a job that runs more or fewer workers.
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="How many workers there are to be.")
+@click.option("--ps", type=click.IntRange(1), metavar="M", help="How many parameter servers.")
+@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
+    """Give a job that runs more or fewer workers or parameter servers.
 
-    JOB is the job's folder. New workers take tasks as soon as they are up. Those that are too many finish their batch,
-    hand the rest of their task back, and leave: nothing is lost or trained twice.
+    JOB is the job's folder, or its name on Kubernetes. New workers take tasks as soon as they are up. Those that are
+    too many finish their batch, hand the rest of their task back, and leave: nothing is lost or trained twice.
+    Parameter servers hand over what they hold while training goes on; the command returns when that is done.
 
     \b
     Examples:
       elasticcb scale jobs/mnist-20260101-120000 --workers 4
+      elasticcb scale jobs/mnist-20260101-120000 --ps 2
+      elasticcb scale mnist --namespace=training --workers 4
     """
     from elasticcb.master_client import MasterClient
 
+    if not workers and not ps:
+        raise UsageError("Nothing is to be scaled. Expected --workers=N, --ps=M, or both.")
+    if namespace:
+        end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
+        return
     master = running_master(job)
-    client = MasterClient(master.address, _PATIENCE_SECONDS, master.token)
+    client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
     try:
-        before = client.scale(workers)
+        if workers:
+            before = client.scale(workers)
+            print(
+                f"{job} has {workers} workers from now on; there were {before}."
+                if workers != before
+                else f"{job} has {workers} workers already."
+            )
+        if ps:
+            print(client.scale_servers(ps) or f"{job} has {ps} parameter servers already.")
     except ConnectionLostError as error:
         raise UsageError(
             f"The master of {job} does not answer: {error} If it was killed, `elasticcb resume` goes on with the job."
         ) from None
     finally:
         client.close()
-    print(
-        f"{job} has {workers} workers from now on; there were {before}."
-        if workers != before
-        else f"{job} has {workers} workers already."
-    )
+
+
+def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:
+    """By the same command in the master's pod, which alone others reach."""
+    counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
+    directory = str(job.flags()["job_dir"])
+    code, said = job.run_beside_master(["scale", directory, *counts])
+    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
+    return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from elasticcb.settings import Command
 from elasticcb.status import SavedModelInput, Summary
@@ -28,6 +28,11 @@ def format_count(count: int) -> str:
 def format_metric(value: float) -> str:
     """Five significant digits."""
     return f"{value:.5g}"
+
+
+def format_places(places: Iterable[int]) -> str:
+    """(1, 3) -> "1, 3"."""
+    return ", ".join(map(str, places))
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -66,9 +71,18 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.command is Command.TRAIN:
         yield "gradients rejected as too old", format_count(summary.gradients_rejected)
         yield "batches skipped (NaN or infinity)", format_count(summary.batches_skipped)
+    if summary.checkpoints_failed:
+        yield "checkpoints not written", format_count(summary.checkpoints_failed)
     if summary.callback_errors:
         yield "errors in callbacks", format_count(summary.callback_errors)
+    if summary.refused_calls:
+        counts = (f"{format_count(count)} {reason}" for reason, count in summary.refused_calls.items())
+        yield "calls refused", ", ".join(counts)
     yield "workers lost", f"{summary.workers_lost}, of them replaced: {summary.workers_replaced}"
+    if summary.stragglers:
+        yield "stragglers among the workers", format_places(summary.stragglers)
+    if summary.tasks_split:
+        yield "tasks split for idle workers", format_count(summary.tasks_split)
     yield "parameter servers lost", f"{summary.servers_lost}, of them replaced: {summary.servers_replaced}"
     if summary.servers_replaced:
         yield "longest recovery of one", format_seconds(summary.longest_server_recovery)

@@ -32,17 +32,22 @@ _QUANTILES = ("least", "25 %", "median", "75 %", "99 %", "most")
 def table(checkpoint: str, top: int, as_json: bool) -> None:
     """Show what the embedding tables of a checkpoint hold: rows, bytes, hit counts, age.
 
-    CHECKPOINT is the folder of a version, or the folder of all versions, of which the newest is shown. The job may be
-    running meanwhile.
+    CHECKPOINT is the folder of a version, or the folder of all versions, of which the newest is shown, or the URL of
+    one of them. The job may be running meanwhile.
 
     \b
     Examples:
       elasticcb table jobs/ctr/checkpoints
       elasticcb table jobs/ctr/checkpoints/version-00001000 --top 20
     """
+    from elasticcb.remote_checkpoint import local_copy
+    from elasticcb.remote_files import is_url
     from elasticcb.table_report import report
 
-    found = report(checkpoint, top)
+    with local_copy(checkpoint) as folder:
+        found = report(folder, top)
+    if is_url(checkpoint):
+        found = dataclasses.replace(found, folder=checkpoint)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
     else:

@@ -12,12 +12,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elasticcb.cli.given import Given
+from elasticcb.cli.kubernetes_checks import check_kubernetes
 from elasticcb.cli.model_file import ModelFile, find_model_file
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
+from elasticcb.cli.replicas import check_replicas
+from elasticcb.cluster.ray import check_ray
 from elasticcb.errors import UsageError
-from elasticcb.settings import Command
+from elasticcb.job_ca import check_installed
+from elasticcb.remote_files import is_url, problem_of
+from elasticcb.settings import ClusterKind, Command, WorkerRange
+from elasticcb.tls import FILES, TLS, tls_files
 
 # What a command can't do without, and why.
 NEEDED: dict[Command, dict[str, str]] = {
@@ -48,13 +54,25 @@ def validate(command: Command, given: Given) -> dict[str, str]:
         UsageError: with all that is wrong, not only the first of it.
     """
     problems: list[str] = []
-    for check in _CHECKS:
+    for check in (*_FLAG_CHECKS, *_FILE_CHECKS):
         problems.extend(check(command, given))
     origins, found = _check_files(command, given)
     problems.extend(found)
     if problems:
         raise UsageError(_join(command, problems))
     return origins
+
+
+def validate_flags(command: Command, given: Given, check_paths: Callable[[Given], Iterator[str]]) -> None:
+    """As `validate`, for a job that runs where the paths in its flags are others: those are not looked into.
+
+    Args:
+        check_paths: of them, gives what is wrong.
+    """
+    problems = [problem for check in _FLAG_CHECKS for problem in check(command, given)]
+    problems.extend(check_paths(given))
+    if problems:
+        raise UsageError(_join(command, problems))
 
 
 def _join(command: Command, problems: list[str]) -> str:
@@ -89,7 +107,12 @@ def _check_empty(command: Command, given: Given) -> Iterator[str]:
 
 def _expected(name: str) -> str:
     kind = BY_NAME[name].kind
-    words = {Kind.DATA: "a file, folder, glob or URL", Kind.FOLDER: "a folder", Kind.NAME: "a name"}
+    words = {
+        Kind.DATA: "a file, folder, glob or URL",
+        Kind.FOLDER: "a folder",
+        Kind.FILE: "a file",
+        Kind.NAME: "a name",
+    }
     return words.get(kind, "a value")
 
 
@@ -132,9 +155,17 @@ def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
     if command is Command.TRAIN:
         yield from _check_evaluation(given)
         yield from _check_mode(given)
+        yield from _check_autoscale(given)
         yield from _check_checkpoints(given)
+        yield from check_replicas(given)
     if command is Command.EVALUATE:
         yield from _check_follow(given)
+    if "silence_seconds" in given and 0 < given["lease_seconds"] < given["silence_seconds"]:
+        lease, silence = (given.flag(name, with_value=True) for name in ("lease_seconds", "silence_seconds"))
+        yield (
+            f"{lease} is shorter than {silence}: while a parameter server that hangs is missed and replaced, workers "
+            "make no progress, and would be killed for it. Raise --lease_seconds, or lower --silence_seconds."
+        )
 
 
 def _check_evaluation(given: Given) -> Iterator[str]:
@@ -172,6 +203,25 @@ def _check_mode(given: Given) -> Iterator[str]:
         )
 
 
+def _check_autoscale(given: Given) -> Iterator[str]:
+    if not given["autoscale"]:
+        return
+    flag = given.flag("autoscale", with_value=True)
+    try:
+        limits = WorkerRange.of(given["autoscale"])
+    except UsageError as error:
+        yield f"{flag}: {error}"
+        return
+    if "num_workers" in given and not limits.least <= given["num_workers"] <= limits.most:
+        workers = given.flag("num_workers", with_value=True)
+        yield f"{workers}, with which the job begins, is not within {flag}. Give another number, or leave it out."
+    if given["cluster"] != ClusterKind.LOCAL.value:
+        yield (
+            f"{flag} starts and ends processes of this machine, which --cluster={given['cluster']} leaves to others. "
+            "Leave one of them out."
+        )
+
+
 def _check_checkpoints(given: Given) -> Iterator[str]:
     if given["checkpoint_dir"] is None:
         for name in ("checkpoint_steps", "keep_checkpoint_max"):
@@ -195,6 +245,9 @@ def _check_follow(given: Given) -> Iterator[str]:
 # ---------------------------------------------------------------- files and folders
 
 
+_MAY_BE_REMOTE = frozenset({"checkpoint_dir", "checkpoint_dir_for_init"})
+
+
 def _check_folders(command: Command, given: Given) -> Iterator[str]:
     for name, hint in (
         ("checkpoint_dir", ""),
@@ -202,7 +255,13 @@ def _check_folders(command: Command, given: Given) -> Iterator[str]:
         ("job_dir", ""),
         ("checkpoint_dir_for_init", ""),
     ):
-        if "://" in (given[name] or ""):
+        if name in _MAY_BE_REMOTE and is_url(given[name] or ""):
+            problem = problem_of(given[name])
+            if problem:
+                yield f"{given.flag(name)} names a URL that {problem}"
+            elif given["follow"]:
+                yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a folder of this machine."
+        elif is_url(given[name] or ""):
             yield f"{given.flag(name, with_value=True)} is a URL. Expected a folder of this machine.{hint}"
         elif name != "checkpoint_dir_for_init" and command in BY_NAME[name].commands:
             path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
@@ -236,6 +295,31 @@ def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
         yield (
             f"--checkpoint_dir {checkpoints} lies in --output {output}, which the export replaces. Name two "
             "folders, neither inside the other."
+        )
+
+
+def _check_tls(command: Command, given: Given) -> Iterator[str]:
+    paths = {name: str(given.path(name) or "") for name in FILES} | {"tls_name": given["tls_name"] or ""}
+    try:
+        files = tls_files(paths)
+        if files is not None:
+            TLS.load(files)
+        elif given["tls"]:
+            check_installed()
+    except UsageError as error:
+        yield str(error)
+
+
+def _check_ray(command: Command, given: Given) -> Iterator[str]:
+    if given["cluster"] == ClusterKind.RAY.value:
+        try:
+            check_ray(given["ray_address"] or "")
+        except UsageError as error:
+            yield str(error)
+    elif "ray_address" in given:
+        yield (
+            f"{given.flag('ray_address', with_value=True)} has a meaning with --cluster=ray only. Add that, or leave "
+            "this out."
         )
 
 
@@ -304,13 +388,18 @@ def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iter
                 yield str(error)
 
 
-_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
+_FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_needed,
     _check_meaning,
     _check_empty,
     _check_limits,
     _check_names,
     _check_contradictions,
+    check_kubernetes,
+)
+_FILE_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_folders,
+    _check_tls,
+    _check_ray,
     _check_initial,
 )

@@ -6,13 +6,15 @@ import rich_click as click
 
 from elasticcb.cli.address import INDEX_HELP, MASTER_HELP, Address
 from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.tls import access, tls_options
 
 
 @click.command(context_settings=CONTEXT)
 @click.option("--master", "master_address", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP)
 @click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP)
+@tls_options
 @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
-def worker(master_address: str, index: int, parent_pid: int | None) -> None:
+def worker(master_address: str, index: int, parent_pid: int | None, **tls: str | None) -> None:
     """Run one worker, which takes tasks from a master until there are no more.
 
     The job's settings come from the master.
@@ -23,4 +25,4 @@ def worker(master_address: str, index: int, parent_pid: int | None) -> None:
     """
     from elasticcb.roles import run_worker
 
-    run_worker(master_address, index, parent_pid)
+    run_worker(master_address, index, parent_pid, access(tls))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from elasticcb.access import OPEN
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Exit:
         reason: in words: "exit code 1", "killed by SIGKILL".
         failed: by an error of its own; false after a normal end, and when a signal killed it.
         log: where its last words are, for messages; "" if nowhere.
+        taken_away: others wanted its machine, or that is lost; no restart is used up.
     """
 
     role: str
@@ -25,17 +29,32 @@ class Exit:
     reason: str
     failed: bool
     log: str = ""
+    taken_away: bool = False
 
 
 class ClusterBackend(ABC):
     """Starts and stops processes, and tells what it sees."""
 
     watches = True  # whether `poll` will tell of every process that ends
-    token = ""  # of the job; processes get it by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
+    access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
 
     def prepare(self) -> None:  # noqa: B027 -- there may be nothing to prepare
         """May be called some time before the first `start`, which is quicker then; `stop` must follow."""
+
+    @property
+    def host(self) -> str:
+        """The address that the master is to listen on, for the processes to reach it; known after `prepare`."""
+        return "127.0.0.1"
+
+    @property
+    def taken_over(self) -> Mapping[tuple[str, int], int | str]:
+        """Processes that a master before this one has started, and that live, by role and place: the id of a process of
+        this machine, or the name of a host that is the process's own."""
+        return {}
+
+    def end_taken_over(self) -> None:  # noqa: B027 -- most have none
+        """Ends those."""
 
     @abstractmethod
     def start(self, role: str, index: int, master_address: str) -> None:
@@ -44,6 +63,10 @@ class ClusterBackend(ABC):
     @abstractmethod
     def poll(self) -> list[Exit]:
         """The processes that ended since the last call."""
+
+    def pending(self) -> Mapping[tuple[str, int], str]:
+        """Why processes that were asked for do not run yet, in words, by role and place."""
+        return {}
 
     @abstractmethod
     def kill(self, role: str, index: int) -> None:

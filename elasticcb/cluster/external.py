@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
+from elasticcb.access import TOKEN_VARIABLE, token_of_environment
 from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.rpc import TOKEN_VARIABLE, token_of_environment
+
+_TOKEN_FILE = "token"
 
 
 class ExternalCluster(ClusterBackend):
@@ -13,17 +18,33 @@ class ExternalCluster(ClusterBackend):
 
     Args:
         say: shows a line to the user.
+        directory: gets a file with the token, which its owner alone can read, unless the user has chosen the token.
     """
 
     watches = False
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], directory: str = "") -> None:
         self._say = say
+        self._file = Path(directory, _TOKEN_FILE)
+        self._written = False
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        known = self.token == token_of_environment()
-        token = f"{TOKEN_VARIABLE}={f'${TOKEN_VARIABLE}' if known else self.token} " if self.token else ""
-        self._say(f"Waiting for: {token}elasticcb {role} --master {master_address} --index {index}")
+        access = self.access
+        token = f"{TOKEN_VARIABLE}={self._where_token_is()} " if access.token else ""
+        flags = "" if access.tls is None else f" {shlex.join(access.tls.files.flags)}"
+        self._say(f"Waiting for: {token}elasticcb {role} --master {master_address} --index {index}{flags}")
+
+    def _where_token_is(self) -> str:
+        """For a shell. The token itself is shown to nobody."""
+        if self.access.token == token_of_environment():
+            return f"${TOKEN_VARIABLE}"
+        if not self._written:
+            self._file.unlink(missing_ok=True)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(self.access.token)
+            self._written = True
+        return f'"$(cat {shlex.quote(str(self._file))})"'
 
     def poll(self) -> list[Exit]:
         return []
@@ -33,3 +54,5 @@ class ExternalCluster(ClusterBackend):
 
     def stop(self, grace_seconds: float) -> None:
         """The processes leave by themselves when the master says that the job is over, or is gone."""
+        if self._written:
+            self._file.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""The master's side of the process that forks the others (zygote.py)."""
+"""The side of masters, and of their launcher, of the process that forks the others (zygote.py)."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -11,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticcb.cluster.child import Child, Ending, Launch, SpawnedChild
 
@@ -34,6 +36,15 @@ def can_fork() -> bool:
     return True
 
 
+class Forked(NamedTuple):
+    """A process that was forked for a master that is gone. `watch` is its pidfd."""
+
+    number: int
+    pid: int
+    watch: int
+    arguments: Sequence[str]
+
+
 class ForkServer:
     """Starts processes by forking one that has imported everything.
 
@@ -41,29 +52,51 @@ class ForkServer:
     from nothing, and what it has started goes on.
 
     Args:
-        environment: what must be set before TensorFlow is imported.
-        log: file for what it writes itself.
+        control: the socket to it.
+        process: it, when it ends with this object.
+        forked: what it has started for another master, for this one to go on with.
+
+    Attributes:
+        taken_over: those, with their arguments.
     """
 
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        process: subprocess.Popen[bytes] | None = None,
+        forked: Sequence[Forked] = (),
+    ) -> None:
         self.lost = False
+        self._control, self._process = control, process
         self._started: dict[int, ForkedChild] = {}  # by number, those that have not ended
-        self._count = 0
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._count = max((each.number for each in forked), default=0)
+        self.taken_over: list[tuple[Sequence[str], ForkedChild]] = []
+        for each in forked:
+            child = self._started[each.number] = ForkedChild(self, None)
+            child.runs(each.pid, each.watch)
+            self.taken_over.append((each.arguments, child))
+
+    @classmethod
+    def launch(cls, environment: dict[str, str], log: Path, watch: int) -> ForkServer:
+        """A new one.
+
+        Args:
+            environment: what must be set before TensorFlow is imported.
+            log: file for what it writes itself.
+            watch: a file that becomes readable when it is to end, with all that it has forked.
+        """
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "elasticcb.zygote", str(os.getpid()), str(theirs.fileno())],
+            process = subprocess.Popen(
+                [sys.executable, "-m", "elasticcb.zygote", str(theirs.fileno()), str(watch)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), watch],
                 start_new_session=True,
             )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return cls(control, process)
 
     @property
     def files(self) -> list[int]:
@@ -74,19 +107,31 @@ class ForkServer:
         """The process, which may be there some moments later."""
         if self.lost:
             return SpawnedChild(launch)
-        self._count += 1
         request = {
-            "number": self._count,
             "arguments": launch.arguments,
             "environment": launch.environment,
             "directory": os.getcwd(),
             "log": str(launch.log.absolute()),
         }
         try:
-            self._control.send(json.dumps(request).encode())
+            return self._ask(request, launch)
         except OSError as error:  # it is gone, or the environment is too large for a message
             logger.warning("A process is started from nothing, since it can't be forked: %s", error)
             return SpawnedChild(launch)
+
+    def start_master(self, request: dict[str, Any]) -> ForkedChild:
+        """A master, which writes to standard output and standard error of this process.
+
+        Args:
+            request: what `cli.job.run_as_master` takes, and `arguments` that it shows itself with.
+
+        Raises `OSError` when it can't be asked for.
+        """
+        return self._ask({**request, "master": True}, None, (1, 2))
+
+    def _ask(self, request: dict[str, Any], launch: Launch | None, files: Sequence[int] = ()) -> ForkedChild:
+        self._count += 1
+        socket.send_fds(self._control, [json.dumps({**request, "number": self._count}).encode()], files)
         child = self._started[self._count] = ForkedChild(self, launch)
         return child
 
@@ -106,6 +151,8 @@ class ForkServer:
     def _note(self, message: dict[str, Any], files: list[int]) -> None:
         child = self._started[message["number"]]
         if "pid" in message:
+            if not files:  # the system leaves out what there is no number for
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             child.runs(message["pid"], files[0])
             return
         del self._started[message["number"]]
@@ -121,9 +168,8 @@ class ForkServer:
         children, self._started = list(self._started.values()), {}
         if children:
             logger.warning(
-                "The process that starts the others is gone (exit code %s). Those that run go on; the next ones are "
-                "started from nothing.",
-                self._process.poll(),
+                "The process that starts the others is gone. Those that run go on; the next ones are started from "
+                "nothing."
             )
         for child in children:
             if child.is_waited_for:
@@ -133,28 +179,31 @@ class ForkServer:
         """What has not been started yet never will be."""
         self.attend()
         waiting = [child for child in self._started.values() if child.is_waited_for]
-        if waiting:
-            for child in waiting:
-                child.cancelled = True
+        for child in waiting:
+            child.cancelled = True
+        if waiting and self._process is not None:
             self._process.kill()
             self._process.wait()
             self.attend()
+        while any(child.is_waited_for for child in waiting):
+            self.attend(None)
 
     def close(self) -> None:
-        """Ends it; nothing that it has started may run any more."""
+        """Needs it no more, or ends it; nothing that it has started may run any more."""
         if not self.lost:
             self._started.clear()
             self._lose()
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class ForkedChild:
     """A process that a `ForkServer` starts. Made by it alone."""
 
-    def __init__(self, server: ForkServer, launch: Launch) -> None:
+    def __init__(self, server: ForkServer, launch: Launch | None) -> None:
         self._server = server
-        self._launch = launch
+        self._launch = launch  # to start it from nothing; None where that can't be
         self._pid = 0
         self._watch = -1  # its pidfd, once it runs
         self._ending: Ending | None = None
@@ -180,7 +229,7 @@ class ForkedChild:
             self._watch = -1
 
     def start_from_nothing(self) -> None:
-        if self.cancelled:
+        if self.cancelled or self._launch is None:
             self._ending = Ending("it was never started", False)
         else:
             self._instead = SpawnedChild(self._launch)

@@ -6,12 +6,14 @@ They talk gRPC as processes do; a breakpoint in the model file or in a callback 
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
+from elasticcb.access import Access
 from elasticcb.cluster.base import ClusterBackend, Exit
 
-RunRole = Callable[[str, int, str], None]  # master's address, index, token
+RunRole = Callable[[str, int, Access], None]  # master's address, index, access to the job
 
 
 class InProcessCluster(ClusterBackend):
@@ -29,7 +31,7 @@ class InProcessCluster(ClusterBackend):
         self._last_words: dict[tuple[str, int], str] = {}
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index, self.token))
+        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index, self.access))
         self._threads[role, index] = thread
         thread.start()
 
@@ -47,9 +49,9 @@ class InProcessCluster(ClusterBackend):
         self._threads.pop((role, index), None)
 
     def stop(self, grace_seconds: float) -> None:
-        for (role, _), thread in self._threads.items():
-            if role == "worker":
-                thread.join(grace_seconds)
+        give_up = time.monotonic() + grace_seconds
+        for thread in self._threads.values():
+            thread.join(max(0.0, give_up - time.monotonic()))
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         return self._last_words.get((role, index), "")

@@ -10,20 +10,12 @@ import threading
 import time
 from pathlib import Path
 
+from elasticcb.access import TOKEN_VARIABLE
 from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.cluster.child import Child, Launch, SpawnedChild
+from elasticcb.cluster.child import Child, Launch, SpawnedChild, common_environment
 from elasticcb.cluster.fork_server import ForkServer, can_fork
-from elasticcb.rpc import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
-
-# glibc gives every large block back to the kernel, and each tensor then pays for page faults: these
-# keep blocks in the process, which doubles the steps per second.
-_ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 
 
 class LocalCluster(ClusterBackend):
@@ -34,24 +26,32 @@ class LocalCluster(ClusterBackend):
     Args:
         directory: the job's; logs go to `logs/ROLE-INDEX.log` below it.
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
+        fork_server: has forked this process; None starts one when processes are needed.
     """
 
-    def __init__(self, directory: str, log_level: str = "INFO") -> None:
+    def __init__(self, directory: str, log_level: str = "INFO", fork_server: ForkServer | None = None) -> None:
         self._logs = Path(directory) / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._quiet = log_level != "DEBUG"
+        self._common = common_environment(log_level)
         self._children: dict[tuple[str, int], Child] = {}
-        self._fork_server: ForkServer | None = None
+        self._fork_server = fork_server
         self._gpus = visible_gpus()
+        for arguments, child in [] if fork_server is None else fork_server.taken_over:
+            self._children[arguments[0], int(arguments[arguments.index("--index") + 1])] = child
 
     def prepare(self) -> None:
         if self._fork_server is None and can_fork():
-            self._fork_server = ForkServer(os.environ | self._common_environment(), self._logs / "zygote.log")
+            watch = os.pidfd_open(os.getpid())
+            try:
+                self._fork_server = ForkServer.launch(os.environ | self._common, self._logs / "zygote.log", watch)
+            finally:
+                os.close(watch)
 
     def start(self, role: str, index: int, master_address: str) -> None:
         self.kill(role, index)  # one that has said goodbye, and is still there
         self.prepare()
-        arguments = (role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid()))
+        tls = () if self.access.tls is None else self.access.tls.files.flags
+        arguments = (role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid()), *tls)
         launch = Launch(arguments, self._environment(role, index), self._log_path(role, index))
         server = self._fork_server
         self._children[role, index] = SpawnedChild(launch) if server is None else server.start(launch)
@@ -75,6 +75,14 @@ class LocalCluster(ClusterBackend):
         if child is not None:
             child.send_signal(signal.SIGKILL)
             child.wait()
+
+    @property
+    def taken_over(self) -> dict[tuple[str, int], int]:
+        return {place: child.pid for place, child in self._children.items()}
+
+    def end_taken_over(self) -> None:
+        for role, index in list(self._children):
+            self.kill(role, index)
 
     def stop(self, grace_seconds: float) -> None:
         children = list(self._children.values())
@@ -103,16 +111,11 @@ class LocalCluster(ClusterBackend):
         return self._logs / f"{role}-{index}.log"
 
     def _environment(self, role: str, index: int) -> dict[str, str]:
-        environment = self._common_environment() | {TOKEN_VARIABLE: self.token}
+        environment = self._common | {TOKEN_VARIABLE: self.access.token}
         if self._gpus:
             # One GPU per worker; servers would only take memory from them.
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
         return os.environ | environment
-
-    def _common_environment(self) -> dict[str, str]:
-        """What must be set when the program is loaded, or TensorFlow imported."""
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"} if self._quiet else {}
-        return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet
 
 
 def visible_gpus() -> list[str]:
@@ -124,12 +127,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []
 
 
-_watches: dict[int, int] = {}  # by process that this one is to end with, and that is not its parent: its pidfd
+_watch: int | None = None  # a file that becomes readable when this process is to end
 
 
-def follow_through(pid: int, watch: int) -> None:
-    """Lets `follow_parent` follow process `pid` by its pidfd: another one, between the two, has forked this one."""
-    _watches[pid] = watch
+def follow_file(watch: int) -> None:
+    """Lets `follow_parent` follow a file instead, which becomes readable when this process is to end."""
+    global _watch
+    _watch = watch
 
 
 def follow_parent(parent_pid: int) -> None:
@@ -137,14 +141,13 @@ def follow_parent(parent_pid: int) -> None:
 
     Call it before anything slow. A parent that is gone already ends the process here.
     """
-    watch = _watches.get(parent_pid)
-    if watch is None and os.getppid() != parent_pid:
+    if _watch is None and os.getppid() != parent_pid:
         os._exit(1)
     # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
-    if watch is None:
+    if _watch is None:
         thread = threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True)
     else:
-        thread = threading.Thread(target=_watch_file, args=(watch,), name="parent", daemon=True)
+        thread = threading.Thread(target=_watch_file, args=(_watch,), name="parent", daemon=True)
     thread.start()
 
 

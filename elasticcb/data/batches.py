@@ -21,11 +21,15 @@ class BatchSource(ABC):
       num_batches: in an epoch; None where that is only known at its end.
       ends_early: whether an epoch may end before `num_batches`; if not, a number may have no batch, and the next
         ones still have theirs.
+      repeatable: whether a number names the same batch in the next run of the same program.
+      num_records: in a pass over the data, where that is known.
       keeps_order: whether the n-th batch of a range is that of its n-th number: no number is left out.
     """
 
     num_batches: int | None
     ends_early = False
+    repeatable = True
+    num_records: int | None = None
     keeps_order = True
 
     @abstractmethod

@@ -16,17 +16,24 @@ class Accounting:
 
     records_trained: dict[int, int] = field(default_factory=dict)  # by epoch; each record once
     records_dropped: dict[int, int] = field(default_factory=dict)  # by epoch; left out by stop_training
+    records_evaluated: int = 0  # over all rounds
+    records_predicted: int = 0
     records_handed_out_again: int = 0  # TRAINING; so many at most were trained more than once
     batches_handed_out: int = 0  # TRAINING; a range that is handed out again counts once
     tasks_retried: int = 0  # times that a task went back because its worker reported a failure
     tasks_taken_over: int = 0  # times that a task went back because its worker was lost, hung, or was asked to end
+    tasks_split: int = 0  # times that a worker gave the end of its task to another that waited
     answers_lost: int = 0  # times that a task went back because its worker never learned of it
     reports_refused: int = 0
 
-    def count_trained(self, task: Task, records: int) -> None:
-        """`records` more of the task were reported; counts those of TRAINING tasks."""
+    def count_records(self, task: Task, records: int) -> None:
+        """`records` more of the task were reported."""
         if task.type is TaskType.TRAINING and records:
             self.records_trained[task.epoch] = self.records_trained.get(task.epoch, 0) + records
+        elif task.type is TaskType.EVALUATION:
+            self.records_evaluated += records
+        elif task.type is TaskType.PREDICTION:
+            self.records_predicted += records
 
     def count_dropped(self, epoch: int, records: int) -> None:
         if records:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from elasticcb import checkpoint as checkpoints
+from elasticcb.master.checkpoint_uploads import CheckpointUploads
+from elasticcb.part_file import SavedFile
 from elasticcb.ps_control import PSControl
-from elasticcb.settings import JobSettings
+from elasticcb.remote_files import is_url
+from elasticcb.settings import CHECKPOINTS_FOLDER, JobSettings
 
 logger = logging.getLogger(__name__)
 
@@ -15,16 +20,25 @@ logger = logging.getLogger(__name__)
 class CheckpointWriter:
     """Has the servers write their parts, and makes a valid checkpoint of them.
 
+    Those that go to a remote folder are written into the job's, and copied from there.
+
     Args:
         settings: of the job.
         client: of the servers, which hold the model.
+        say: shows a line to the user.
+        resumed: the job goes on with what an earlier master has begun.
 
     Attributes:
         wanted: whether the job writes checkpoints at all.
-        newest: path of the newest one; "" before the first.
+        newest: path of the newest one on a disk; "" before the first.
     """
 
-    def __init__(self, settings: JobSettings, client: PSControl) -> None:
+    def __init__(self, settings: JobSettings, client: PSControl, say: Callable[[str], None], resumed: bool) -> None:
+        given = settings.checkpoint
+        self._folder, self._uploads = Path(given.directory), None
+        if is_url(given.directory):
+            self._folder = Path(settings.directory, CHECKPOINTS_FOLDER)
+            self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, say, resumed)
         self._job = settings.name
         self._settings = settings.checkpoint
         self._client = client
@@ -45,21 +59,47 @@ class CheckpointWriter:
 
         Raises `CheckpointError` when it can't be written.
         """
-        folder = checkpoints.begin_version(self._settings.directory, version)
+        folder = checkpoints.begin_version(self._folder, version)
         answers = self._client.save(str(folder))
         version = int(answers[0].version)
+        if self._uploads is not None:  # else the same version might change while it is copied
+            self._uploads.let_go(self._folder / checkpoints.version_folder(version))
         path = checkpoints.write_manifest(
             folder,
             version=version,
             specs=self._client.specs,
             parts=self._client.partition,
-            files=[checkpoints.SavedFile(a.file, a.bytes, a.sha256) for a in answers],
+            buckets=self._client.buckets,
+            files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
             extra={"job": self._job, "tasks": tasks},
         )
-        checkpoints.prune(self._settings.directory, self._settings.keep_max)
+        if self._uploads is None:
+            checkpoints.prune(self._folder, self._settings.keep_max)
+        else:
+            self._uploads.add(path)
         self.newest = str(path)
         self._due = self._next(version)
         logger.info("Checkpoint %s is written", path)
+
+    @property
+    def place(self) -> str:
+        """Where the newest one is that a later job can start from; "": there is none."""
+        return self.newest if self._uploads is None else self._uploads.newest
+
+    @property
+    def failed(self) -> int:
+        """How many could not be copied to the remote folder."""
+        return 0 if self._uploads is None else self._uploads.failed
+
+    def finish(self) -> None:
+        """Waits until the last one is where it belongs. Raises `CheckpointError` when it can't get there."""
+        if self._uploads is not None:
+            self._uploads.finish()
+
+    def close(self) -> None:
+        """Copies no more."""
+        if self._uploads is not None:
+            self._uploads.close()
 
     def _next(self, version: int) -> int:
         steps = self._settings.steps

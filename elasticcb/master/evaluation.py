@@ -30,7 +30,7 @@ class RoundReason(str, Enum):
 class Round:
     """One evaluation round. `epoch` is the last epoch that ended before it, if it is held for an epoch."""
 
-    id: int  # from 1, rising
+    id: int  # rising
     version: int  # of the model; all its tasks see the weights of this version
     reason: RoundReason
     epoch: int | None = None
@@ -77,16 +77,19 @@ class EvaluationRounds:
             `evaluation_steps` later.
         merge: joins the states that the tasks of a round sent for one metric; by default they are added
             up. With a function of one's own the states of all tasks are kept until the round is merged.
+        first_id: of rounds; workers and servers may know those of an earlier master.
     """
 
-    def __init__(self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None) -> None:
+    def __init__(
+        self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None, first_id: int = 1
+    ) -> None:
         if evaluation_steps < 0:
             raise UsageError(f"evaluation_steps is {evaluation_steps}; expected 0 or more model versions.")
         self._steps = evaluation_steps
         self._merge = merge
         self._last_version: int | None = None  # of the newest round
         self._steps_from = start_version
-        self._next_id = 1
+        self._next_id = first_id
         self._running: Round | None = None
         self._pending: RoundReason | None = None
         self._pending_epoch: int | None = None

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.blocks import Blocks
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import unwrapped
-from elasticcb.ps_client import Blocks
 from elasticcb.ps_control import PSControl
 
 if TYPE_CHECKING:
@@ -62,6 +62,18 @@ class MasterHooks:
             self._carry_out()
             if reads:
                 self._send_changes()
+
+    def call_again(self, hook: str, *args: Any) -> None:
+        """Calls a hook of training for another master, which was killed: what it has set then, the servers hold,
+        or something newer."""
+        if self._callbacks.wants(hook):
+            if self._callbacks.readers(hook):
+                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+            self._callbacks.call(hook, *args)
+            if self._callbacks.stop_requested:
+                self._stop_training(self._callbacks.stop_reason)
+            self._forget()
+            self.adopt_learning_rate(self._ps.learning_rate)
 
     def begin_round(self, evaluation_round: int) -> int:
         """Calls `on_test_begin`, and makes the servers keep the weights of the round; returns their version.

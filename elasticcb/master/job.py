@@ -16,34 +16,50 @@ A job that evaluates or predicts has one round, or the prediction tasks, and not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from elasticcb import remote_checkpoint
 from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.saved_state import keep_files, plain, restore_states, saved_states
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint import find_undamaged
-from elasticcb.errors import ConnectionLostError, ElasticCBError, JobFailedError, JobInterrupted, LostServerError
+from elasticcb.errors import (
+    CheckpointError,
+    ClusterLostError,
+    ConnectionLostError,
+    ElasticCBError,
+    JobFailedError,
+    JobInterrupted,
+)
 from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.batch_log import Pass
+from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.cluster_state import Cluster, ServerPlace
 from elasticcb.master.evaluation import EvaluationRounds, Round
 from elasticcb.master.hooks import MasterHooks
 from elasticcb.master.journal import Journal
-from elasticcb.master.master import Cluster, Master
+from elasticcb.master.master import Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizer_state import ModelState
+from elasticcb.optimizer_traits import clips_on_server, may_serve_rows, model_optimizers
 from elasticcb.ps_control import PSControl, Source
-from elasticcb.settings import Command, JobSettings
+from elasticcb.remote_files import is_url
+from elasticcb.settings import INITIAL_FOLDER, RECOVERY_FOLDER, Command, JobSettings
 from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
@@ -52,6 +68,18 @@ _DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
 _LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
 _BATCHES_PER_TURN = 100  # that callbacks hear of before the master looks after its processes again
 _LARGE_BACKLOG = 20_000  # batches that callbacks have not heard of
+
+
+class Takeover(NamedTuple):
+    """What a master that was killed has left.
+
+    Attributes:
+        running: its processes by role ("worker", "ps") and place, as `ClusterBackend.taken_over` says.
+        since: when it was killed; seconds of `time.monotonic`.
+    """
+
+    running: Mapping[tuple[str, int], int | str]
+    since: float
 
 
 class Job:
@@ -64,7 +92,10 @@ class Job:
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
         make_program: makes what the job runs instead of a model file (elasticcb/program.py), once the model of
             the host is built.
-        journal: of training that can be resumed, and that this job goes on with if it tells of tasks.
+        journal: of training that can be resumed, and that this job goes on with if it tells of tasks. Of training
+            that was over, the servers get the model, and no hook is called.
+        goes_on_by: what the user does to go on with the job of the journal; "": the command `elasticcb resume`.
+        takeover: what another master has left, for this job to go on with; `master` is not started then.
     """
 
     def __init__(
@@ -75,11 +106,20 @@ class Job:
         make_host: Callable[[JobSettings], Any] | None = None,
         make_program: Callable[[], bytes] | None = None,
         journal: Journal | None = None,
+        goes_on_by: str = "",
+        takeover: Takeover | None = None,
     ) -> None:
         self._settings = settings
+        self._goes_on_by = goes_on_by or f"elasticcb resume {shlex.quote(settings.directory)}"
+        self._takeover = takeover
         self._journal = journal
         # What an earlier master knew, if there was one and it handed out tasks.
         self._memory = journal.memory if journal is not None and journal.memory.queue is not None else None
+        self._arrays = CallbackArrays(
+            Path(settings.directory, RECOVERY_FOLDER),
+            None if self._memory is None else self._memory.callback_arrays,
+            display.message,
+        )
         self._display = display
         self._master = master
         self._make_host = make_host or _host_of_model_file
@@ -91,8 +131,10 @@ class Job:
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._last_epoch_logs: dict[str, Any] = {}
         self._servers: Servers = None  # type: ignore[assignment]  # until `_connect`
+        self._checkpoints: CheckpointWriter = None  # type: ignore[assignment]  # until the servers hold the model
         self._begun = False  # the servers hold the model, and workers take tasks
         self._over = False
+        self._autoscaling: Autoscaling | None = None
         self._more_batches = False  # for callbacks to hear of, at once
 
     def run(self) -> Summary:
@@ -115,9 +157,11 @@ class Job:
         if self._master.error is not None:
             raise self._master.error
         self._master.say_warnings()
+        self._finish_checkpoints()
         if self._journal is not None:
             self._journal.add(over=True)
-        return self._report.summary(self._queue)
+        refused = Counter(self._master.refused_calls()) + Counter(self._ps.refused_calls())
+        return self._report.summary(self._queue, refused)
 
     def model_state(self) -> ModelState | None:
         """What the servers hold now; None before they hold the model."""
@@ -125,6 +169,8 @@ class Job:
 
     def close(self) -> None:
         """Ends the connections to the servers."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._servers is not None:
             self._servers.close()
         with self._master.changed:
@@ -135,34 +181,41 @@ class Job:
     # ------------------------------------------------------------ beginning and end
 
     def _start(self) -> None:
-        if self._memory is not None:
-            self._master.roster.next_id = self._memory.next_id
-            if self._memory.workers:
-                self._master.roster.resize(self._memory.workers)
-        self._master.start_processes()
-        if self._make_program is None:
-            self._master.begin_job(self._settings)
+        if self._takeover is not None:
+            self._take_over(self._takeover)
+        else:
+            if self._memory is not None:
+                self._master.roster.next_id = self._memory.next_id
+                if self._memory.workers:
+                    self._master.roster.resize(Role.WORKER, self._memory.workers)
+                if self._memory.buckets:
+                    self._master.roster.resize(Role.PS, len(self._memory.servers))
+            self._master.start_processes()
+            if self._make_program is None:
+                self._master.begin_job(self._settings, describe=self._report.status)
         self._report.show()
         # Before the model is built, which asks the checkpoint for its tables.
-        folder = self._settings.checkpoint.directory_for_init
-        self._first_checkpoint = str(find_undamaged(folder, self._display.message)) if folder else ""
-        initial = replace(self._settings.checkpoint, directory_for_init=self._first_checkpoint)
+        self._newest_checkpoint = self._initial_checkpoint()
+        initial = replace(self._settings.checkpoint, directory_for_init=self._newest_checkpoint)
         self._host = self._make_host(replace(self._settings, checkpoint=initial))
         logger.info("The model is built")
         if self._make_program is not None:
-            self._master.begin_job(self._settings, self._make_program())
+            self._master.begin_job(self._settings, self._make_program(), self._report.status)
         self._wait_for(lambda: self._master.roster.complete(Role.PS, self._master.job), "parameter servers")
         self._connect()
         training = self._settings.training
         if self._memory is not None:
             keep_files(self._host.callbacks.callbacks)
-        if self._settings.command is Command.TRAIN:
+        was_over = self._memory is not None and self._memory.over
+        if self._takeover is not None:
+            self._hooks.call_again("on_train_begin", {})
+        elif self._settings.command is Command.TRAIN and not was_over:
             self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
         self._initial_epoch = getattr(self._host.model, "_initial_epoch", None) or training.initial_epoch
         if self._memory is not None:
             self._initial_epoch = self._memory.ended_epochs
             self._last_epoch_logs = self._memory.logs
-            restore_states(self._host.callbacks.callbacks, self._memory.callbacks)
+            restore_states(self._host.callbacks.callbacks, self._memory.callbacks, self._arrays.load())
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
         self._queue = self._resumed_queue() or TaskQueue(
             training=self._host.sources.get("training", ()),
@@ -181,20 +234,26 @@ class Job:
         master = self._master
         logger.info("The servers hold the model, version %d", self._ps.version)
         with master.changed:
-            master.version = self._report.start_version = self._ps.version
+            master.version = self._report.start_version = max(master.version, self._ps.version)
             master.merging_units = self._host.metrics.merging_units
             evaluated = None if self._memory is None else self._memory.evaluated
             master.rounds = EvaluationRounds(
                 evaluation_steps=training.evaluation_steps,
                 start_version=self._ps.version if evaluated is None else evaluated,
                 merge=self._host.metrics.merge_states if self._host.merges_by_itself else None,
+                first_id=1 if self._memory is None else self._memory.evaluation_round + 1,
             )
             master.queue = self._queue
-            if self._memory is not None:
+            if self._memory is not None and self._takeover is None:
                 master.resume(self._memory)
             self._begin_journal()
-        self._checkpoints = CheckpointWriter(self._settings, self._ps)
-        self._begin()
+        resumed = self._memory is not None
+        self._checkpoints = CheckpointWriter(self._settings, self._ps, self._display.message, resumed)
+        if was_over:
+            self._finish()
+        else:
+            self._begin_autoscaling()
+            self._begin()
         # Last of all, since workers take tasks from now on: a callback may have set the learning rate.
         with master.changed:
             master.cluster = Cluster(
@@ -203,14 +262,48 @@ class Job:
                 self._ps.split,
                 batch_events=self._follows_batches,
                 predictions=self._host.collects_predictions,
+                buckets=self._ps.buckets,
             )
             self._begun = True
+            master.note(servers=self._servers.places, merging_units=sorted(master.merging_units))
             master.changed.notify_all()
+        if self._takeover is not None:
+            seconds = time.monotonic() - self._takeover.since
+            self._display.message(f"The master is back after {seconds:.1f} s; {self._went_on} went on meanwhile.")
+
+    def _take_over(self, takeover: Takeover) -> None:
+        """Lets workers go on with their tasks at once; the model, for hooks and rounds, is built meanwhile."""
+        assert self._journal is not None
+        memory = self._journal.memory
+        assert memory.queue is not None
+        queue = TaskQueue.from_dict(memory.queue, time.monotonic())
+        queue.repeat_milestones(memory.ended_epochs)
+        queue.release_epoch(memory.ended_epochs - 1)
+        self._master.begin_job(self._settings, describe=self._report.status)
+        self._master.take_over(self._journal, queue, takeover.running)
+        counts = [(len(self._master.roster.up(role)), role.value) for role in Role]
+        self._went_on = " and ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
+        self._master.start()
+        logger.info("Workers and servers may go on")
+
+    def _initial_checkpoint(self) -> str:
+        """The folder of the version that the job starts from, on a disk; "": from fresh weights."""
+        folder = self._settings.checkpoint.directory_for_init
+        if not is_url(folder):
+            return str(find_undamaged(folder, self._display.message)) if folder else ""
+        copies = Path(self._settings.directory, INITIAL_FOLDER)
+        if self._memory is not None:  # the master before has copied one
+            with contextlib.suppress(CheckpointError):
+                return str(find_undamaged(copies, self._display.message))
+        return str(remote_checkpoint.fetch(folder, copies, self._display.message))
 
     def _resumed_queue(self) -> TaskQueue | None:
         """That of an earlier master. Raises `JobFailedError` when the data are others."""
         if self._memory is None or self._memory.queue is None:
             return None
+        if not self._host.repeatable and not self._memory.over:
+            self._memory.states.clear()
+            return None  # the epoch that was under way begins anew: its other batches can't be told from those done
         saved = [(name, count) for name, count in self._memory.queue["training"]]
         found = list(self._host.sources.get("training", ()))
         if saved != found:
@@ -219,6 +312,8 @@ class Job:
                 f"when the job began, {sum(count for _, count in found):,} in {len(found)} now. Put the data back as "
                 "they were, or begin a new job from the newest checkpoint."
             )
+        if self._takeover is not None:
+            return self._master.queue
         queue = TaskQueue.from_dict(self._memory.queue)
         queue.repeat_milestones(self._memory.ended_epochs)
         queue.release_epoch(self._memory.ended_epochs - 1)
@@ -231,6 +326,13 @@ class Job:
             if self._memory is None:
                 journal.add(run=self._ps.run, ended_epochs=self._initial_epoch)
             self._master.note(next_id=self._master.roster.next_id)
+
+    def _begin_autoscaling(self) -> None:
+        limits = self._settings.cluster.autoscale
+        if limits.most and (self._memory is None or self._memory.autoscale):
+            records = self._report.records_to_train(self._queue)
+            self._autoscaling = Autoscaling(self._master, limits, records, self._display.message)
+            self._master.autoscales = True
 
     def _begin(self) -> None:
         if self._settings.command is Command.TRAIN:
@@ -257,11 +359,19 @@ class Job:
             self._host.variables,
             self._host.may_split,
             self._source,
-            self._display.message,
+            self._master.say,
             run="" if memory is None else memory.run,
+            places=[ServerPlace(*place) for place in memory.servers] if memory and self._takeover else (),
+            buckets=None if memory is None else memory.bucket_map(),
         )
         if memory is not None:
             self._servers.learning_rate = lambda: memory.learning_rate
+        if memory is not None and self._takeover is not None:
+            self._servers.restore_lost()
+            self._ps.pull()
+            if memory.evaluation_round:  # which begins anew, if it was running
+                self._ps.release_snapshot(memory.evaluation_round)
+        elif memory is not None:
             self._servers.adopt(memory.version)
             self._host.assign(*self._ps.weights())
         else:
@@ -282,9 +392,8 @@ class Job:
 
     def _source(self) -> Source:
         """What a server begins with, without recovery files: the newest checkpoint, or fresh weights."""
-        checkpoint = self._report.checkpoint_path or self._first_checkpoint
-        if checkpoint:
-            return Source(checkpoint=checkpoint)
+        if self._newest_checkpoint:
+            return Source(checkpoint=self._newest_checkpoint)
         weights, ids = self._host.weights()
         return Source(weights, "", self._host.optimizer_state(), self._host.version, ids)
 
@@ -311,9 +420,9 @@ class Job:
                 f"\nThe newest checkpoint is {self._report.checkpoint_path}. To go on from it: "
                 f"--checkpoint_dir_for_init={self._settings.checkpoint.directory}"
             )
-        if self._journal is not None and self._begun:
-            hints += f"\nTo go on where the job stands: elasticcb resume {shlex.quote(self._settings.directory)}"
-        kind = LostServerError if isinstance(error, LostServerError) else JobFailedError
+        if self._is_resumable:
+            hints += f"\nTo go on where the job stands: {self._goes_on_by}"
+        kind = type(error) if isinstance(error, JobFailedError) else ClusterLostError
         return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
     def _interrupted(self) -> None:
@@ -327,14 +436,19 @@ class Job:
                     self._ps.finish_training(finalize=False)  # after which all is in the recovery files
                 if self._checkpoints.wanted:
                     self._save_checkpoint()
+                    self._finish_checkpoints()
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
         except KeyboardInterrupt:
             pass
         except ElasticCBError as error:
             saved = f" No checkpoint could be written: {error}"
-        if self._journal is not None and self._begun:
-            saved += f" To go on: elasticcb resume {shlex.quote(self._settings.directory)}"
+        if self._is_resumable:
+            saved += f" To go on: {self._goes_on_by}"
         raise JobInterrupted(f"The job was interrupted at version {self._master.version}.{saved}")
+
+    @property
+    def _is_resumable(self) -> bool:
+        return self._journal is not None and (self._begun or self._memory is not None)
 
     def _drain(self) -> None:
         give_up = time.monotonic() + _DRAIN_SECONDS
@@ -355,8 +469,11 @@ class Job:
             idle = not milestones and not self._checkpoints.is_due(self._master.version) and not self._round_due()
             if idle and not self._more_batches:
                 master.wait()
+        if self._autoscaling is not None:
+            self._autoscaling.turn()
         if master.lost_ps:
             self._servers.restore_lost()
+        master.server_scaling.turn(self._servers, self._may_move, self._why_no_servers)
         self._master.say_warnings()
         self._deliver_batches()
         if idle:
@@ -367,6 +484,25 @@ class Job:
             self._begin_round(master.rounds.version_reached(master.version).round)
         if self._checkpoints.is_due(self._master.version):
             self._save_checkpoint()
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether parameter servers may become more or fewer now: no snapshot of an evaluation round is kept."""
+        return self._begun and self._master.rounds.running is None
+
+    def _why_no_servers(self, servers: int) -> str:
+        """Why the job can't have so many parameter servers; "": it can."""
+        if self._queue.training_done:
+            return "The job's training has ended; its parameter servers stay as they are."
+        optimizers = model_optimizers(self._host.model)
+        tables = any(spec.table for spec in self._host.variables)
+        clips = any(clips_on_server(each) or (tables and not may_serve_rows(each, servers)) for each in optimizers)
+        if servers > 1 and clips:
+            return (
+                "The model's optimizer clips gradients by their norm on the parameter server, which has all of them "
+                "only where it is the only one."
+            )
+        return ""
 
     def _deliver_batches(self) -> None:
         if self._follows_batches:
@@ -451,6 +587,7 @@ class Job:
         self._hooks.call("on_epoch_end", epoch, logs)
         if not self._queue.training_done and epoch + 1 < self._settings.training.num_epochs:
             self._hooks.call("on_epoch_begin", epoch + 1, {})
+        callbacks = self._callback_states()
         with self._master.changed:
             self._queue.release_epoch(epoch)
             self._master.epoch_states.pop(epoch, None)  # not before: the journal holds them until the epoch is ended
@@ -458,10 +595,20 @@ class Job:
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,
                 logs=plain(logs),
-                callbacks=saved_states(self._host.callbacks.callbacks),
+                **callbacks,
             )
             self._master.rewrite_journal()
             self._master.changed.notify_all()
+        if callbacks:
+            self._arrays.drop_others()
+
+    def _callback_states(self) -> dict[str, Any]:
+        """What callbacks remember, for the journal."""
+        if self._journal is None:
+            return {}
+        arrays: dict[str, Any] = {}
+        states = saved_states(self._host.callbacks.callbacks, arrays)
+        return {"callbacks": states, "callback_arrays": self._arrays.keep(arrays)}
 
     def _training_done(self) -> None:
         self._report.phase = "finishing"
@@ -488,6 +635,8 @@ class Job:
     def _begin_round(self, evaluation_round: Round | None) -> None:
         if evaluation_round is None:
             return
+        with self._master.changed:
+            self._master.note(evaluation_round=evaluation_round.id)
         # The servers may be some versions ahead of what made the round due.
         version = self._hooks.begin_round(evaluation_round.id)
         self._master.rounds.snapshot_taken(version)
@@ -528,7 +677,18 @@ class Job:
         with self._master.changed:
             version, tasks = self._master.version, self._queue.to_dict()
         self._checkpoints.write(version, tasks)
-        self._report.checkpoint_path = self._checkpoints.newest
+        self._newest_checkpoint = self._checkpoints.newest
+        self._report.checkpoint_path = self._checkpoints.place
+
+    def _finish_checkpoints(self) -> None:
+        """Waits until they are where they belong."""
+        try:
+            self._checkpoints.finish()
+        except CheckpointError as error:
+            hint = f" Or, when it is up again: {self._goes_on_by}" if self._journal is not None else ""
+            raise CheckpointError(f"{error}{hint}") from error
+        self._report.checkpoint_path = self._checkpoints.place
+        self._report.checkpoints_failed = self._checkpoints.failed
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:

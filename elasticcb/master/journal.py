@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.buckets import BucketMap
 from elasticcb.errors import JobFailedError
 from elasticcb.tensors import Array, dtype_of
 
@@ -36,6 +37,9 @@ class Memory:
         run: names the training, in the recovery files of the servers.
         next_id: of processes; lower ones were given out.
         workers: how many the job was scaled to; 0: it never was.
+        autoscale: whether that may still go by itself, if it was asked for.
+        buckets, map_version: of the map by which the servers hold the model, if their number has changed: what
+            `BucketMap.to_bytes` gives, as hex digits.
         queue: `TaskQueue.to_dict`; None: no task was handed out yet.
         version: of the model, at least.
         states: by epoch that is not ended, the metric states of each training task that was done.
@@ -43,13 +47,22 @@ class Memory:
         evaluated: the version that the last finished evaluation round saw.
         learning_rate: the base rate at the end of the last epoch; None: a schedule rules it, or no epoch ended.
         logs: of the last epoch that ended.
-        callbacks: of each on the master, what `saved_state` gave at the end of the last epoch.
+        callbacks: of each on the master, what `saved_states` gave at the end of the last epoch.
+        callback_arrays: the file with the arrays among it (`CallbackArrays.keep`); None: there are none.
+        totals: what the summary tells beside the queue's accounting, of all masters of the job.
         over: the job was done.
+        roster: `Roster.to_dict`; None: nobody was there yet.
+        servers: of each parameter server that held the model, by place, its address and its id.
+        merging_units: as in `Master`.
+        evaluation_round: the last one that was begun; 0: none.
     """
 
     run: str = ""
     next_id: int = 1
     workers: int = 0
+    autoscale: bool = True
+    buckets: str = ""
+    map_version: int = 0
     queue: dict[str, Any] | None = None
     version: int = 0
     states: dict[int, list[States]] = field(default_factory=dict)
@@ -58,12 +71,26 @@ class Memory:
     learning_rate: float | None = None
     logs: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
+    callback_arrays: dict[str, Any] | None = None
+    totals: dict[str, Any] = field(default_factory=dict)
     over: bool = False
+    roster: dict[str, Any] | None = None
+    servers: list[Any] = field(default_factory=list)
+    merging_units: list[str] = field(default_factory=list)
+    evaluation_round: int = 0
+
+    def bucket_map(self) -> BucketMap | None:
+        """That of the servers; None: the even one."""
+        if not self.buckets:
+            return None
+        return BucketMap.from_bytes(len(self.servers), bytes.fromhex(self.buckets), self.map_version)
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Takes one entry in."""
-        for name in entry.keys() & vars(self).keys() - {"states"}:
+        for name in entry.keys() & vars(self).keys() - {"states", "queue"}:
             setattr(self, name, entry[name])
+        if "queue" in entry:
+            self.queue = {**(self.queue or {}), **entry["queue"]}
         for epoch, states in entry.get("states", ()):
             self.states.setdefault(epoch, []).append({name: [_array(a) for a in given] for name, given in states})
         for epoch in [epoch for epoch in self.states if epoch < self.ended_epochs]:
@@ -83,6 +110,7 @@ class Journal:
 
     Attributes:
         memory: what the entries told that were there.
+        damaged: whether entries are missing, beyond a last one that was torn.
 
     Raises `JobFailedError` when the file can't be read or written.
     """
@@ -90,6 +118,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.memory = Memory()
+        self.damaged = False
         self._latest: dict[str, Any] = {}  # of each value but states
         try:
             good = self._read()
@@ -107,10 +136,12 @@ class Journal:
         with self._path.open("rb") as file:
             for line in file:
                 checksum, _, text = line.partition(b" ")
-                if not line.endswith(b"\n") or checksum != _checksum(text):
+                torn = not line.endswith(b"\n")
+                if torn or checksum != _checksum(text):
                     logger.warning(
                         "The journal %s is damaged from byte %d on; what is before it counts", self._path, good
                     )
+                    self.damaged = not torn
                     break
                 entry = json.loads(text)
                 self.memory.add(entry)
@@ -119,10 +150,17 @@ class Journal:
         return good
 
     def _note(self, entry: Mapping[str, Any]) -> None:
+        queue = {**self._latest.get("queue", {}), **entry.get("queue", {})}
         self._latest.update((name, value) for name, value in entry.items() if name != "states")
+        if queue:
+            self._latest["queue"] = queue
 
     def add(self, **entry: Any) -> None:
-        """Writes an entry. Raises `JobFailedError` when that is not possible."""
+        """Writes an entry; of the queue, whose sources may be thousands, what has changed. Raises `JobFailedError`
+        when that is not possible."""
+        if "queue" in entry:
+            known = self._latest.get("queue", {})
+            entry["queue"] = {k: value for k, value in entry["queue"].items() if k not in known or known[k] != value}
         self._note(entry)
         self._size += self._write(self._file, entry)
 
@@ -153,10 +191,7 @@ class Journal:
         try:
             return int(file.write(_checksum(text) + b" " + text))
         except OSError as error:
-            raise JobFailedError(
-                f"The journal {self._path} can't be written: {error}. Make room, and go on by `elasticcb resume "
-                f"{self._path.parent}`."
-            ) from error
+            raise JobFailedError(f"The journal {self._path} can't be written: {error}. Make room.") from error
 
     def close(self) -> None:
         self._file.close()

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from elasticcb.master.task import Lease, Task
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import Lease, Task, TaskType
 from elasticcb.master.task_record import TaskRecord
 
 # Ended leases that are remembered per worker, to recognize a report whose answer got lost. A worker
@@ -148,8 +149,41 @@ class Leases:
     # ------------------------------------------------------------ saving
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: no lease outlives a restart, so this is where their numbers go on."""
+        """As JSON values: where the numbers of leases go on. Those that are out are saved by `open_to_dict`."""
         return {"next_lease": self._next}
 
     def restore(self, saved: dict[str, Any]) -> None:
         self._next = saved["next_lease"] + _LEASES_PER_LIFE
+
+    def open_to_dict(self, left_out: Collection[TaskType]) -> dict[str, Any]:
+        """The leases that are out, oldest first, and the last report of each worker, for `resume`; as JSON values.
+
+        Args:
+            left_out: types of tasks that are not saved.
+        """
+        return {
+            "leases": [
+                [record.lease.id, record.lease.worker, *record.progress_to_list()]
+                for record in self
+                if record.lease is not None and record.task.type not in left_out
+            ],
+            # A worker repeats a report before it goes on: only the last one can come again.
+            "reports": [
+                [worker, lease, done, task.id, task.type.value, task.shard.name, task.shard.start, task.shard.end]
+                for worker, reports in self._reported.items()
+                if worker not in self._lost
+                for lease, done, task in (reports[-1],)
+            ],
+        }
+
+    def resume(self, record: TaskRecord, worker: int, lease_id: int) -> None:
+        """A lease that was out when the queue was saved is out."""
+        self._progress_at[worker] = self._now
+        record.lease = Lease(lease_id, record.task, worker, self._now + self._seconds)
+        self._out[lease_id] = self._held.setdefault(worker, {})[lease_id] = record
+
+    def resume_reports(self, reports: Collection[Any]) -> None:
+        """Remembers the reports that `open_to_dict` saved."""
+        for worker, lease, done, task_id, kind, *shard in reports:
+            task = Task(task_id, TaskType(kind), Shard(*shard))
+            self._reported[worker] = deque([(lease, done, task)], maxlen=_REMEMBERED)

@@ -10,76 +10,45 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
+from elasticcb.access import OPEN, Access, is_loopback
+from elasticcb.buckets import BucketMap
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
+from elasticcb.health import HealthServer
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.changes import Changes
+from elasticcb.master.cluster_state import Cluster, Recoveries, ServerPlace, Totals
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.journal import Journal, Memory, states_entry
+from elasticcb.master.metrics_server import MetricsServer
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
+from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
+from elasticcb.master.stragglers import Paces, Split, plan_split
 from elasticcb.master.task import Task, TaskType
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.master.watchdog import Watchdog
+from elasticcb.measures import Stats
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
-from elasticcb.ps.partition import VariableSpec
 from elasticcb.rpc import Server
-from elasticcb.settings import ClusterSettings, Command, JobSettings
+from elasticcb.settings import MOST_WORKERS, ClusterSettings, Command, JobSettings
+from elasticcb.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
-_MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
-
+_LARGEST_MESSAGE = 2**31 - 1  # bytes; protobuf takes no more
 _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
 _LATE = "it is of a job that is over"
-
-
-class ServerPlace(NamedTuple):
-    """Where the server in a place is, and which process that is."""
-
-    address: str
-    id: int
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What a worker must know of the servers."""
-
-    servers: Sequence[ServerPlace]
-    variables: Sequence[VariableSpec]
-    split: bool
-    batch_events: bool = False  # whether it is to report each batch
-    predictions: bool = False  # whether it is to report what it predicts
-
-
-@dataclass
-class Recoveries:
-    """What lost servers cost a job.
-
-    Attributes:
-        seconds: from each loss to the moment when the server that took the place held the model.
-        updates_lost: of the model, as far as the master knew the version.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    updates_lost: int = 0
-
-
-@dataclass
-class Totals:
-    """What workers report beyond the task queue's own accounting."""
-
-    gradients_rejected: int = 0
-    batches_skipped: int = 0
-    callback_errors: int = 0
+HEALTH_SERVICE = "elasticcb.Master"
 
 
 class Master:
@@ -89,15 +58,15 @@ class Master:
         cluster: how many processes, and where to listen.
         backend: starts and watches the processes.
         say: shows a line to the user.
-        token: what calls must carry; "": nothing.
+        access: by which it and its processes know each other.
 
     The thread that drives the job (`job.py`) uses the attributes below while holding `changed`.
     """
 
-    def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, token: str = "") -> None:
+    def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, access: Access = OPEN) -> None:
         self.changed = Changes()
-        self.token = token
-        self._say = say
+        self.access = access
+        self.say = say
         self._cluster_settings = cluster
         self._backend = backend
         self._jobs = 0
@@ -106,26 +75,47 @@ class Master:
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
         self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, say)
         # Each worker may have a long poll under way and two more calls; so may each server.
-        threads = 8 + 4 * (max(cluster.num_workers, _MOST_WORKERS) + cluster.num_ps)  # those that are needed start
-        self._server = Server(cluster.host, cluster.port, threads, token)
-        add_MasterServicer_to_server(MasterServicer(self), self._server.grpc_server)
+        threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
+        host = cluster.host or backend.host
+        self._server = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
+        exposed = access.exposed_at(host)
+        if exposed:
+            say(exposed)
+        add_MasterServicer_to_server(MasterServicer(self, cluster.silence_seconds), self._server.grpc_server)
+        self._watchdog = Watchdog(self, cluster.silence_seconds, backend.watches)
         self.closing = False  # no job will come any more
+        self._waiting: set[int] = set()  # workers that wait for a task
+        self.stats: dict[int, Stats] = {}  # by id of a process, what it said last of itself
         self._reset()
+        self._metrics: MetricsServer | None = None
+        if cluster.metrics_port is not None:
+            self._metrics = MetricsServer(self, host, cluster.metrics_port)
+            exposed = "" if is_loopback(host) else ", to everybody on that network"
+            say(f"Metrics are served at http://{self._metrics.address}/metrics{exposed}.")
+        self._health: HealthServer | None = None
+        if cluster.health_port is not None:
+            self._health = HealthServer(host, cluster.health_port, HEALTH_SERVICE, lambda: self.ready)
+            say(f"Health checks are answered at {self._health.address}.")
 
     def _reset(self) -> None:
         self.settings: JobSettings | None = None
+        self.describe: Callable[[float], JobStatus] | None = None
         self.queue: TaskQueue | None = None  # None until the model is built
         self.rounds = EvaluationRounds()
         self.batch_log = BatchLog()
         self._warned: set[str] = set()  # subjects
         self._unsaid: list[str] = []
         self.cluster: Cluster | None = None  # None until the servers hold the model
+        self.server_scaling = ServerScaling(self)
         # When servers were lost in whose places no other holds the model yet, in seconds, by place.
         self.lost_ps: dict[int, float] = {}
         self.recoveries = Recoveries()
         self.version = 0
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
+        self.paces = Paces()
+        self._noted_totals: dict[str, Any] = {}
+        self.autoscales = False  # the number of workers follows the throughput
         self.epoch_states: dict[int, dict[str, list[Any]]] = {}  # training metrics by epoch: sums, or see below
         self.merging_units: frozenset[str] = frozenset()  # of these, the states of each task
         self.calls: dict[int, bytes] = {}  # FUNCTION: by number, what to call, while it is not done
@@ -135,28 +125,61 @@ class Master:
         self.error: Exception | None = None  # found while answering a call; ends the job
         self.over = False  # there are no more tasks in this job
         self.journal: Journal | None = None  # of a job that can be resumed
+        self._noted_roster: dict[str, Any] = {}
 
     @property
     def address(self) -> str:
         return self._server.address
+
+    def refused_calls(self) -> dict[str, int]:
+        """How many calls it has refused, by reason in words."""
+        return self._server.refused.counts()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the servers hold the model, and tasks are handed out."""
+        return self.cluster is not None and self.queue is not None and not self.closing
+
+    @property
+    def metrics_address(self) -> str:
+        """Where it serves its metrics; "" if it does not."""
+        return "" if self._metrics is None else self._metrics.address
+
+    @property
+    def health_address(self) -> str:
+        """Where it answers health checks; "" if it does not."""
+        return "" if self._health is None else self._health.address
 
     @property
     def job(self) -> int:
         """The number of the present job, from 1; 0 before the first."""
         return self._jobs
 
+    @property
+    def patience_seconds(self) -> float:
+        """Of calls to a server."""
+        return self._cluster_settings.patience_seconds
+
     def start(self) -> None:
         self._server.start()
+        if self._backend.separate:  # a thread may stand at a breakpoint
+            self._watchdog.start()
 
-    def begin_job(self, settings: JobSettings, program: bytes = b"") -> None:
+    def begin_job(
+        self,
+        settings: JobSettings,
+        program: bytes = b"",
+        describe: Callable[[float], JobStatus] | None = None,
+    ) -> None:
         """Makes the processes begin a job; those of the last one are done with it.
 
         Args:
             program: what the job runs instead of a model file (elasticcb/program.py).
+            describe: how the job looks to people at a time, in seconds.
         """
         with self.changed:
             self._reset()
-            self.settings = settings
+            self.settings, self.describe = settings, describe
             self._program = program
             self.roster.recovers_ps = _recovers_ps(settings)
             self._jobs += 1
@@ -171,7 +194,11 @@ class Master:
     def stop(self) -> None:
         """Ends the server."""
         self.close()
+        self._watchdog.stop()
         self._server.stop()
+        for server in (self._metrics, self._health):
+            if server is not None:
+                server.stop()
 
     def wait(self, seconds: float = _TICK_SECONDS) -> None:
         """For the thread that drives the job, holding `changed`: until something changed, at most for `seconds`."""
@@ -215,8 +242,9 @@ class Master:
                 for lease in self.queue.expire(time.monotonic()) if self._backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     self._replace_hung(lease.worker)
-            self.processes.check(time.monotonic(), self._cluster_settings.silence_seconds)
+            self.processes.check()
             self.processes.start_missing(self.address)
+            self._note_roster()
             self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -225,15 +253,36 @@ class Master:
             raise failure.to_error(self.processes.where(failure.worker))
 
     def note(self, **entry: Any) -> None:
-        """Writes down where the job stands, with `entry`. Hold `changed`. The job ends when that is not possible."""
-        if self.journal is None or self.queue is None:
-            return
-        try:
-            self.journal.add(queue=self.queue.to_dict(), version=self.version, **entry)
-            if self.journal.is_large:
-                self.rewrite_journal()
-        except JobFailedError as error:
-            self.error = error
+        """Writes down where the job stands, with `entry`. Hold `changed`. The job ends when that is not possible.
+
+        Of a task that failed, nothing: when the job goes on, the task is to be tried again.
+        """
+        if self.journal is not None and self.queue is not None and self.queue.failure is None:
+            totals = self._totals()
+            if totals != self._noted_totals:
+                self._noted_totals = entry["totals"] = totals
+            self._write(queue=self.queue.to_dict(leases=True), version=self.version, **entry)
+
+    def _write(self, **entry: Any) -> None:
+        if self.journal is not None:
+            try:
+                self.journal.add(**entry)
+                if self.journal.is_large:
+                    self.rewrite_journal()
+            except JobFailedError as error:
+                self.error = error
+
+    def _note_roster(self) -> None:
+        """Writes down who is there, if that has changed."""
+        if self.journal is not None and (roster := self.roster.to_dict()) != self._noted_roster:
+            self._noted_roster = roster
+            self._write(roster=roster, next_id=self.roster.next_id)
+
+    def _totals(self) -> dict[str, Any]:
+        """What the summary tells beside the queue's accounting, as JSON values."""
+        lost = {role.name: [self.roster.lost_count(role), self.roster.replaced_count(role)] for role in Role}
+        recoveries = Recoveries([max(self.recoveries.seconds, default=0.0)], self.recoveries.updates_lost)
+        return {**asdict(self.totals), "recoveries": asdict(recoveries), **lost}
 
     def rewrite_journal(self) -> None:
         """Makes it as short as it can be. Hold `changed`."""
@@ -245,9 +294,40 @@ class Master:
                     entries += [pair for states in each for pair in states_entry(epoch, {name: states})]
             self.journal.rewrite(entries)
 
+    def take_over(self, journal: Journal, queue: TaskQueue, running: Mapping[tuple[str, int], int | str]) -> None:
+        """Goes on with the workers and servers of another master, which was killed, and with its queue.
+
+        Args:
+            journal: of that master.
+            running: processes that live, by role and place.
+        """
+        memory = journal.memory
+        assert memory.roster is not None
+        with self.changed:
+            self.journal, self.queue = journal, queue
+            self.merging_units = frozenset(memory.merging_units)
+            self.resume(memory)
+            now = time.monotonic()
+            self.roster.restore(memory.roster, now)
+            self._noted_roster = self.roster.to_dict()
+            self.processes.take_over(running)
+            if memory.workers:  # it may be newer than the roster
+                self.processes.resize(Role.WORKER, memory.workers)
+            self.processes.resize(Role.PS, len(memory.servers))  # others hold nothing
+            for index, (_, id) in enumerate(memory.servers):
+                server = self.roster.at(Role.PS, index)
+                if server is None or server.id != id:  # it may be there, but holds no model yet
+                    self.lost_ps.setdefault(index, now)
+
     def resume(self, memory: Memory) -> None:
         """Takes over what an earlier master knew of training. Hold `changed`."""
         self.version = max(self.version, memory.version)
+        totals = dict(memory.totals)
+        if totals:
+            for role in Role:
+                self.roster.count_earlier(role, *totals.pop(role.name))
+            self.recoveries = Recoveries(**totals.pop("recoveries"))
+            self.totals = Totals(**totals)
         for epoch, tasks in memory.states.items():
             for states in tasks:
                 self._add_epoch_states(epoch, states)
@@ -271,7 +351,7 @@ class Master:
         with self.changed:
             texts, self._unsaid = self._unsaid, []
         for text in texts:
-            self._say(text)
+            self.say(text)
 
     def reached_version(self, version: int) -> None:
         """The model is at `version`, or was."""
@@ -282,14 +362,24 @@ class Master:
 
     # ------------------------------------------------------------ called by the servicer
 
-    def next_job(self, after: int, id: int, seconds: float) -> tuple[int, JobSettings | None]:
-        """Waits up to `seconds` for a job newer than `after`; process `id` (0: it has none) is done with that one."""
+    def next_job(self, after: int, id: int, seconds: float, known_lost: int = 0) -> tuple[int, JobSettings | None]:
+        """Waits up to `seconds` for a job newer than `after`; process `id` (0: it has none) is done with that one.
+
+        Args:
+            known_lost: of a server, of how many lost workers it knows; it does not wait when there are more.
+        """
         with self.changed:
             if id:
                 self._seen(id)
                 self.roster.idle(id)
                 self.changed.notify_all()
-            self.changed.wait_for(lambda: self._jobs > after or self.closing, seconds)
+            serves = self.roster.is_up(id, Role.PS)
+
+            def news() -> bool:
+                lost = serves and len(self.roster.lost_workers) > known_lost
+                return self._jobs > after or self.closing or lost or self.roster.released(id)
+
+            self.changed.wait_for(news, seconds)
             return (self._jobs, self.settings) if self._jobs > after and not self.closing else (0, None)
 
     def program_of(self, job: int, dataset: int = 0) -> bytes:
@@ -307,23 +397,42 @@ class Master:
             self._check_is_present(job)
             member = self.roster.register(role, index, address, pid, host, time.monotonic(), job)
             logger.info("%s is there", member)
-            if self.journal is not None:
-                self.journal.add(next_id=self.roster.next_id)
+            self._note_roster()
             self.changed.notify_all()
             return member
 
-    def wait_for_cluster(self, id: int, seconds: float) -> Cluster | None:
+    def wait_for_cluster(self, id: int, seconds: float, map_version: int = 0) -> Cluster | None:
+        """The servers, when all hold the model, by a map of at least this version."""
         with self.changed:
             self._seen(id)
             job = self.roster.job_of(id)
-            self.changed.wait_for(lambda: self._servers_are_ready() or self.closing or job != self._jobs, seconds)
+
+            def ready() -> bool:
+                known = self.cluster is not None and self.cluster.map_version >= map_version
+                return known and not any(index < self.servers_in_use for index in self.lost_ps)
+
+            self.changed.wait_for(lambda: ready() or self.closing or job != self._jobs, seconds)
             if self.closing:
                 raise JobFailedError("The job ended before it began.")
             self._check_is_present(job)
-            return self.cluster if self._servers_are_ready() else None
+            return self.cluster if ready() else None
 
-    def _servers_are_ready(self) -> bool:
-        return self.cluster is not None and not self.lost_ps
+    def doubt(self, server: int) -> None:
+        """A server does not answer somebody, who asks where it is."""
+        self._watchdog.doubt(server)
+
+    @property
+    def servers_in_use(self) -> int:
+        """How many servers hold a part of the model."""
+        return 0 if self.cluster is None else len(self.cluster.servers)
+
+    def ps_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
+        """These servers hold the model from now on; others may leave."""
+        with self.changed:
+            if self.cluster is not None:
+                self.cluster = replace(self.cluster, servers=tuple(servers), buckets=buckets)
+            self.processes.resize(Role.PS, len(servers))
+            self.changed.notify_all()
 
     def get_task(
         self, worker: int, held: Collection[int], seconds: float, waits: Callable[[], bool] = lambda: True
@@ -342,9 +451,56 @@ class Master:
                     decision = Decision(DecisionKind.WAIT, None, "the master is starting")
                 else:
                     decision = self.queue.get_task(worker, now, held)
+                    if decision.kind is DecisionKind.TASK:
+                        self.note()
                 if decision.kind is not DecisionKind.WAIT or now >= give_up:
                     return decision
+                self._waiting.add(worker)
                 self.changed.wait(give_up - now)
+                self._waiting.discard(worker)
+
+    def note_pace(self, worker: int, batches: int, seconds: float) -> None:
+        """`worker` has trained so many batches in so many seconds."""
+        with self.changed:
+            member = self.roster.member(worker)
+            verdict = self.paces.note(worker, batches, seconds)
+            if verdict is not None and member is not None:
+                self._unsaid.append(f"Worker {member.index} {verdict.reason}.")
+                if member.index not in self.totals.stragglers:
+                    self.totals.stragglers.append(member.index)
+
+    def note_stats(self, id: int, stats: Stats) -> None:
+        """What a process has counted since it started."""
+        with self.changed:
+            if self.roster.member(id) is not None:
+                self.stats[id] = stats
+
+    def split_for(self, worker: int) -> Split | None:
+        """What `worker` should leave to workers that wait."""
+        with self.changed:
+            queue = self.queue
+            if not self._waiting or queue is None or queue.has_returned:
+                return None
+            idle = self.idle_workers()
+            return plan_split(worker, queue.batches_left(), idle, self.paces) if idle else None
+
+    def idle_workers(self) -> list[int]:
+        """Those that wait for a task, and have none. Hold `changed`."""
+        if self.queue is None:
+            return []
+        return [each for each in self._waiting if self.roster.member(each) is not None and not self.queue.leases(each)]
+
+    def split(self, worker: int, lease: int, end: int) -> Answer:
+        """`worker` will do the first `end` records of its lease, and no more."""
+        with self.changed:
+            self._seen(worker)
+            if self.queue is None or self.roster.job_of(worker) != self._jobs:
+                return Answer(False, _LATE)
+            answer = self.queue.split(worker, lease, end)
+            self.note()
+            logger.info("Worker %d gives: %s", worker, answer.reason)
+            self.changed.notify_all()
+            return answer
 
     def report_progress(
         self,
@@ -406,7 +562,7 @@ class Master:
                     self.results[task.function] = result
                     del self.calls[task.function]
                 self.note(**({"states": states_entry(task.epoch, states)} if task.type is TaskType.TRAINING else {}))
-            if self.queue.is_idle or (task is not None and task.type is TaskType.FUNCTION):
+            if self.queue.is_idle or self.queue.has_returned or (task is not None and task.type is TaskType.FUNCTION):
                 self.changed.notify_all()
             else:  # nothing that could be handed out has come of it
                 self.changed.notify_driver()
@@ -455,6 +611,7 @@ class Master:
                 self.roster.left(id)
                 if self.queue is not None:
                     self.queue.worker_lost(id)
+            self._note_roster()
             self.changed.notify_all()
 
     def scale(self, workers: int) -> int:
@@ -463,7 +620,7 @@ class Master:
         Raises `UsageError` when that is no number of workers that the job can have.
         """
         with self.changed:
-            before, most = self.roster.size(Role.WORKER), max(self._cluster_settings.num_workers, _MOST_WORKERS)
+            before, most = self.roster.size(Role.WORKER), max(self._cluster_settings.num_workers, MOST_WORKERS)
             if not 1 <= workers <= most:
                 raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
             if self.closing or self.over or self.queue is None:
@@ -473,14 +630,26 @@ class Master:
             if self.settings is not None and self.settings.command is Command.CALL:
                 raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
             if workers != before:
-                self.processes.resize(workers)
-                self.note(workers=workers)
-                self._say(f"The job has {workers} workers from now on; there were {before}.")
-                self.changed.notify_all()
+                self.resize(workers)
+                self.say(f"The job has {workers} workers from now on; there were {before}.")
+            if self.autoscales:
+                self.end_autoscaling("the number of workers was set by hand")
             return before
 
+    def end_autoscaling(self, reason: str) -> None:
+        """The number of workers stays what it is. Hold `changed`."""
+        self.autoscales = False
+        self.note(autoscale=False)
+        self.say(f"Autoscale: off, since {reason}.")
+
+    def resize(self, workers: int) -> None:
+        """Has another number of workers from now on. Hold `changed`."""
+        self.processes.resize(Role.WORKER, workers)
+        self.note(workers=workers)
+        self.changed.notify_all()
+
     def is_released(self, worker: int) -> bool:
-        """Whether a worker is to leave, since fewer are needed."""
+        """Whether a process is to leave, since fewer are needed."""
         with self.changed:
             return self.roster.released(worker)
 
@@ -490,7 +659,7 @@ class Master:
             place = f"{role.value} {index}" if index >= 0 else f"a {role.value}"
             failure = JobFailedError(f"{place} could not start: {error}", traceback)
             if not self._backend.watches:
-                self._say(str(failure))  # whoever started it may try again
+                self.say(str(failure))  # whoever started it may try again
             elif not self.closing:
                 self.error = failure
                 self.changed.notify_all()
@@ -529,6 +698,10 @@ class Master:
 
     def _ps_lost(self, index: int) -> None:
         self.lost_ps.setdefault(index, time.monotonic())
+        settings = self.settings
+        if settings is not None and settings.cluster.ps_replicas and settings.command is Command.TRAIN:
+            before = (index - 1) % settings.cluster.num_ps
+            self.say(f"Parameter server {before} has no replica until parameter server {index} is back.")
         self.changed.notify_all()
 
     def ps_is_back(self, index: int, place: ServerPlace) -> None:
@@ -539,11 +712,14 @@ class Master:
                 servers = [*self.cluster.servers]
                 servers[index] = place
                 self.cluster = replace(self.cluster, servers=servers)
+                self._write(servers=servers)
             self.changed.notify_all()
 
     def _worker_lost(self, worker: int) -> None:
         if self.queue is not None:
             _log_back(self.queue.worker_lost(worker))
+        self.paces.forget(worker)
+        self.note()
         self.changed.notify_all()
 
     def _asked_to_end(self, member: Member, reason: str) -> None:
@@ -552,6 +728,7 @@ class Master:
             return
         if self.queue is not None and member.role is Role.WORKER:
             _log_back(self.queue.worker_left(member.id))
+        self.paces.forget(member.id)
         try:
             self.processes.asked_to_end(member, reason)
         except JobFailedError as failure:
@@ -561,8 +738,7 @@ class Master:
     def _replace_hung(self, worker: int) -> None:
         member = self.roster.member(worker)
         if member is not None:
-            self.processes.kill(member)
-            self.processes.lost(worker, "it made no progress on its task")
+            self.processes.replace(member, "it made no progress on its task")
 
 
 def _log_back(tasks: Sequence[Task]) -> None:

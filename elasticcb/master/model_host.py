@@ -66,7 +66,7 @@ class ModelHost:
         """Builds the model with its first batch."""
         mode = _MODES[settings.command]
         pipeline = open_pipeline(settings, self.spec, mode)
-        self.open_ended = pipeline.open_ended
+        self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
         self.sources: dict[str, Sources] = {mode: pipeline.sources()}
         if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
             self.sources["evaluation"] = open_pipeline(settings, self.spec, "evaluation").sources()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.errors import JobFailedError, LostServerError
+from elasticcb.errors import ClusterLostError, JobFailedError, LostServerError
 from elasticcb.master.roster import Consequence, LossDecision, Member, PlaceState, Role, Roster
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Processes:
         self._backend = backend
         self._on_worker_lost, self._on_ps_lost = on_worker_lost, on_ps_lost
         self._say = say
+        self._told_pending: dict[str, str] = {}  # by reason, which processes wait
 
     def start_missing(self, master_address: str) -> None:
         """Asks the backend for a process in every place that has none."""
@@ -45,16 +46,27 @@ class Processes:
             self._roster.requested(role, index)
             self._backend.start(_NAMES[role], index, master_address)
 
-    def check(self, now: float, silence_seconds: float) -> None:
-        """Looks for processes that ended or fell silent.
+    def take_over(self, running: Mapping[tuple[str, int], int | str]) -> None:
+        """Compares the roster of another master, which was killed, with what runs, as `ClusterBackend.taken_over` says.
+
+        Raises `JobFailedError` when the job can't go on without one of those that ended meanwhile.
+        """
+        for role in Role:
+            for member in self._roster.up(role):
+                if running.get((_NAMES[role], member.index)) not in (member.pid, member.host):
+                    self.lost(member.id, "it ended while there was no master")
+        for role, index in self._roster.to_start():
+            if (_NAMES[role], index) in running:  # it has not registered yet
+                self._roster.requested(role, index)
+
+    def check(self) -> None:
+        """Looks for processes that ended.
 
         Raises `JobFailedError` when the job can't go on without one of them.
         """
         for exit in self._backend.poll():
             self._ended(exit)
-        if not self._backend.watches:
-            for member in self._roster.silent(now, silence_seconds):
-                self.lost(member.id, f"silent for {silence_seconds:.0f} s")
+        self._tell_pending()
 
     def note_ended(self) -> None:
         """The job is over: those that ended are gone, and nobody takes their places."""
@@ -64,9 +76,10 @@ class Processes:
                 self._roster.lost(member.id, exit.reason)
                 logger.warning("%s ended after its last task, without a goodbye: %s", member, exit.reason)
 
-    def kill(self, member: Member) -> None:
-        """Ends a process that hangs."""
+    def replace(self, member: Member, reason: str) -> None:
+        """Ends a process that hangs; another takes its place. Raises `JobFailedError` when none can."""
         self._backend.kill(_NAMES[member.role], member.index)
+        self.lost(member.id, reason)
 
     def where(self, worker: int) -> str:
         """What a person needs to find the log of a worker."""
@@ -94,11 +107,11 @@ class Processes:
         else:
             self._act(decision, None)
 
-    def resize(self, workers: int) -> None:
-        """Has another number of workers from now on."""
-        for index in self._roster.resize(workers):
+    def resize(self, role: Role, size: int) -> None:
+        """Has another number of workers, or of parameter servers, from now on."""
+        for index in self._roster.resize(role, size):
             if self._backend.watches:  # else it is refused when it comes
-                self._backend.kill(_NAMES[Role.WORKER], index)
+                self._backend.kill(_NAMES[role], index)
 
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]
@@ -108,8 +121,19 @@ class Processes:
             raise JobFailedError(
                 f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"
             )
-        decision = self._roster.place_lost(role, exit.index, exit.reason)
+        decision = self._roster.place_lost(role, exit.index, exit.reason, exit.taken_away)
         self._act(decision, member.id if member is not None and role is Role.WORKER else None)
+
+    def _tell_pending(self) -> None:
+        """Says which processes wait, and why, when that has changed."""
+        waiting: dict[str, list[str]] = {}
+        for (role, index), reason in sorted(self._backend.pending().items()):
+            waiting.setdefault(reason, []).append(f"{_ROLES[role].value} {index}")
+        told = {reason: ", ".join(names) for reason, names in waiting.items()}
+        for reason, names in told.items():
+            if self._told_pending.get(reason) != names:
+                self._say(f"Not started yet: {names} ({reason}).")
+        self._told_pending = told
 
     def _act(self, decision: LossDecision, worker: int | None) -> None:
         if worker is not None:
@@ -119,7 +143,7 @@ class Processes:
             return
         if decision.kind is Consequence.FAIL:
             resumable = decision.role is Role.PS and not self._roster.recovers_ps
-            kind = LostServerError if resumable else JobFailedError
+            kind = LostServerError if resumable else ClusterLostError
             raise kind(decision.reason + "." + self._last_words(decision.role, decision.index))
         if decision.role is Role.PS:
             self._on_ps_lost(decision.index)

@@ -119,8 +119,8 @@ class QueueState:
 
     # ------------------------------------------------------------ saving
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values. Tasks that are DOING are saved as TODO; evaluation and functions not at all."""
+    def to_dict(self, leases: bool = False) -> dict[str, Any]:
+        """See `TaskQueue.to_dict`."""
         records = [record for record in (*self.doing, *self.todo) if record.task.type not in _NOT_SAVED]
         return {
             "format": _FORMAT,
@@ -133,6 +133,7 @@ class QueueState:
             "finishing": self.finishing,
             "next_task": self.todo.next_id,
             **self.doing.to_dict(),
+            **(self.doing.open_to_dict(_NOT_SAVED) if leases else {}),
             "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
             "closed": {
                 kind.value: {state.value: number for state, number in states.items() if number}
@@ -147,8 +148,8 @@ class QueueState:
             ],
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Takes over what `to_dict` saved of a queue of the same sources and settings."""
+    def restore(self, saved: dict[str, Any], now: float | None = None) -> None:
+        """Takes over what `to_dict` saved of a queue of the same sources and settings; `now` as in `from_dict`."""
         self.accounting = Accounting.from_dict(saved["accounting"])
         self.epochs.restore(saved, self.accounting.batches_handed_out)
         self.prediction.restore(saved["predicted"])
@@ -164,7 +165,17 @@ class QueueState:
         # All are open again before the first is closed, lest half of them look like the whole.
         for record in records:
             self._supplies[record.task.type].reopen(record.task)
+        if now is not None:
+            self.doing.tell_time(now)
+            self.doing.resume_reports(saved["reports"])
+            by_id = {record.task.id: record for record in records}
+            for lease_id, worker, task_id, *progress in saved["leases"]:
+                record = by_id[task_id]
+                record.resume(*progress)
+                self.doing.resume(record, worker, lease_id)
         for record in records:
+            if record.lease is not None:
+                continue
             if record.nothing_left:  # its worker had reported all records, but not yet the task
                 self.count_done(record.task)
             else:

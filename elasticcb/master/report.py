@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Report:
         records_evaluated: in that round.
         records_predicted: in a job that predicts.
         checkpoint_path: the newest one; "" if none was written.
+        checkpoints_failed: how many could not be written to a remote folder.
         saved_model_inputs: of the exported model's signature.
     """
 
@@ -56,6 +58,7 @@ class Report:
         self.records_evaluated = 0
         self.records_predicted = 0
         self.checkpoint_path = ""
+        self.checkpoints_failed = 0
         self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
 
     def show(self) -> None:
@@ -71,7 +74,7 @@ class Report:
         if now >= self._next_status:
             self._next_status = now + _STATUS_SECONDS
             with self._master.changed:
-                status = self._status(now)
+                status = self.status(now)
             self._display.update(status)
 
     def _log_loss(self) -> None:
@@ -80,18 +83,21 @@ class Report:
             self._logged_version = version
             logger.info("Version %d: training loss %.6g", version, self._master.loss)
 
-    def _status(self, now: float) -> JobStatus:
-        master, cluster = self._master, self._settings.cluster
+    def status(self, now: float) -> JobStatus:
+        """How the job looks at `now`, in seconds. Hold `master.changed`."""
+        master = self._master
+        workers = master.roster.up(Role.WORKER)
         return JobStatus(
             command=self._settings.command,
             phase="evaluating" if master.rounds.running is not None else self.phase,
             version=master.version,
             loss=master.loss,
             metrics=self.metrics,
-            workers_up=len(master.roster.up(Role.WORKER)),
+            workers_up=len(workers),
             workers_planned=master.roster.size(Role.WORKER),
+            stragglers=tuple(each.index for each in workers if each.id in master.paces.stragglers),
             ps_up=len(master.roster.up(Role.PS)),
-            ps_planned=cluster.num_ps,
+            ps_planned=master.roster.size(Role.PS),
             **({} if master.queue is None else self._progress(master.queue, now)),
         )
 
@@ -103,10 +109,7 @@ class Report:
         }
         if self._settings.command is not Command.TRAIN:
             return values
-        training = self._settings.training
-        total = queue.records_per_epoch * training.num_epochs
-        if training.max_step:
-            total = min(total, training.max_batches * training.minibatch_size)
+        training, total = self._settings.training, self.records_to_train(queue)
         done = sum(queue.accounting.records_trained.values())
         rate = self._rate(now, done)
         return values | {
@@ -118,6 +121,12 @@ class Report:
             "seconds_left": (total - done) / rate if rate else None,
         }
 
+    def records_to_train(self, queue: TaskQueue) -> int:
+        """Over all epochs."""
+        training = self._settings.training
+        total = queue.records_per_epoch * training.num_epochs
+        return min(total, training.max_batches * training.minibatch_size) if training.max_step else total
+
     def _rate(self, now: float, done: int) -> float:
         points = self._rate_points
         points.append((now, done))
@@ -126,7 +135,7 @@ class Report:
         seconds = now - points[0][0]
         return (done - points[0][1]) / seconds if seconds > 0 else 0.0
 
-    def summary(self, queue: TaskQueue) -> Summary:
+    def summary(self, queue: TaskQueue, refused_calls: Mapping[str, int]) -> Summary:
         """The exact accounting of a job that is over."""
         master, roster, accounting = self._master, self._master.roster, queue.accounting
         exported = callback_params(self._settings)["saved_model_path"]
@@ -142,8 +151,11 @@ class Report:
             gradients_rejected=master.totals.gradients_rejected,
             batches_skipped=master.totals.batches_skipped,
             callback_errors=master.totals.callback_errors,
+            refused_calls=refused_calls,
             workers_lost=roster.lost_count(Role.WORKER),
             workers_replaced=roster.replaced_count(Role.WORKER),
+            stragglers=tuple(sorted(master.totals.stragglers)),
+            tasks_split=accounting.tasks_split,
             servers_lost=roster.lost_count(Role.PS),
             servers_replaced=roster.replaced_count(Role.PS),
             longest_server_recovery=max(master.recoveries.seconds, default=0.0),
@@ -155,6 +167,7 @@ class Report:
             saved_model_path=exported,
             saved_model_inputs=self.saved_model_inputs if exported else (),
             checkpoint_path=self.checkpoint_path,
+            checkpoints_failed=self.checkpoints_failed,
             job_directory=self._settings.directory,
             log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from elasticcb.errors import UsageError
 
@@ -83,6 +84,7 @@ class Roster:
             job.
 
     Attributes:
+        lost_workers: ids of those that were given up, in that order; they may live, and not know it.
         recovers_ps: whether the part of the model that a lost server held can be had again.
         next_id: of members. Servers know pushes by it: one that an earlier master gave out must not come again.
     """
@@ -105,7 +107,8 @@ class Roster:
         self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
         self._ready: dict[int, int] = {}  # by id, the job that the member registered for last
         self._idle: set[int] = set()  # those that are done with that job
-        self._released: set[int] = set()  # ids of workers that are to leave, since fewer are needed
+        self.lost_workers: list[int] = []
+        self._released: set[int] = set()  # ids of those that are to leave, since fewer are needed
 
     # ------------------------------------------------------------ what is heard
 
@@ -170,16 +173,23 @@ class Roster:
         if member is None:
             return Sighting(False, self._why_unknown(id))
         self._places[member.role, member.index] = PlaceState.LEFT
+        if self._has_no_place(member.role, member.index):
+            self._close(member.role, member.index, "")
         return Sighting(True, f"{member} left")
 
-    def lost(self, id: int, reason: str) -> LossDecision:
+    def lost(self, id: int, reason: str, taken_away: bool = False) -> LossDecision:
         """A process is gone without a goodbye, or has been silent for too long.
+
+        Args:
+            taken_away: others wanted its machine; no restart is used up.
 
         Raises `UsageError` for an id that was never given out.
         """
         member = self._remove(id, reason)
         if member is not None:
-            return self._decide(member.role, member.index, f"{member} was lost: {reason}")
+            if member.role is Role.WORKER:
+                self.lost_workers.append(id)
+            return self._decide(member.role, member.index, f"{member} was lost: {reason}", taken_away)
         if id not in self._gone:
             raise UsageError(f"Process {id} was reported lost, but {self._why_unknown(id)}.")
         gone, _ = self._gone[id]
@@ -198,19 +208,23 @@ class Roster:
         self._plan_again(member.role, member.index)
         return LossDecision(Consequence.RESTART, member.role, member.index, f"{member} leaves: {reason}")
 
-    def place_lost(self, role: Role, index: int, reason: str) -> LossDecision:
-        """The process that was started for a place is gone, whether it had registered or not."""
+    def place_lost(self, role: Role, index: int, reason: str, taken_away: bool = False) -> LossDecision:
+        """The process that was started for a place is gone, whether it had registered or not; as `lost`."""
         place = (role, index)
         if place in self._at:
-            return self.lost(self._at[place], reason)
+            return self.lost(self._at[place], reason, taken_away)
         if self._places.get(place) is not PlaceState.REQUESTED:
             state = self._places[place].value if place in self._places else "not part of this job"
             return LossDecision(Consequence.IGNORE, role, index, f"{role.value} {index} is {state}")
-        return self._decide(role, index, f"{role.value} {index} ended before it registered: {reason}")
+        return self._decide(role, index, f"{role.value} {index} ended before it registered: {reason}", taken_away)
 
     def silent(self, now: float, silence_seconds: float) -> list[Member]:
         """Members that were not seen for `silence_seconds` or more."""
         return [member for id, member in self._up.items() if now - self._seen[id] >= silence_seconds]
+
+    def forgive(self, now: float) -> None:
+        """Nobody counts as silent up to now."""
+        self._seen = dict.fromkeys(self._seen, now)
 
     # ------------------------------------------------------------ what is planned
 
@@ -223,28 +237,33 @@ class Roster:
         if self._places.get((role, index)) is PlaceState.PLANNED:
             self._places[role, index] = PlaceState.REQUESTED
 
-    def resize(self, workers: int) -> list[int]:
-        """Plans with another number of workers; answers the places whose processes were asked for, and must not come.
+    def resize(self, role: Role, size: int) -> list[int]:
+        """Plans with another number of processes; answers the places whose processes were asked for, and must not come.
 
-        Workers beyond it that are up are `released`: they leave when they have put down their work.
+        Those beyond it that are up are `released`: they leave when they have put down their work.
         """
-        before, self._sizes[Role.WORKER] = self._sizes[Role.WORKER], workers
-        self._released = {member.id for member in self.up(Role.WORKER) if member.index >= workers}
-        for index in range(before, workers):
-            self._places.setdefault((Role.WORKER, index), PlaceState.PLANNED)
+        before, self._sizes[role] = self._sizes[role], size
+        self._released -= {member.id for member in self.up(role)}
+        self._released |= {member.id for member in self.up(role) if member.index >= size}
+        for index in range(before, size):
+            self._places.setdefault((role, index), PlaceState.PLANNED)
         unwanted = []
-        for index in range(workers, before):
-            state = self._places.get((Role.WORKER, index))
+        for index in range(size, before):
+            state = self._places.get((role, index))
             if state is PlaceState.REQUESTED:
                 unwanted.append(index)
             if state is not PlaceState.UP:
-                self._places.pop((Role.WORKER, index), None)
-                self._vacated.discard((Role.WORKER, index))
+                self._places.pop((role, index), None)
+                self._vacated.discard((role, index))
         return unwanted
 
     def released(self, id: int) -> bool:
-        """Whether a worker is to leave."""
+        """Whether a process is to leave."""
         return id in self._released
+
+    def leaving(self, role: Role) -> bool:
+        """Whether one that is to leave is still there."""
+        return any(member.id in self._released for member in self.up(role))
 
     # ------------------------------------------------------------ what it knows
 
@@ -255,6 +274,10 @@ class Roster:
     def member(self, id: int) -> Member | None:
         """The member with this id if it is up."""
         return self._up.get(id)
+
+    def is_up(self, id: int, role: Role) -> bool:
+        """Whether the member with this id is up, and of that role."""
+        return id in self._up and self._up[id].role is role
 
     def at(self, role: Role, index: int) -> Member | None:
         """The member that is up in a place."""
@@ -285,12 +308,59 @@ class Roster:
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
 
+    def places(self) -> dict[tuple[Role, int], PlaceState]:
+        """All places, and where they stand: workers first, by index."""
+        return dict(sorted(self._places.items(), key=lambda item: (item[0][0] is Role.PS, item[0][1])))
+
     def lost_count(self, role: Role) -> int:
         return self._lost[role]
 
     def replaced_count(self, role: Role) -> int:
         """How many places of lost processes were taken again."""
         return self._replaced[role]
+
+    def count_earlier(self, role: Role, lost: int, replaced: int) -> None:
+        """Adds those that were lost, and whose places were taken again, under an earlier master."""
+        self._lost[role] += lost
+        self._replaced[role] += replaced
+
+    # ------------------------------------------------------------ saving
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, for another master of the same processes. Of members that are gone only the numbers."""
+        return {
+            "sizes": {role.value: size for role, size in self._sizes.items()},
+            "places": [[role.value, index, state.value] for (role, index), state in self._places.items()],
+            "up": [
+                [m.id, m.role.value, m.index, m.address, m.pid, m.host, self._ready[m.id], m.id in self._idle]
+                for m in self._up.values()
+            ],
+            "counts": [[self._restarts[role], self._lost[role], self._replaced[role]] for role in Role],
+            "vacated": sorted([role.value, index] for role, index in self._vacated),
+            "released": sorted(self._released),
+            "lost_workers": list(self.lost_workers),
+            "next_id": self.next_id,
+        }
+
+    def restore(self, saved: dict[str, Any], now: float) -> None:
+        """Takes over what `to_dict` saved. Processes that were asked for are to be asked for again."""
+        self._sizes = {Role(role): size for role, size in saved["sizes"].items()}
+        self._places = {(Role(role), index): PlaceState(state) for role, index, state in saved["places"]}
+        for place, state in self._places.items():
+            if state is PlaceState.REQUESTED:
+                self._places[place] = PlaceState.PLANNED
+        for id, role, index, address, pid, host, job, idle in saved["up"]:
+            member = Member(id, Role(role), index, address, pid, host)
+            self._up[id], self._at[member.role, index], self._seen[id] = member, id, now
+            self._begin(id, job)
+            if idle:
+                self._idle.add(id)
+        for role, counts in zip(Role, saved["counts"], strict=True):
+            self._restarts[role], self._lost[role], self._replaced[role] = counts
+        self._vacated = {(Role(role), index) for role, index in saved["vacated"]}
+        self._released = set(saved["released"])
+        self.lost_workers = list(saved["lost_workers"])
+        self.next_id = saved["next_id"]
 
     # ------------------------------------------------------------
 
@@ -305,7 +375,7 @@ class Roster:
         self._places.pop((role, index), None)
         return LossDecision(Consequence.IGNORE, role, index, reason)
 
-    def _decide(self, role: Role, index: int, story: str) -> LossDecision:
+    def _decide(self, role: Role, index: int, story: str, taken_away: bool = False) -> LossDecision:
         if self._has_no_place(role, index):
             return self._close(role, index, f"{story}; the job needs fewer")
         self._lost[role] += 1
@@ -313,6 +383,9 @@ class Roster:
         if role is Role.PS and not self.recovers_ps:
             self._places[place] = PlaceState.GIVEN_UP
             return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
+        if taken_away:
+            self._plan_again(role, index)
+            return LossDecision(Consequence.RESTART, role, index, story)
         if self._restarts[role] < self._max_restarts[role]:
             self._restarts[role] += 1
             self._plan_again(role, index)

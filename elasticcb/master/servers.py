@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from elasticcb.buckets import BucketMap
 from elasticcb.errors import ConnectionLostError
-from elasticcb.master.master import Master, ServerPlace
+from elasticcb.master.cluster_state import ServerPlace
+from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps_control import PSControl, Restored, Source
+from elasticcb.ps_link import Link, Places
+from elasticcb.server_move import Moved, ServerMove, end_earlier_move
 
 logger = logging.getLogger(__name__)
 
-# Little patience: the master knows when a server is gone.
-_PATIENCE_SECONDS = 5.0
+_LEAVE_SECONDS = 30.0  # for servers that are too many to end
 
 
 class Servers:
@@ -28,6 +33,8 @@ class Servers:
         source: gives what a server begins with that has no recovery files.
         say: shows a line to the user.
         run: names the training, in the servers' recovery files; "": a new one.
+        places: of those that hold the model already, by index, if it is that of another master, which was killed.
+        buckets: which server holds which rows of embedding tables; None: the even map.
 
     Attributes:
         control: their client.
@@ -42,23 +49,33 @@ class Servers:
         source: Callable[[], Source],
         say: Callable[[str], None],
         run: str = "",
+        places: Sequence[ServerPlace] = (),
+        buckets: BucketMap | None = None,
     ) -> None:
         self._master, self._source, self._say = master, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
         self._restoring = threading.Lock()
+        self._has_replicas = master.settings is not None and bool(master.settings.cluster.ps_replicas)
         with master.changed:
-            master.lost_ps.clear()  # they hold no model yet, neither do others
-            self._places = [ServerPlace(member.address, member.id) for member in master.roster.up(Role.PS)]
+            self._places = list(places)
+            if not places:
+                master.lost_ps.clear()  # they hold no model yet, neither do others
+                self._places = [ServerPlace(member.address, member.id) for member in master.roster.up(Role.PS)]
         self.control = PSControl(
             [place.address for place in self._places],
             variables,
             may_split,
-            patience_seconds=_PATIENCE_SECONDS,
-            token=master.token,
+            patience_seconds=master.patience_seconds,
+            access=master.access,
             ids=[place.id for place in self._places],
             find=self._find,
             run=run,
+            buckets=buckets,
         )
+        if places:
+            end_earlier_move(self.control)
+            for index in range(len(places)):  # the other master may not have come to it
+                self._introduce(index)
 
     @property
     def places(self) -> Sequence[ServerPlace]:
@@ -73,22 +90,95 @@ class Servers:
         with self._restoring:
             for index in range(len(self._places)):
                 self._restore(index)
+            with self._master.changed:  # new ones that are lost hold nothing yet
+                for index in [index for index in self._master.lost_ps if index >= len(self._places)]:
+                    del self._master.lost_ps[index]
+
+    def resize(self, servers: int) -> Moved:
+        """Has the model on another number of servers, which are up, and those that are too many leave.
+
+        Raises:
+            ElasticCBError: a server was lost, or a worker stands still; nothing has changed.
+            JobFailedError: the job can't go on.
+        """
+        master = self._master
+        with self._restoring:
+            with master.changed:
+                members = [master.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
+            if None in members:
+                raise ConnectionLostError("A parameter server is missing.")
+            places = [ServerPlace(member.address, member.id) for member in members if member is not None]
+            links = [Link(index, *place, master.patience_seconds, master.access) for index, place in enumerate(places)]
+            move = ServerMove(self.control, links, servers, lambda worker: self._is_up(worker))
+
+            def commit() -> None:
+                with master.changed:
+                    owners = move.buckets.to_bytes().hex()
+                    master.note(servers=places[:servers], buckets=owners, map_version=move.buckets.version)
+                    if master.error is not None:
+                        raise master.error
+
+            def carry_out() -> Moved:
+                moved = move.run(commit)
+                self._places = places[:servers]
+                addresses, ids = zip(*self._places, strict=True)
+                self.control.follow(Places(addresses, ids, move.buckets))
+                master.ps_have_moved(self._places, move.buckets)
+                with contextlib.suppress(ConnectionLostError):  # another will take its place, and write them
+                    move.write_down()
+                return moved
+
+            try:
+                moved = self._while_tending(carry_out)
+            finally:
+                move.close()
+                for link in links:
+                    link.close()
+        give_up = time.monotonic() + _LEAVE_SECONDS
+        with master.changed:
+            while master.roster.leaving(Role.PS) and time.monotonic() < give_up:
+                master.tend()
+                master.wait()
+        return moved
+
+    def _is_up(self, worker: int) -> bool:
+        with self._master.changed:
+            return self._master.roster.member(worker) is not None
+
+    def _while_tending(self, function: Callable[[], Moved]) -> Moved:
+        """Does it in another thread, and looks after processes meanwhile."""
+        master = self._master
+        with ThreadPoolExecutor(1, thread_name_prefix="scaling") as pool:
+            future = pool.submit(function)
+            with master.changed:
+                while not future.done():
+                    master.tend()
+                    master.wait()
+            return future.result()
 
     def adopt(self, version: int) -> None:
-        """Gives the servers of a new cluster what those of the last one wrote down, as `version` of the model."""
+        """Gives the servers of a new cluster what those of the last one wrote down, as `version` of the model, or a
+        later one that some of them have."""
+        held = []
         for index in range(len(self._places)):
             place, restored = self._give_back(index, version, 0)
             self._set_place(index, place)
-            lost = max(0, version - restored.version)
+            held.append(max(version, restored.version))
+            lost = _lost(version, restored)
             self._master.recoveries.updates_lost += lost
             self._say(
                 f"Parameter server {index} goes on from {restored.source}; {lost} updates of its part of the model are "
                 "lost."
             )
+        settings = self._master.settings
+        if settings is not None and not settings.training.use_async:  # they follow the first one, version by version
+            for index in [index for index, own in enumerate(held) if own < max(held)]:
+                self._set_place(index, self._give_back(index, max(held), 0)[0])
         self.control.pull()
 
-    def _find(self, index: int) -> tuple[str, int]:
-        """For the client, whose call got no answer."""
+    def _find(self, index: int, unreachable: int) -> tuple[str, int]:
+        """For the client, to whom a process gave no answer."""
+        self._master.doubt(unreachable)
         with self._restoring:
             self._restore(index)
             return self._places[index]
@@ -102,7 +192,7 @@ class Servers:
             since = self._master.lost_ps.get(index, begun)
         place, restored = self._give_back(index, version, 0 if running is None else running.id)
         self._set_place(index, place)
-        seconds, lost = time.monotonic() - since, max(0, version - restored.version)
+        seconds, lost = time.monotonic() - since, _lost(version, restored)
         self._master.recoveries.seconds.append(seconds)
         self._master.recoveries.updates_lost += lost
         self._say(
@@ -112,21 +202,38 @@ class Servers:
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
         """Gives the server that is in a place now what the last one wrote down; another one if that is lost, too."""
-        given_up = 0
+        tried, since = 0, 0.0
         while True:
-            place = self._wait_until_up(index)
-            if place.id == given_up:
+            place, begun = self._wait_until_up(index), time.monotonic()
+            if place.id != tried:
+                tried, since = place.id, begun
+            elif begun - since > self._master.patience_seconds:
                 raise ConnectionLostError(f"Parameter server {index} at {place.address} runs, but does not answer.")
             rate = self.learning_rate()
             try:
-                return place, self.control.restore(index, *place, version, self._source, evaluation_round, rate)
+                neighbour = self._neighbour_of(index)
+                return place, self.control.restore(
+                    index, *place, version, self._source, evaluation_round, rate, neighbour
+                )
             except ConnectionLostError as error:
                 logger.warning("%s", error)
-                given_up = place.id
+
+    def _neighbour_of(self, index: int) -> str:
+        """Where the server is that keeps what the recovery files of this one lack; "" when it is lost, too."""
+        place = self._places[self.control.neighbour(index)]
+        with self._master.changed:
+            return place.address if self._master.roster.member(place.id) is not None else ""
 
     def _set_place(self, index: int, place: ServerPlace) -> None:
         self._places[index] = place
         self._master.ps_is_back(index, place)
+        self._introduce(index)
+
+    def _introduce(self, index: int) -> None:
+        """Tells the server whose neighbour the one in this place is, where that is."""
+        if self._has_replicas:
+            before = (index - 1) % len(self._places)
+            self.control.set_neighbour(before, *self._places[before], self._places[index].address)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
         master = self._master
@@ -141,3 +248,8 @@ class Servers:
     def close(self) -> None:
         """Ends the connections."""
         self.control.close()
+
+
+def _lost(version: int, restored: Restored) -> int:
+    """Updates that a server lacks which took the place of a lost one, when the model was at `version`."""
+    return 0 if restored.complete else max(0, version - restored.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,8 +12,11 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.batch_log import BatchEvent, Pass
+from elasticcb.master.observation import observe
 from elasticcb.master.roster import Role
+from elasticcb.master.state_document import document
 from elasticcb.master.task import Lease, TaskType
+from elasticcb.measures import Stats
 from elasticcb.metric_messages import from_metric_states, from_outputs
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
@@ -58,17 +62,27 @@ def _answered(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 class MasterServicer(Generated):
-    """Thin: everything is decided by the master."""
+    """Thin: everything is decided by the master.
 
-    def __init__(self, master: Master) -> None:
+    Args:
+        silence_seconds: after which a process is missed.
+    """
+
+    def __init__(self, master: Master, silence_seconds: float) -> None:
         self._master = master
+        # The next call is the sign that the process lives.
+        self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
     @_answered
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
-        job, settings = self._master.next_job(request.after_job, request.id, LONG_POLL_SECONDS)
+        if request.HasField("stats"):
+            self._master.note_stats(request.id, Stats.from_message(request.stats))
+        job, settings = self._master.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
+        lost = self._master.roster.lost_workers
         if settings is None:
-            return pb.GetSettingsResponse(over=self._master.closing)
-        return pb.GetSettingsResponse(settings=settings.to_json(), job=job)
+            over = self._master.closing or self._master.is_released(request.id)
+            return pb.GetSettingsResponse(over=over, lost_workers=lost)
+        return pb.GetSettingsResponse(settings=settings.to_json(), job=job, lost_workers=lost)
 
     @_answered
     def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
@@ -82,7 +96,9 @@ class MasterServicer(Generated):
 
     @_answered
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:
-        cluster = self._master.wait_for_cluster(request.id, LONG_POLL_SECONDS)
+        if request.unreachable:
+            self._master.doubt(request.unreachable)
+        cluster = self._master.wait_for_cluster(request.id, self._poll_seconds, request.map_version)
         if cluster is None:
             return pb.GetClusterResponse(ready=False)
         return pb.GetClusterResponse(
@@ -93,6 +109,8 @@ class MasterServicer(Generated):
             split=cluster.split,
             batch_events=cluster.batch_events,
             predictions=cluster.predictions,
+            buckets=b"" if cluster.buckets is None else cluster.buckets.to_bytes(),
+            map_version=cluster.map_version,
         )
 
     @_answered
@@ -113,12 +131,22 @@ class MasterServicer(Generated):
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
         )
+        self._master.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
+        if request.HasField("stats"):
+            self._master.note_stats(request.worker_id, Stats.from_message(request.stats))
+        split = self._master.split_for(request.worker_id)
         return pb.ReportProgressResponse(
             accepted=answer.accepted,
             reason=answer.reason,
             over=self._master.closing,
             leave=self._master.is_released(request.worker_id),
+            split=None if split is None else pb.Split(lease=split.lease, end=split.end),
         )
+
+    @_answered
+    def SplitTask(self, request: Any, context: Any) -> pb.SplitTaskResponse:
+        answer = self._master.split(request.worker_id, request.split.lease, request.split.end)
+        return pb.SplitTaskResponse(accepted=answer.accepted, reason=answer.reason)
 
     @_answered
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
@@ -157,7 +185,19 @@ class MasterServicer(Generated):
 
     @_answered
     def Scale(self, request: Any, context: Any) -> pb.ScaleResponse:
-        return pb.ScaleResponse(before=self._master.scale(request.workers))
+        answer = pb.ScaleResponse()
+        if request.workers:
+            answer.before = self._master.scale(request.workers)
+        if request.servers:
+            wish = self._master.server_scaling.ask(request.servers, request.waiting, self._poll_seconds)
+            answer.done = wish is None or wish.done
+            if wish is not None:
+                answer.moved, answer.error = wish.moved, wish.error
+        return answer
+
+    @_answered
+    def Status(self, request: Any, context: Any) -> pb.StatusResponse:
+        return pb.StatusResponse(status=json.dumps(document(observe(self._master))))
 
 
 def _role(number: pb.Role) -> Role:

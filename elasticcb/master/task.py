@@ -58,6 +58,7 @@ class TaskEvent(str, Enum):
     ANSWER_LOST = "answer lost"
     WORKER_LOST = "worker lost"
     HANDED_BACK = "handed back"
+    SPLIT_OFF = "split off"
     LEASE_OVER = "lease over"
     REPORTED_FAILED = "reported failed"
     NOTHING_LEFT = "nothing left"
@@ -75,6 +76,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
         (TaskState.DOING, TaskEvent.ANSWER_LOST): TaskState.TODO,
         (TaskState.DOING, TaskEvent.WORKER_LOST): TaskState.TODO,
         (TaskState.DOING, TaskEvent.HANDED_BACK): TaskState.TODO,
+        (TaskState.DOING, TaskEvent.SPLIT_OFF): TaskState.DOING,
         (TaskState.DOING, TaskEvent.LEASE_OVER): TaskState.TODO,
         (TaskState.DOING, TaskEvent.REPORTED_FAILED): TaskState.TODO,
         (TaskState.DOING, TaskEvent.NOTHING_LEFT): TaskState.DONE,
@@ -116,3 +118,19 @@ class Lease:
     task: Task
     worker: int
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesLeft:
+    """What is left to report of a leased task."""
+
+    lease: int
+    type: TaskType
+    records: int  # of the task
+    reported: int  # of these
+    batch: int  # records of one
+
+    @property
+    def batches(self) -> int:
+        """That are not reported yet."""
+        return -(-(self.records - self.reported) // self.batch)

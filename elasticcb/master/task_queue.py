@@ -23,7 +23,7 @@ from elasticcb.errors import WireError
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Milestone, Outcome
 from elasticcb.master.queue_state import QueueSettings, QueueState, reading
-from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task import RESUMABLE, BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
 
 
@@ -108,7 +108,7 @@ class TaskQueue:
             self._put_back_unanswered(worker, held)
         if self._paused:
             return Decision(DecisionKind.WAIT, None, "the job is being interrupted")
-        record = self._todo.take(train_end=not doing and self._epochs.done)
+        record = self._todo.take(train_end=not doing and self._epochs.done, idle=not doing.held_by(worker))
         if record is None:
             return self._nothing_to_hand_out()
         return self._hand_out(record, worker)
@@ -122,6 +122,7 @@ class TaskQueue:
 
     def _hand_out(self, record: TaskRecord, worker: int) -> Decision:
         record.move(TaskEvent.HANDED_OUT)
+        record.for_idle = False
         lease = self._doing.grant(record, worker)
         if record.maybe_trained:
             record.maybe_trained = False
@@ -175,7 +176,7 @@ class TaskQueue:
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
             record.losses = 0
-            self._state.accounting.count_trained(task, gained)
+            self._state.accounting.count_records(task, gained)
         return Answer(True, "progress")
 
     def report_done(self, worker: int, lease_id: int, ended_after: int | None = None) -> Outcome:
@@ -192,7 +193,7 @@ class TaskQueue:
         counted = record.reported if task.type in RESUMABLE else 0
         self._doing.reported(record, done=True)
         done = task.shard.records if ended_after is None else ended_after
-        self._state.accounting.count_trained(task, done - counted)
+        self._state.accounting.count_records(task, done - counted)
         if ended_after is not None and task.type is TaskType.TRAINING:
             self._epochs.source_ended(task.epoch)
         self._close(record, TaskEvent.REPORTED_DONE)
@@ -228,6 +229,37 @@ class TaskQueue:
             return Outcome(True, f"{task} was reported before", task, duplicate=True)
         self._state.accounting.reports_refused += 1
         return Outcome(False, self._doing.why_not_held(worker, lease_id))
+
+    def split(self, worker: int, lease_id: int, end: int) -> Answer:
+        """`worker` will do the first `end` records of the leased shard and no more: the rest goes to a worker that
+        waits. With 0, which says that it has begun with none of them, it hands the task back.
+
+        Said again, it changes nothing. Raises `WireError` when the task can't be split there.
+        """
+        record = self._doing.find(worker, lease_id)
+        if record is None:
+            self._state.accounting.reports_refused += 1
+            return Answer(False, self._doing.why_not_held(worker, lease_id))
+        task = record.task
+        if task.type is not TaskType.TRAINING or not record.reported <= end <= task.shard.records:
+            raise WireError(
+                f"Worker {worker} wants to do the first {end} records of {task}, of which it has reported "
+                f"{record.reported}. Expected a training task, and from as many to {task.shard.records}. This is a "
+                "defect of the worker; please report it."
+            )
+        record.heard = True
+        if end == task.shard.records:
+            return Answer(True, "there is nothing to split off")
+        self._state.accounting.tasks_split += 1
+        if end == 0:
+            self._doing.take_away(record)
+            record.move(TaskEvent.HANDED_BACK)
+            record.for_idle = True
+            self._todo.put_back(record)
+            return Answer(True, f"{task} is handed back")
+        record.move(TaskEvent.SPLIT_OFF)
+        self._todo.split(record, end)
+        return Answer(True, f"what is behind the first {end} records of {task} is split off")
 
     # ------------------------------------------------------------ a worker is lost, or hangs
 
@@ -403,6 +435,22 @@ class TaskQueue:
         records = self._doing if worker is None else self._doing.held_by(worker)
         return [record.lease for record in records if record.lease is not None]
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether tasks that were handed out before, or parts of them, are to do."""
+        return self._todo.has_returned
+
+    def batches_left(self) -> dict[int, list[BatchesLeft]]:
+        """By worker, what is left to report of its leases, oldest first."""
+        left: dict[int, list[BatchesLeft]] = {}
+        for record in self._doing:
+            if record.lease is not None:
+                task = record.task
+                batch = self._settings.minibatch_size
+                entry = BatchesLeft(record.lease.id, task.type, task.shard.records, record.reported, batch)
+                left.setdefault(record.lease.worker, []).append(entry)
+        return left
+
     def counts(self) -> dict[TaskType, dict[TaskState, int]]:
         """How many tasks are in which state.
 
@@ -413,13 +461,16 @@ class TaskQueue:
 
     # ------------------------------------------------------------ saving
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, leases: bool = False) -> dict[str, Any]:
         """All of it as JSON values, for a checkpoint. DOING tasks are saved as TODO, with what is left.
+
+        Args:
+            leases: save, too, what lets workers go on with them.
 
         Functions and evaluation rounds are left out: the metric states of their finished tasks live in the master's
         memory, so after a restart they begin anew.
         """
-        return self._state.to_dict()
+        return self._state.to_dict(leases)
 
     def repeat_milestones(self, ended_epochs: int) -> None:
         """For a queue that was saved: what was reached, and perhaps taken, but not carried out, comes again.
@@ -430,8 +481,11 @@ class TaskQueue:
         self._state.repeat_milestones(ended_epochs)
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> TaskQueue:
-        """The queue that `to_dict` saved, with no lease out; milestones that were not taken come again.
+    def from_dict(cls, saved: dict[str, Any], now: float | None = None) -> TaskQueue:
+        """The queue that `to_dict` saved; milestones that were not taken come again.
+
+        Args:
+            now: seconds; workers go on with their leases, which were saved. None: no lease is out.
 
         Raises `CheckpointError` when `saved` is something else.
         """
@@ -441,5 +495,5 @@ class TaskQueue:
                 prediction=[(name, count) for name, count in saved["prediction"]],
                 **saved["settings"],
             )
-            queue._state.restore(saved)
+            queue._state.restore(saved, now)
         return queue

@@ -96,6 +96,7 @@ class TaskRecord:
     __slots__ = (
         "attempts",
         "failures",
+        "for_idle",
         "heard",
         "lease",
         "losses",
@@ -114,6 +115,7 @@ class TaskRecord:
         self.failures = 0
         self.losses = 0  # since there was progress
         self.maybe_trained = False  # a worker that is gone may have done records that it did not report
+        self.for_idle = False  # a worker that has others to do would be no quicker with it
         self.attempts: list[Attempt] = []
 
     def move(self, event: TaskEvent) -> None:
@@ -133,13 +135,22 @@ class TaskRecord:
             self.task = replace(self.task, shard=Shard(shard.name, shard.start + self.reported, shard.end))
         self.reported = 0
 
+    def cut(self, end: int, task_id: int) -> Task:
+        """Leaves in the task its first `end` records; answers a task of the rest."""
+        shard = self.task.shard
+        rest = replace(self.task, id=task_id, shard=Shard(shard.name, shard.start + end, shard.end))
+        self.task = replace(self.task, shard=Shard(shard.name, shard.start, shard.start + end))
+        if self.lease is not None:
+            self.lease = replace(self.lease, task=self.task)
+        return rest
+
     @property
     def nothing_left(self) -> bool:
         """Whether all records were reported, so that another worker would have nothing to do."""
         return self.task.type in RESUMABLE and self.reported == self.task.shard.records
 
     def to_dict(self) -> dict[str, Any]:
-        """What is left to do, and the story up to now, as JSON values. An open lease is not saved."""
+        """What is left to do, and the story up to now, as JSON values, as if no lease were out."""
         shard = self.task.shard
         done = self.reported if self.task.type in RESUMABLE else 0
         # The weights are saved with the queue, a moment before or after: what a worker has in hand may be
@@ -155,6 +166,17 @@ class TaskRecord:
             "maybe_trained": self.maybe_trained or in_hand,
             "attempts": [attempt.to_list() for attempt in self.attempts],
         }
+
+    def progress_to_list(self) -> list[Any]:
+        """What `resume` needs beside `to_dict` for a lease to go on, as JSON values; the task's id first."""
+        shard = self.task.shard
+        return [self.task.id, shard.start, self.reported, self.heard, self.maybe_trained]
+
+    def resume(self, start: int, reported: int, heard: bool, maybe_trained: bool) -> None:
+        """Makes this record, which `from_dict` made, that of a task whose worker goes on with it."""
+        self.task = replace(self.task, shard=replace(self.task.shard, start=start))
+        self.reported, self.heard, self.maybe_trained = reported, heard, maybe_trained
+        self.move(TaskEvent.HANDED_OUT)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TaskRecord:

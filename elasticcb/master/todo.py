@@ -27,13 +27,20 @@ class Todo:
         self._supplies = supplies
         self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
 
-    def take(self, train_end: bool) -> TaskRecord | None:
-        """The next task; None when there is none (now). `train_end`: it may be the TRAIN_END task."""
+    def take(self, train_end: bool, idle: bool = True) -> TaskRecord | None:
+        """The next task; None when there is none (now).
+
+        Args:
+            train_end: it may be the TRAIN_END task.
+            idle: whoever gets it has no other, and may get one that is for such a worker.
+        """
         for kind, again, supply in self._in_order:
             if kind is TaskType.TRAIN_END and not train_end:
                 continue
-            if again:
-                return again.popleft()
+            for record in again:
+                if idle or not record.for_idle:
+                    again.remove(record)
+                    return record
             task = supply.make(self.next_id)
             if task is not None:
                 self.next_id += 1
@@ -48,6 +55,14 @@ class Todo:
         """Puts a task behind all that were put here, before those that are still to be made."""
         self._again[record.task.type].append(record)
 
+    def split(self, record: TaskRecord, end: int) -> None:
+        """Cuts what is behind the first `end` records of `record` off, and puts that here."""
+        rest = TaskRecord(record.cut(end, self.next_id))
+        self.next_id += 1
+        rest.for_idle = True
+        self._supplies[rest.task.type].reopen(rest.task)
+        self.put_back(rest)
+
     def add_train_end(self) -> None:
         """Adds the one TRAIN_END task; once more changes nothing."""
         if self.train_end_added:
@@ -61,6 +76,11 @@ class Todo:
         records = list(self._again[kind])
         self._again[kind].clear()
         return records
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether there is any that was put here."""
+        return any(self._again.values())
 
     @property
     def train_end_waits(self) -> bool:

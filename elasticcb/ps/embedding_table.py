@@ -231,6 +231,44 @@ class EmbeddingTable:
             return self._rows.slice(0, len(self._rows))
         return self._rows.at(np.flatnonzero(self._rows.used > since))
 
+    def ids(self, since: int = -1) -> Array:
+        """Of all rows that were made or trained from version `since` on, int64 [n], in the order of the rows."""
+        return self._rows.index.ids[self._rows.used >= since]
+
+    def select(self, ids: Array) -> TableState:
+        """The rows of those of `ids` (int64 [n], unique) that have one."""
+        places = self._rows.index.find(ids)
+        return self._rows.at(places[places >= 0])
+
+    def put(self, state: TableState) -> None:
+        """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count.
+
+        Raises `ElasticCBError` when shapes or slots are others.
+        """
+        self._rows.put(self._checked(state))
+
+    def keep(self, ids: Array) -> None:
+        """Removes all rows but those of `ids`, which are all here: int64 [n], unique."""
+        if len(ids) < len(self._rows):
+            self._rows.remove(np.flatnonzero(~np.isin(self._rows.index.ids, ids)))
+
+    def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
+        """Adds to its rows those of `before`, which is of no use any more. Counts of ids without a row come along.
+
+        Args:
+            before: of the same dimension and slots.
+            keeps: tells which ids (int64 [n]) of it come, of none of which a row is here: bool [n].
+        """
+        own = self._rows
+        self._rows, self._candidates = before._rows, before._candidates
+        self._version, self._swept = before._version, before._swept
+        self._lookups, self._created, self._evicted = before._lookups, before._created, before._evicted
+        self._refused, self._dropped = before._refused, before._dropped
+        leaving = np.flatnonzero(~keeps(self._rows.index.ids))
+        if len(leaving):
+            self._rows.remove(leaving)
+        self._rows.fill(own.slice(0, len(own)))
+
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
         """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end.
 

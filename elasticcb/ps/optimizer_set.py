@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from elasticcb.checkpoint import Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.optimizer_state import Key, OptimizerState
 from elasticcb.optimizer_variables import Leaf, leaves
+from elasticcb.part_file import Part
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.tensors import dtype_of

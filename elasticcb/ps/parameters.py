@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from elasticcb.checkpoint import Part
+from elasticcb.buckets import BucketMap, even
 from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.optimizer_traits import may_update_rows
+from elasticcb.part_file import Part
 from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
@@ -56,7 +57,7 @@ class Parameters:
         make_optimizers: makes fresh optimizers; None where nothing is trained.
         values: the part's arrays, each of its slice's shape, by variable.
         version: of the model.
-        place: the server's index, and how many servers there are.
+        place: the server's index, and which rows of embedding tables each server holds; None: there is one server.
         limits: of embedding tables.
 
     Attributes:
@@ -72,7 +73,7 @@ class Parameters:
         make_optimizers: MakeOptimizers | None,
         values: Mapping[int, Array],
         version: int = 0,
-        place: tuple[int, int] = (0, 1),
+        place: tuple[int, BucketMap] | None = None,
         limits: TableLimits | None = None,
     ) -> None:
         self.specs, self.slices = specs, slices
@@ -89,7 +90,7 @@ class Parameters:
                 if specs[part.variable].trainable
             }
             self.optimizers = OptimizerSet(make_optimizers, specs, self._variables) if make_optimizers else None
-            self.tables = Tables(specs, *place, self.optimizers, limits or TableLimits())
+            self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
         self._read = tf.function(self._flat_weights, autograph=False)
 
     # -------------------------------------------------------------- reading

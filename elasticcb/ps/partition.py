@@ -113,6 +113,7 @@ class Placed(NamedTuple):
     offset: int
 
 
+MOST_SERVERS = 10_000
 # A variable is not cut when the cut would move less than this: a tiny part costs more than it levels.
 _SMALLEST_PART_BYTES = 16 * 1024
 

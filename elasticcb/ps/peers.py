@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from elasticcb.access import OPEN, Access
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import Connection
 from elasticcb.tensors import Frame
@@ -29,12 +30,13 @@ class Peers:
 
     Args:
         addresses: "host:port" of servers 1, 2, …; empty where nothing is passed on.
-        token: of the job.
+        access: to the job.
     """
 
-    def __init__(self, addresses: Sequence[str], token: str = "") -> None:
+    def __init__(self, addresses: Sequence[str], access: Access = OPEN, patience_seconds: float = 30.0) -> None:
         self._connections = [
-            Connection(address, f"parameter server {index}", token=token) for index, address in enumerate(addresses, 1)
+            Connection(address, f"parameter server {index}", patience_seconds, access)
+            for index, address in enumerate(addresses, 1)
         ]
 
     def __bool__(self) -> bool:

@@ -13,19 +13,23 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from elasticcb.checkpoint import Part, SavedFile, read_part, write_part
-from elasticcb.errors import CheckpointError
-from elasticcb.table_state import overlaid
+from elasticcb.buckets import BucketMap
+from elasticcb.errors import CheckpointError, ElasticCBError, describe
+from elasticcb.part_file import Part, SavedFile, read_part, write_part
+from elasticcb.ps.partition import Slice, VariableSpec, partition
+from elasticcb.ps.recut import Piece, put_together
+from elasticcb.table_state import joined, overlaid
 
 logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
-_FORMAT = 1
+_FORMAT = 2  # before, servers had rows by the remainder of their ids
+_REPLICATED = "replicated"  # exists while a neighbour keeps what the files lack (elasticcb/ps/replica.py)
 # Files with changes are put together into a whole one when they are as large as that, and at least so large.
 _SMALLEST_TOTAL = 64 << 20  # bytes
 # Writing takes no more than this part of the time, however large the model.
@@ -38,10 +42,12 @@ class Saved(NamedTuple):
     Attributes:
         part: what the server held; of tables perhaps only some rows.
         answered: by worker, the sequence number of the last push that it contains, so that no retry is applied twice.
+        noted: number of the last change that it contains, of those that a replica keeps.
     """
 
     part: Part
     answered: Mapping[int, int]
+    noted: int = 0
 
 
 class RecoveryLog:
@@ -71,6 +77,24 @@ class RecoveryLog:
         sizes = [entry["bytes"] for entry in self._entries]
         return not sizes or sum(sizes[1:]) > max(sizes[0], _SMALLEST_TOTAL)
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of the file that holds everything."""
+        return int(self._entries[0]["bytes"]) if self._entries else 0
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether a neighbour keeps what the files lack."""
+        return (self._folder / _REPLICATED).exists()
+
+    def set_replicated(self, replicated: bool) -> None:
+        """Lets a later process know. Raises `CheckpointError` when that is not possible."""
+        mark = self._folder / _REPLICATED
+        try:
+            mark.touch() if replicated else mark.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"The recovery files in {self._folder} can't be written: {error}.") from error
+
     def write(self, saved: Saved, whole: bool) -> None:
         """Adds a file. Raises `CheckpointError` when that is not possible; what was there still counts then.
 
@@ -80,7 +104,8 @@ class RecoveryLog:
         file = write_part(self._folder / f"{self._next:08d}.safetensors", saved.part)
         self._next += 1
         before = self._entries
-        entry = asdict(file) | {"answered": {str(worker): last for worker, last in saved.answered.items()}}
+        answered = {str(worker): last for worker, last in saved.answered.items()}
+        entry = asdict(file) | {"answered": answered, "noted": saved.noted}
         entries = [entry] if whole else [*before, entry]
         unfinished = self._folder / f".tmp-{_LOG}"
         try:
@@ -121,7 +146,65 @@ class RecoveryLog:
         self._next = 1 + max(int(Path(entry["name"]).stem) for entry in entries)
         tables = {table: overlaid([part.tables[table] for part in parts]) for table in parts[0].tables}
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
-        return Saved(replace(parts[-1], tables=tables), answered)
+        return Saved(replace(parts[-1], tables=tables), answered, self._entries[-1]["noted"])
+
+
+class Replicated(Protocol):
+    """What is told of the files that are written."""
+
+    def begin(self) -> None: ...
+
+    def written(self, number: int) -> None: ...
+
+
+def log_folder(root: Path, index: int, map_version: int) -> Path:
+    """Where server `index` of those of one map writes."""
+    return root / (f"ps-{index}-map-{map_version}" if map_version else f"ps-{index}")
+
+
+def forget_older(root: Path, map_version: int) -> None:
+    """Removes what servers wrote by older maps."""
+    for folder in root.glob("ps-*"):
+        _, _, version = folder.name.partition("-map-")
+        if int(version or 0) < map_version:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_by_older_map(
+    root: Path,
+    run: str,
+    specs: Sequence[VariableSpec],
+    split: bool,
+    place: tuple[int, Sequence[Slice]],
+    buckets: BucketMap,
+) -> Saved:
+    """What the servers of the map before `buckets` wrote, as far as it is one server's now.
+
+    Args:
+        split: whether variables may be cut.
+        place: the server's index, and the slices that it holds.
+
+    Raises `CheckpointError` when the files of one are missing or damaged.
+    """
+    index, slices = place
+    saved: list[Saved] = []
+    while (folder := log_folder(root, len(saved), buckets.version - 1)).is_dir():
+        saved.append(RecoveryLog(folder, run).read())
+    if not saved:
+        raise CheckpointError(f"There are no recovery files of the map {buckets.version - 1} in {root}.")
+    held = partition(specs, len(saved), split)
+    try:
+        part = put_together([Piece(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
+    except ElasticCBError as error:
+        raise CheckpointError(f"The recovery files in {root} are of another model: {error}") from error
+    for number in saved[0].part.tables:
+        rows = joined([each.part.tables[number] for each in saved])
+        part.tables[number] = rows.part(index, buckets)
+    part.version = min(each.part.version for each in saved)
+    answered: dict[int, int] = {}
+    for each in saved:
+        answered |= {worker: max(last, answered.get(worker, 0)) for worker, last in each.answered.items()}
+    return Saved(part, answered)
 
 
 class RecoveryWriter:
@@ -131,22 +214,34 @@ class RecoveryWriter:
         log: of this server.
         take: gives what the server holds, in full or as far as it changed after a version.
         interval_seconds: between two files.
+        warn: is told, once in a row, when the files can't be written.
+        replica: begins its log before a file is written, if it has none, and hears what the file holds.
     """
 
-    def __init__(self, log: RecoveryLog, take: Callable[[int | None], Saved], interval_seconds: float) -> None:
-        self._log, self._take, self._interval = log, take, interval_seconds
+    def __init__(
+        self,
+        log: RecoveryLog,
+        take: Callable[[int | None], Saved],
+        interval_seconds: float,
+        warn: Callable[[str], None] = logger.warning,
+        replica: Replicated | None = None,
+    ) -> None:
+        self._log, self._take, self._interval, self._warn = log, take, interval_seconds, warn
+        self._replica = replica
         self._version = -1  # that the files hold
+        self._noted = 0  # change of a replica that they hold
         self._replaced = True  # the server holds other rows than those that were trained since `_version`
         self._writing = threading.Lock()
-        self._stop = threading.Event()
+        self._stopped = False
+        self._awake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def continue_from(self, version: int) -> None:
-        """The files hold all that the server held at `version`."""
-        self._version, self._replaced = version, False
+    def continue_from(self, version: int, noted: int = 0) -> None:
+        """The files hold all that the server held at `version`, up to that change."""
+        self._version, self._noted, self._replaced = version, noted, False
 
     def write(self, replaced: bool = False) -> None:
         """Writes what changed, now. Raises `CheckpointError` when that is not possible.
@@ -156,29 +251,45 @@ class RecoveryWriter:
         """
         with self._writing:
             self._replaced = self._replaced or replaced
+            if self._replica is not None:
+                self._replica.begin()
             whole = self._replaced or self._log.needs_whole
             saved = self._take(None if whole else self._version)
-            if saved.part.version == self._version and not self._replaced:
-                return
-            self._log.write(saved, whole)
-            self._version, self._replaced = saved.part.version, False
+            if self._replaced or (saved.part.version, saved.noted) != (self._version, self._noted):
+                self._log.write(saved, whole)
+                self._version, self._noted, self._replaced = saved.part.version, saved.noted, False
+            if self._replica is not None:
+                self._replica.written(saved.noted)
+
+    def wake(self) -> None:
+        """Has the thread write soon."""
+        self._awake.set()
 
     def _run(self) -> None:
         told = False
-        pause = 0.0
-        while not self._stop.wait(pause):
+        while not self._stopped:
             begun = time.monotonic()
             try:
                 self.write()
                 told = False
-            except CheckpointError as error:
-                if not told:
-                    logger.warning("%s If this server is lost now, it comes back as it was before.", error)
+            except Exception as error:  # whatever it was, what comes next may be written
+                words = str(error)
+                if not isinstance(error, ElasticCBError):
+                    logger.exception("Recovery files could not be written")
+                    words = f"{describe(error)}."
+                if not told and not self._stopped:
+                    self._warn(f"{words} Training goes on; if this server is lost now, it comes back as it was before.")
                 told = True
-            pause = max(self._interval, (time.monotonic() - begun) / _BUSY_SHARE)
+            self._awake.wait(max(self._interval, (time.monotonic() - begun) / _BUSY_SHARE))
+            self._awake.clear()
+
+    def stop(self) -> None:
+        """Ends the writing, soon."""
+        self._stopped = True
+        self._awake.set()
 
     def close(self) -> None:
         """Ends the writing; a file that is being written is finished first."""
-        self._stop.set()
+        self.stop()
         if self._thread.is_alive():
             self._thread.join()

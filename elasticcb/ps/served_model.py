@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb import checkpoint
+from elasticcb.buckets import BucketMap
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizer_state import OptimizerState
+from elasticcb.part_file import Part
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
 from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout
 from elasticcb.ps.partition import block_sizes as sizes_of
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
 from elasticcb.table_state import TableState
 
@@ -49,6 +51,38 @@ class Change(NamedTuple):
     tables: Mapping[int, TableState]
 
 
+class Gate:
+    """Which calls a server takes before it hands over what it holds.
+
+    Attributes:
+        allowed: by worker, the sequence number up to which pushes are taken.
+    """
+
+    def __init__(self) -> None:
+        self.allowed: dict[int, int] = {}
+        self._refused: dict[int, int] = {}
+
+    def admits(self, worker: int, sequence: int, creates_rows: bool) -> bool:
+        """Whether a call may go on: it changes nothing, or is a push that other servers have taken."""
+        if not sequence:
+            return not creates_rows
+        if sequence <= self.allowed.get(worker, 0):
+            return True
+        self._refused[worker] = sequence
+        return False
+
+    def missing(self, taken: Mapping[int, int]) -> list[PushName]:
+        """Pushes that are still to come, `taken` being by worker the last one that was taken.
+
+        A worker makes one push after another: with a later one, it has had all answers to those before.
+        """
+        return [
+            PushName(worker, last)
+            for worker, last in self.allowed.items()
+            if taken.get(worker, 0) < last and self._refused.get(worker, 0) <= last
+        ]
+
+
 @dataclass
 class ServedModel:
     """What `Initialize` brings."""
@@ -57,6 +91,7 @@ class ServedModel:
     slices: Sequence[Slice]
     index: int
     num_ps: int
+    buckets: BucketMap
     parameters: Parameters
     reader: PushReader
     peers: Peers
@@ -64,12 +99,14 @@ class ServedModel:
     staged: dict[PushName, Staged]  # synchronous mode: pushes that an update may name
     answered: Answered[Verdict]
     snapshots: dict[int, Snapshot]  # by evaluation round
-    held: dict[str, checkpoint.Part]  # by a checkpoint's folder, what is to be written there
-    held_export: checkpoint.Part | None = None
+    held: dict[str, Part]  # by a checkpoint's folder, what is to be written there
+    held_export: Part | None = None
     change: Change | None = None  # synchronous mode: what waits for the first server's word
     loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
     rate_version: int = 0  # rises when the master sets the base rate
+    replica: Replica | None = None  # of this server, at its neighbour
     failure: str = ""  # of an update that only some of the servers have made
+    gate: Gate | None = None  # while it hands over what it holds
 
     @contextlib.contextmanager
     def all_or_none(self, version: int) -> Iterator[None]:

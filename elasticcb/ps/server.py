@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from elasticcb import rpc
+from elasticcb.access import OPEN, Access
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings import RECOVERY_FOLDER, JobSettings
 from elasticcb.tensors import Frame
+
+logger = logging.getLogger(__name__)
+
+_THREADS_WITH_REPLICAS = 1024
 
 
 class PSServer:
@@ -23,7 +30,8 @@ class PSServer:
         make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
         host: interface to listen on.
         port: 0 takes any free one.
-        token: of the job; calls without it are refused.
+        access: to the job; calls without it are refused.
+        warn, lost_workers: as for `Servicer`.
 
     Raises `ConnectionLostError` when the port is taken.
     """
@@ -34,16 +42,32 @@ class PSServer:
         make_optimizers: MakeOptimizers | None,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str = "",
+        access: Access = OPEN,
+        warn: Callable[[str], None] = logger.warning,
+        lost_workers: Collection[int] = (),
     ) -> None:
-        self._token = token
-        self._server = rpc.Server(host, port, token=token)
-        self._servicer = _servicer(settings, make_optimizers, token)
-        methods = {
+        self._access = access
+        self._warn, self._lost_workers = warn, lost_workers
+        # A push waits for the neighbour, which must have a thread left for it, however many workers push there.
+        more = {"threads": _THREADS_WITH_REPLICAS} if settings.cluster.ps_replicas else {}
+        self._server = rpc.Server(host, port, access=access, **more)
+        exposed = access.exposed_at(host)
+        if exposed:
+            logger.warning(exposed)
+        self._servicer = self._make_servicer(settings, make_optimizers)
+        methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
             name: (header_type, self._to_present_servicer(name))
             for name, (header_type, _) in self._servicer.methods().items()
         }
+        methods["RefusedCalls"] = (pb.RefusedCallsRequest, self._answer_refused_calls)
         self._server.add(rpc.FrameService(SERVICE, methods, transient={"Exchange"}))
+
+    def _answer_refused_calls(self, frame: Frame[Any]) -> Frame[Any]:
+        return Frame(pb.RefusedCallsResponse(calls=self.refused_calls()), {})
+
+    def refused_calls(self) -> dict[str, int]:
+        """How many calls it has refused, by reason in words."""
+        return self._server.refused.counts()
 
     def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
         return lambda frame: self._servicer.methods()[name][1](frame)
@@ -51,7 +75,12 @@ class PSServer:
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""
         self._servicer.close()
-        self._servicer = _servicer(settings, make_optimizers, self._token)
+        self._servicer = self._make_servicer(settings, make_optimizers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it holds its part of the present job's model, and serves it."""
+        return self._servicer.ready
 
     @property
     def address(self) -> str:
@@ -71,11 +100,20 @@ class PSServer:
         self._server.stop(grace_seconds)
         self._servicer.close()
 
-
-def _servicer(settings: JobSettings, make_optimizers: MakeOptimizers | None, token: str) -> Servicer:
-    given = settings.embedding
-    limits = TableLimits(given.memory_bytes, given.when_full.value, given.min_count, given.max_age)
-    interval = settings.checkpoint.interval_seconds
-    keeps_files = make_optimizers is not None and bool(interval and settings.directory)
-    recovery = (Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None
-    return Servicer(settings.training, make_optimizers, token, limits, recovery)
+    def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
+        given, cluster = settings.embedding, settings.cluster
+        limits = TableLimits(given.memory_bytes, given.when_full.value, given.min_count, given.max_age)
+        interval = settings.checkpoint.interval_seconds
+        keeps_files = make_optimizers is not None and bool(interval and settings.directory)
+        recovery = (Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None
+        return Servicer(
+            settings.training,
+            make_optimizers,
+            self._access,
+            limits,
+            recovery,
+            self._warn,
+            cluster.patience_seconds,
+            self._lost_workers,
+            bool(cluster.ps_replicas),
+        )

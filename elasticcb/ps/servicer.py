@@ -10,23 +10,36 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from elasticcb import checkpoint
+from elasticcb.access import OPEN, Access
+from elasticcb.buckets import BucketMap
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.moving import Moves
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters, flat
-from elasticcb.ps.partition import Slice, VariableSpec, partition
+from elasticcb.ps.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
-from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved
+from elasticcb.ps.recovery import (
+    RecoveryLog,
+    RecoveryWriter,
+    Saved,
+    forget_older,
+    log_folder,
+    read_by_older_map,
+)
+from elasticcb.ps.replica import Neighbours, Replica
+from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import Change, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
@@ -34,12 +47,11 @@ from elasticcb.settings import TrainingSettings
 from elasticcb.state_messages import from_tensors, to_tensors
 from elasticcb.table_state import from_tensors as tables_from
 from elasticcb.table_state import to_tensors as tables_to
-from elasticcb.tensors import Frame
+from elasticcb.tensors import Frame, dtype_of
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
-_MOST_SERVERS = 10_000
 _LOOKUP = "lookup/"  # prefix of ids of an embedding table whose rows are wanted
 
 
@@ -49,28 +61,41 @@ class Servicer:
     Args:
         training: asynchronous or synchronous, and how many gradients make an update.
         make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
-        token: of the job, to call other servers with.
+        access: to the job, to call other servers with.
         limits: of embedding tables.
         recovery: the folder for recovery files of all servers, and the seconds between two of them; None: none are
             written.
+        warn: shows the user that something is wrong which the job survives.
+        patience_seconds: of calls to other servers.
+        lost_workers: ids of those whose pushes are refused. It may grow.
+        replicas: whether a neighbour keeps what these files lack.
     """
 
     def __init__(
         self,
         training: TrainingSettings,
         make_optimizers: MakeOptimizers | None,
-        token: str = "",
+        access: Access = OPEN,
         limits: TableLimits | None = None,
         recovery: tuple[Path, float] | None = None,
+        warn: Callable[[str], None] = logger.warning,
+        patience_seconds: float = 30.0,
+        lost_workers: Collection[int] = (),
+        replicas: bool = False,
     ) -> None:
-        self._token = token
+        self._lost_workers = lost_workers
+        self._access, self._patience = access, patience_seconds
+        self._replicas = replicas
         self._recovery = recovery
+        self._warn = warn
         self._writer: RecoveryWriter | None = None
         self._limits = limits or TableLimits()
         self._training = training
         self._make_optimizers = make_optimizers
         self._lock = threading.Lock()
         self._model: ServedModel | None = None
+        self._neighbours = Neighbours()
+        self._moves = Moves(self._lock, access, lambda: self._model, self._empty_model, self._serve, self)
 
     def methods(self) -> dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]]:
         """By method name: the header's type, and the function that answers."""
@@ -88,24 +113,52 @@ class Servicer:
         }
         for name in ("LoadState", "FinishTraining"):
             methods[name] = (methods[name][0], self._then_saved(methods[name][1]))
+        methods["SetNeighbour"] = (pb.SetNeighbourRequest, self._set_neighbour)
+        methods["Replicate"] = (pb.ReplicateRequest, self._neighbours.replicate)
+        methods["ReadLog"] = (pb.ReadLogRequest, self._neighbours.read_log)
         methods["Initialize"] = (pb.InitializeRequest, self._initialize)
         methods["Save"] = (pb.SaveRequest, self._save)
         methods["Export"] = (pb.ExportRequest, self._export)
+        methods["Move"] = (pb.MoveRequest, self._moves.move)
+        methods["Receive"] = (pb.ReceiveRequest, self._moves.receive)
         return methods
 
     def close(self) -> None:
         # Without the lock: an update may wait for another server, which this ends.
         if self._model is not None:
             self._model.peers.close()
+            if self._model.replica is not None:
+                self._model.replica.close()
         if self._writer is not None:
             self._writer.close()
 
     def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self._lock:
-                return function(frame, self._initialized())
+                model = self._initialized()
+                if model.replica is None:
+                    return function(frame, model)
+            return self._replicated(function, frame, model, model.replica)
 
         return answer
+
+    def _replicated(
+        self, function: Callable[[Frame[Any], Any], Frame[Any]], frame: Frame[Any], model: ServedModel, replica: Replica
+    ) -> Frame[Any]:
+        """Answers a call when the neighbour knows what it has changed."""
+        before = after = 0
+        try:
+            with self._lock:
+                before = replica.noted
+                try:
+                    return function(frame, model)
+                finally:
+                    after = replica.noted
+        finally:
+            if after != before:
+                replica.confirm(after)
+                if replica.is_full:
+                    self.write_down()
 
     def _then_saved(self, method: Callable[[Frame[Any]], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         """For what workers can't do again: it is in the recovery files before it is answered."""
@@ -125,6 +178,12 @@ class Servicer:
             except CheckpointError as error:
                 logger.warning("%s", error)
 
+    @property
+    def ready(self) -> bool:
+        """Whether it holds its part of the model, and serves it."""
+        model = self._model
+        return model is not None and not model.failure
+
     def _initialized(self) -> ServedModel:
         if self._model is None:
             raise ElasticCBError(
@@ -140,25 +199,30 @@ class Servicer:
     def _initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         request = frame.header
         specs = [VariableSpec.from_message(variable) for variable in request.variables]
-        if not 0 <= request.index < request.num_ps <= _MOST_SERVERS:
+        if not 0 <= request.index < request.num_ps <= MOST_SERVERS:
             raise WireError(
-                f"Initialize names server {request.index} of {request.num_ps}; there may be {_MOST_SERVERS:,}."
+                f"Initialize names server {request.index} of {request.num_ps}; there may be {MOST_SERVERS:,}."
             )
+        buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
         slices = partition(specs, request.num_ps, request.split)[request.index]
-        part, log = None, self._recovery_log(request)
+        part, log, saved = None, self._recovery_log(request), None
+        continues = False  # the server goes on with the files of its recovery log
         answered: Answered[Verdict] = Answered()
         if request.recover:
-            part, last = self._recovered(log, slices)
-            answered.forget_up_to(last)
-            values, version, tables = part.weights, max(part.version, request.version), part.tables
+            if self._writer is not None:  # another master has called this, too
+                self._writer.close()
+            saved, continues = self._recovered(log, request, specs, slices, buckets)
+            part = saved.part
+            answered.forget_up_to(saved.answered)
+            values, version, tables = part.weights, part.version, part.tables
         elif request.checkpoint:
-            part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, request.num_ps)
+            part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, buckets)
             values, version, tables = part.weights, max(part.version, request.version), part.tables
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
-        place = (request.index, request.num_ps)
         limits = replace(self._limits)  # which knows of no tables yet
+        place = (request.index, buckets)
         parameters = Parameters(specs, slices, self._make_optimizers, values, version, place, limits)
         parameters.tables.load(tables)
         if part is not None:
@@ -167,6 +231,58 @@ class Servicer:
             state = from_tensors(frame.tensors, request.optimizers)
             parameters.check_state(state)
             parameters.load({}, state, version)
+        model = self._model_of(request, specs, slices, buckets, parameters, answered)
+        self.close()  # of the last model
+        complete = False
+        if log is not None and not continues:
+            log.begin()
+        if log is not None and self._replicas:
+            replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._access)
+            noted = saved.noted if saved is not None and continues else None
+            complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
+            model.replica = replica
+        recovered = parameters.version
+        parameters.version = max(parameters.version, request.version)
+        with self._lock:
+            self._model = model
+        self._keep_files(model, log, saved if continues else None)
+        logger.info(
+            "Holds %d slices of %d variables, %d of %d servers, version %d",
+            len(slices), len(specs), request.index, request.num_ps, parameters.version,
+        )  # fmt: skip
+        response = pb.InitializeResponse(version=parameters.version, learning_rate=parameters.learning_rate)
+        response.complete = complete
+        if part is not None:
+            response.recovered_version = recovered if saved is not None else part.version
+        return Frame(response, {})
+
+    def _replay(self, entry: Entry, model: ServedModel) -> bool:
+        """Makes a change of a lost server again, which its neighbour has kept; whether that is possible."""
+        if entry.method == "Exchange":
+            verdict = self._push(pb.ExchangeRequest.FromString(entry.header), entry.tensors, model)
+            return verdict.status == pb.ACCEPTED
+        if entry.method == "SetLearningRate":
+            model.parameters.set_learning_rate(pb.SetLearningRateRequest.FromString(entry.header).learning_rate)
+            return True
+        return False
+
+    def _set_neighbour(self, frame: Frame[pb.SetNeighbourRequest]) -> Frame[Any]:
+        with self._lock:
+            replica = self._initialized().replica
+        if replica is not None and self._writer is not None:
+            replica.follow(frame.header.address)
+            self._writer.wake()  # begins a log, and writes what it builds on
+        return Frame(pb.SetNeighbourResponse(), {})
+
+    def _model_of(
+        self,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+        parameters: Parameters,
+        answered: Answered[Verdict],
+    ) -> ServedModel:
         training = self._training
         use_peers = request.index == 0 and not training.use_async
         if use_peers and len(request.ps_addresses) != request.num_ps:
@@ -176,57 +292,106 @@ class Servicer:
                     "addresses; in synchronous mode it needs all of them, to pass updates on."
                 )
             use_peers = False
-        model = ServedModel(
+        return ServedModel(
             specs=specs,
             slices=slices,
             index=request.index,
             num_ps=request.num_ps,
+            buckets=buckets,
             parameters=parameters,
             reader=PushReader(specs, slices, parameters.tables.check_ids),
-            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._token),
+            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._access, self._patience),
             policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
             staged={},
             answered=answered,
             snapshots={},
             held={},
         )
-        self.close()  # of the last model
-        with self._lock:
-            self._model = model
-        if log is not None and self._recovery is not None:
-            if part is None or not request.recover:
-                log.begin()
-            self._writer = RecoveryWriter(log, functools.partial(self._saved, model), self._recovery[1])
-            if part is not None and request.recover:
-                self._writer.continue_from(part.version)
-            self._writer.start()
-        logger.info(
-            "Holds %d slices of %d variables, %d of %d servers, version %d",
-            len(slices), len(specs), request.index, request.num_ps, version,
-        )  # fmt: skip
-        response = pb.InitializeResponse(version=version, learning_rate=parameters.learning_rate)
-        if part is not None:
-            response.recovered_version = part.version
-        return Frame(response, {})
+
+    def _empty_model(
+        self,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+    ) -> ServedModel:
+        """What a move fills."""
+        if not self._training.use_async:
+            raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
+        zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
+        place, limits = (request.index, buckets), replace(self._limits)
+        parameters = Parameters(specs, slices, self._make_optimizers, zeros, 0, place, limits)
+        return self._model_of(request, specs, slices, buckets, parameters, Answered())
+
+    def _serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
+        """Serves what a move has made. The lock is held."""
+        if self._writer is not None:
+            self._writer.stop()
+            self._writer = None
+        self._model = model
+        log = self._recovery_log(request)
+        if log is not None:
+            log.begin()
+        self._keep_files(model, log, None)
+
+    def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
+        """Writes recovery files from now on.
+
+        Args:
+            held: what the log's files hold, which go on; None: it begins anew.
+        """
+        if log is None or self._recovery is None:
+            return
+        take = functools.partial(self._saved, model)
+        self._writer = RecoveryWriter(log, take, self._recovery[1], self._warn, model.replica)
+        if held is not None:
+            self._writer.continue_from(held.part.version, held.noted)
+        elif model.replica is not None:
+            self.write_down()  # on which the log builds
+        self._writer.start()
 
     def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
         if self._recovery is None or not request.run:
             return None
-        return RecoveryLog(self._recovery[0] / f"ps-{request.index}", request.run)
+        return RecoveryLog(log_folder(self._recovery[0], request.index, request.map_version), request.run)
 
-    @staticmethod
-    def _recovered(log: RecoveryLog | None, slices: Sequence[Slice]) -> Saved:
-        if log is None:
+    def forget_older(self, map_version: int) -> None:
+        """Removes recovery files by older maps."""
+        if self._recovery is not None:
+            forget_older(self._recovery[0], map_version)
+
+    def _recovered(
+        self,
+        log: RecoveryLog | None,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+    ) -> tuple[Saved, bool]:
+        """What the recovery files hold, and whether they are those of this server and map."""
+        if log is None or self._recovery is None:
             raise CheckpointError("This server keeps no recovery files.")
-        saved = log.read()
-        missing = {part.variable for part in slices} - saved.part.weights.keys()
+        try:
+            saved = log.read()
+        except CheckpointError as error:
+            if not request.map_version:
+                raise
+            logger.info("%s What was written before the last move is used.", error)
+            place = (request.index, slices)
+            found = read_by_older_map(self._recovery[0], request.run, specs, request.split, place, buckets)
+            return found, False
+        shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
+        missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
         if missing:
-            raise CheckpointError(f"The recovery files lack variables {sorted(missing)}: they are of another model.")
-        return saved
+            raise CheckpointError(f"The recovery files lack variables {missing}: they are of another model.")
+        return saved, True
 
     def _saved(self, model: ServedModel, since: int | None) -> Saved:
         with self._lock:
-            return Saved(model.parameters.export(since), model.answered.last())
+            if model is not self._model:
+                raise CheckpointError("Another map counts by now.")
+            noted = 0 if model.replica is None else model.replica.noted
+            return Saved(model.parameters.export(since), model.answered.last(), noted)
 
     def _save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory
@@ -297,6 +462,8 @@ class Servicer:
         model.parameters.load(change.values, change.optimizers, version, change.tables)
         model.change, model.loaded = None, (change.id, version)
         model.drop_stale()
+        if model.replica is not None:
+            model.replica.note("LoadState", pb.LoadStateRequest(), {})  # the files hold it before it is answered
 
     @staticmethod
     def _read_table(frame: Frame[pb.ReadTableRequest], model: ServedModel) -> Frame[Any]:
@@ -309,10 +476,19 @@ class Servicer:
 
     def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
+        if request.map_version != model.buckets.version:
+            return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.buckets.version), {})
+        if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
+            return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
         wanted = {name: ids for name, ids in frame.tensors.items() if name.startswith(_LOOKUP)}
         pushed = {name: array for name, array in frame.tensors.items() if name not in wanted}
         verdict = Verdict(pb.NO_PUSH)
         if request.sequence:
+            if request.worker_id in self._lost_workers:
+                raise ElasticCBError(
+                    f"The gradients of worker {request.worker_id} are refused: the master gave it up, and its tasks to "
+                    "others."
+                )
             verdict = self._push(request, pushed, model)
         elif pushed:
             raise WireError("A push needs a sequence number above 0; this one has none.")
@@ -358,6 +534,8 @@ class Servicer:
         model.parameters.check_learning_rate(push)
         verdict = self._judge(name, request, push, model)
         model.answered.remember(name, verdict)
+        if model.replica is not None and verdict.status == pb.ACCEPTED:
+            model.replica.note("Exchange", request, tensors)
         return verdict
 
     def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: ServedModel) -> Verdict:
@@ -417,6 +595,8 @@ class Servicer:
         model.staged.clear()
         if frame.header.finalize:
             model.parameters.finalize()
+            if model.replica is not None:
+                model.replica.note("FinishTraining", frame.header, {})
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
 
     def _set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
@@ -425,6 +605,8 @@ class Servicer:
             raise WireError(f"The learning rate was to be set to {rate}; it must be finite.")
         model.parameters.set_learning_rate(rate)
         model.rate_version += 1
+        if model.replica is not None:
+            model.replica.note("SetLearningRate", frame.header, {})
         return Frame(pb.SetLearningRateResponse(), {})
 
     # -------------------------------------------------------------- evaluation
@@ -446,6 +628,10 @@ class Servicer:
             model.peers.call("Snapshot", frame.header)
             model.snapshots[evaluation_round] = model.parameters.kept_snapshot()
         return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+
+
+def _dtype(specs: Sequence[VariableSpec], part: Slice) -> Any:
+    return dtype_of(specs[part.variable].dtype)
 
 
 def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import keras
 import tensorflow as tf
 
+from elasticcb.buckets import BucketMap
 from elasticcb.eager_tensors import array_of
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues
@@ -19,7 +20,7 @@ from elasticcb.ps.push import Rows, check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.quick_call import quick_call
-from elasticcb.table_spec import TableSpec, server_of
+from elasticcb.table_spec import TableSpec
 from elasticcb.table_state import TableState
 from elasticcb.tensors import Array, dtype_of
 
@@ -29,7 +30,8 @@ class Tables:
 
     Args:
         specs: all variables of the model.
-        index, num_ps: this server's place.
+        index: of this server.
+        buckets: which rows it holds.
         optimizers: of the model; None where nothing is trained.
         limits: of memory and age.
     """
@@ -38,12 +40,12 @@ class Tables:
         self,
         specs: Sequence[VariableSpec],
         index: int,
-        num_ps: int,
+        buckets: BucketMap,
         optimizers: OptimizerSet | None,
         limits: TableLimits,
     ) -> None:
         self._specs = specs
-        self._index, self._num_ps = index, num_ps
+        self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
         self._updates: dict[int, TableUpdate] = {}
         for number, spec in enumerate(specs):
@@ -80,12 +82,19 @@ class Tables:
             raise WireError(f"A message names the embedding table {number}; tables are {known}.")
         return self._tables[number]
 
+    @property
+    def numbers(self) -> list[int]:
+        """The tables' indices among the variables."""
+        return sorted(self._tables)
+
     def check_ids(self, number: int, ids: Array) -> None:
         """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
         spec = self._specs[number]
         check_row_ids(ids, spec.shape[0] or None, spec.path)
-        if self._num_ps > 1 and (server_of(ids, self._num_ps) != self._index).any():
-            raise WireError(f"Ids of {spec.path!r} came to server {self._index} of {self._num_ps} that are another's.")
+        if self._buckets.servers > 1 and not self._buckets.owns(self._index, ids).all():
+            raise WireError(
+                f"Ids of {spec.path!r} came to server {self._index} of {self._buckets.servers} that are another's."
+            )
 
     def lookup(
         self, number: int, ids: Array, create: bool, snapshot: Mapping[int, TableSnapshot] | None = None
@@ -121,7 +130,7 @@ class Tables:
                     f"Rows of {self._specs[number].path!r}: [{len(state.ids)}, {dim}] was expected, "
                     f"{list(state.rows.shape)} was given."
                 )
-            own = state.part(self._index, self._num_ps)
+            own = state.part(self._index, self._buckets)
             if number not in self._updates:  # nothing is trained here
                 own = replace(own, slots={})
             self.check_ids(number, own.ids)

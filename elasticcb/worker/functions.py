@@ -85,7 +85,7 @@ class FunctionWorker:
         self._progress = ProgressReporter(self._client)
         try:
             if self._model is not None:
-                self._placed = PlacedModel(self._model, cluster, self._client, self._settings.training.non_finite)
+                self._placed = PlacedModel(self._model, cluster, self._client, self._settings)
             _here.worker = self
             while True:
                 self._progress.raise_error()

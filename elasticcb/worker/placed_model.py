@@ -11,14 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.blocks import unpack_weights
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
 from elasticcb.master_client import MasterClient
 from elasticcb.model_weights import variable_specs
 from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import PSClient, Push, unpack_weights
-from elasticcb.settings import NonFinite
+from elasticcb.ps_client import PSClient, Push
+from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.tensors import Array
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
@@ -33,7 +34,7 @@ class PlacedModel:
         model: built, with the weights of the caller's.
         cluster: the master's `GetClusterResponse`.
         client: of the master.
-        non_finite: what a NaN or an infinity in a gradient leads to.
+        settings: of the job.
 
     Attributes:
         error: what happened in the last call of an optimizer, if it failed.
@@ -42,9 +43,9 @@ class PlacedModel:
         ModelFileError: `model` has other weights than the caller's.
     """
 
-    def __init__(self, model: keras.Model, cluster: Any, client: MasterClient, non_finite: NonFinite) -> None:
+    def __init__(self, model: keras.Model, cluster: Any, client: MasterClient, settings: JobSettings) -> None:
         self._model = model
-        self._non_finite = non_finite
+        self._non_finite = settings.training.non_finite
         self._specs = [VariableSpec.from_message(message) for message in cluster.variables]
         own = [(spec.shape, spec.dtype) for spec in variable_specs(model)]
         if own != [(spec.shape, spec.dtype) for spec in self._specs]:
@@ -57,7 +58,8 @@ class PlacedModel:
             self._specs,
             cluster.split,
             client_id=client.id,
-            token=client.token,
+            patience_seconds=settings.cluster.patience_seconds,
+            access=client.access,
             ids=cluster.ps_ids,
             find=client.find_server,
         )

@@ -68,7 +68,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Woken:
-    """Nothing has come, but `TaskInput.leaving` has changed."""
+    """Nothing has come, but there is something to look at."""
 
 
 Event = TaskStarted | Batch | TaskRead | Finished | Woken
@@ -130,6 +130,10 @@ class TaskInput:
         """The task of `lease` was reported, or given up: this worker holds it no longer."""
         self._leases.discard(lease)
 
+    def holds(self, lease: int) -> bool:
+        """Whether the task of `lease` is this worker's."""
+        return lease in self._leases
+
     def stop(self) -> None:
         """Asks for no further task."""
         self._stopped.set()
@@ -138,6 +142,10 @@ class TaskInput:
         """This process is to end, soon. Called from another thread than that which iterates."""
         self.leaving = True
         self.stop()
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits for an event is to look up. Called from another thread."""
         with contextlib.suppress(queue.Full):  # else nobody waits for an event
             self._events.put_nowait(Woken())
 

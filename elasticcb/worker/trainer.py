@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.blocks import Blocks, PlacedBlocks
 from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
@@ -26,7 +27,7 @@ from elasticcb.metrics import ModelMetrics, Transport, to_number
 from elasticcb.optimizer_capture import OptimizerCapture
 from elasticcb.optimizer_traits import unwrapped
 from elasticcb.ps.partition import Slice, VariableSpec, layout
-from elasticcb.ps_client import Blocks, Push
+from elasticcb.ps_client import Push
 from elasticcb.settings import WireDtype
 from elasticcb.table_spec import TableSpec
 from elasticcb.tensors import Array, all_finite
@@ -149,6 +150,7 @@ class Trainer:
             wanted: what `lookups["training"]` gave for the batch.
             rows: by embedding table, the rows [n, dim] of the ids in `wanted`.
         """
+        self._follow(blocks)
         logs, states, dense, gradients, pairs, deltas, usable, served = self._run(
             "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64), *_table_inputs(wanted, rows)
         )
@@ -162,6 +164,7 @@ class Trainer:
                 {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_arrays(deltas)
             ],
             loss=float(np.mean(logs["loss"])) if "loss" in logs else 0.0,
+            partition=self._partition,
         )
         overflow = ""
         if not _is_finite(push):
@@ -210,7 +213,18 @@ class Trainer:
 
     def assign(self, blocks: Blocks) -> None:
         """Sets the model's weights."""
+        self._follow(blocks)
         self._assign(_to_tensors(blocks))
+
+    def _follow(self, blocks: Blocks) -> None:
+        """Takes blocks by the servers that they are of; steps are compiled anew when these are others."""
+        if isinstance(blocks, PlacedBlocks) and blocks.partition is not self._partition:
+            if len(blocks.partition) != len(self._partition):
+                count = len(blocks.partition)
+                self._clipped = clippings(self.model, self._specs, self._capture.optimizers, count)
+            self._partition = blocks.partition
+            self._assign = tf.function(self._assign_blocks, autograph=False)
+            self._compile(self._jit)
 
     def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
         """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from elasticcb.blocks import Blocks
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
 from elasticcb.errors import (
@@ -27,14 +28,15 @@ from elasticcb.errors import (
 )
 from elasticcb.feed import Pipeline, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
-from elasticcb.master_client import MasterClient, ProgressReporter
+from elasticcb.master_client import MasterClient, ProgressReporter, places_of
+from elasticcb.measures import STALENESS
 from elasticcb.metric_messages import States, to_metric_states, to_outputs
 from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_traits import learning_rate_variable
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_client import Blocks, PSClient, PushResult
+from elasticcb.ps_client import PSClient, PushResult
 from elasticcb.settings import Command, JobSettings, NonFinite
 from elasticcb.sigterm import on_sigterm
 from elasticcb.spec import Spec
@@ -59,6 +61,7 @@ class _Pushed:
     result: TrainResult
     answer: Future[PushResult]
     started: float
+    version: int  # of the weights that they were computed on; -1: not known
 
 
 class Worker:
@@ -83,6 +86,9 @@ class Worker:
         self._skip_rest = False  # of the present task: it failed or was taken away
         self._units_done = 0  # records, or batches, of the present task
         self._counts_progress = False
+        self._end: int | None = None  # records of the present task, if others do the rest
+        self._given_back: set[int] = set()  # leases, before they were begun with
+        self._done_at = 0.0  # when the batch before ended, in seconds
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
         self._batch_states: dict[str, list[Any]] = {}  # of its training batches
@@ -127,9 +133,13 @@ class Worker:
             cluster.split,
             client_id=self._client.id,
             synchronous=not self._settings.training.use_async,
-            token=self._client.token,
+            patience_seconds=self._settings.cluster.patience_seconds,
+            access=self._client.access,
             ids=cluster.ps_ids,
             find=self._client.find_server,
+            buckets=places_of(cluster).buckets,
+            find_map=self._client.find_map,
+            measures=self._client.measures,
         )
         self._trainer = Trainer(
             self._model, self._metrics, self._ps.specs, self._ps.partition, self._settings.training.wire_dtype
@@ -155,6 +165,7 @@ class Worker:
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline, self._trainer.lookups)
         self._progress.on_leave = self._input.leave
+        self._progress.on_split = self._input.wake
         try:
             with on_sigterm(self._input.leave):
                 self._loop(self._input)
@@ -190,10 +201,14 @@ class Worker:
                     raise event.error
                 break
             try:
+                if self._progress.splits:
+                    self._agree_to_splits()
                 if isinstance(event, TaskStarted):
                     self._start_task(event)
                 elif isinstance(event, Batch) and not self._skip_rest:
                     self._run_batch(event)
+                    if self._end is not None:
+                        self._end_early()
                 elif isinstance(event, TaskRead) and not self._skip_rest:
                     if event.error is not None:
                         raise event.error
@@ -224,7 +239,12 @@ class Worker:
 
     def _start_task(self, event: TaskStarted) -> None:
         self._task, self._counts_progress = event.task, event.counts_progress
-        self._skip_rest = False
+        self._skip_rest = event.task.lease in self._given_back
+        if self._skip_rest:
+            self._given_back.remove(event.task.lease)
+            return
+        self._end = None
+        self._done_at = time.monotonic()
         self._units_done = 0  # records, or batches, of the present task
         self._report = pb.ReportTaskRequest(lease=event.task.lease)
         self._states, self._batch_states, self._outputs = {}, {}, []
@@ -289,6 +309,10 @@ class Worker:
         # Predictions of half a task die with its worker.
         resumable = self._counts_progress and not (self._task.type == pb.PREDICTION and self._reports_predictions)
         done = self._units_done if resumable else 0
+        now = time.monotonic()
+        compiled = self._local_steps > 1 + self._settings.training.max_staleness
+        timed = compiled and self._task.type == pb.TRAINING
+        seconds, self._done_at = now - self._done_at if timed else 0.0, now
         self._progress.update(
             self._task.lease,
             done,
@@ -296,6 +320,7 @@ class Worker:
             loss,
             urgent=self._passed_a_milestone(),
             event=self._event,
+            seconds=seconds,
         )
 
     def _passed_a_milestone(self) -> bool:
@@ -303,6 +328,39 @@ class Worker:
         last, self._last_version = self._last_version, self._ps.version
         every = (self._settings.training.evaluation_steps, self._settings.checkpoint.steps)
         return any(steps and self._last_version // steps > last // steps for steps in every)
+
+    def _agree_to_splits(self) -> None:
+        """Leaves to others that wait what is not begun of this worker's tasks."""
+        while self._progress.splits and not self._input.leaving:
+            lease, end = self._progress.splits.popitem()
+            runs = self._task is not None and lease == self._task.lease and not self._skip_rest
+            pipeline = self._pipeline("training")
+            exact = not pipeline.ends_by_itself and (pipeline.keeps_order or not runs)
+            if not exact or not self._input.holds(lease):
+                continue
+            if runs:
+                end = max(end, self._units_begun)
+                if self._end is not None and end >= self._end:
+                    continue
+            answer = self._client.split_task(lease, end if runs else 0)
+            if runs and answer.accepted and end:
+                self._end = end
+                self._end_early()
+            elif runs:
+                self._abandon_task()
+            else:
+                self._given_back.add(lease)
+                self._input.release(lease)
+
+    @property
+    def _units_begun(self) -> int:
+        return self._units_done + sum(pushed.batch.units for pushed in self._pushed)
+
+    def _end_early(self) -> None:
+        """Reports the present task if all that this worker is to do of it is begun."""
+        if self._end is not None and not self._skip_rest and self._units_begun >= self._end:
+            self._finish_task(exhausted=False)
+            self._skip_rest = True
 
     def _finish_task(self, exhausted: bool) -> None:
         self._settle_all()
@@ -362,6 +420,7 @@ class Worker:
         while True:
             started = time.perf_counter()
             rows = self._exchanges.rows_of(batch) if batch.wanted else {}
+            version = self._ps.weights_version
             result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version, batch.wanted, rows)
             self._assigned = None  # the step may have changed non-trainable variables
             if result.overflow:
@@ -374,7 +433,7 @@ class Worker:
             pull = self._local_steps % self._settings.training.get_model_steps == 0
             coming = self._input.coming(self._exchanges.batches_ahead)
             answer = self._exchanges.push(result.push, self._changed_learning_rate(), pull, coming)
-            self._pushed.append(_Pushed(batch, result, answer, started))
+            self._pushed.append(_Pushed(batch, result, answer, started, version))
             if len(self._pushed) <= self._settings.training.max_staleness:
                 return
             if self._settle(self._pushed.popleft()):
@@ -396,6 +455,9 @@ class Worker:
         if not self._first_step_told:
             logger.info("The first step is done, after compiling it")
             self._first_step_told = True
+        if pushed.version >= 0:
+            between = answer.version - 1 - pushed.version  # the push itself made one version
+            self._client.measures.histograms[STALENESS].observe(max(0, between))
         self._adopt_base_learning_rate()
         self._add_states(result.states)
         self._note_event(batch, answer.version, result.logs)

@@ -14,6 +14,7 @@ from elasticcb.settings import (
     JobSettings,
     NonFinite,
     TrainingSettings,
+    WorkerRange,
 )
 
 
@@ -34,9 +35,20 @@ def test_settings_made_from_flags_travel_as_json(workplace):
     assert JobSettings.from_json(settings.to_json()) == settings
 
 
+def test_autoscaled_job_begins_with_the_least_workers_unless_it_is_told_otherwise(workplace):
+    settings = workplace.settings(*workplace.train, "--autoscale= 2..8 ")
+    assert settings.cluster == ClusterSettings(num_workers=2, autoscale=WorkerRange(2, 8))
+    assert JobSettings.from_json(settings.to_json()) == settings
+    assert workplace.settings(*workplace.train, "--autoscale=2..8", "--num_workers=3").cluster.num_workers == 3
+
+
 def test_every_flag_has_its_place_in_the_settings():
     known = set(defaults()) | {"name", "directory", "model.zoo", "model.definition"}
-    known |= {"model.params", "data.reader_params"}  # their default is made anew each time
+    known |= {
+        "model.params",
+        "data.reader_params",
+        "cluster.kubernetes.cluster_spec",
+    }  # their default is made anew each time
     assert {option.field for option in OPTIONS} <= known
     assert len({option.field for option in OPTIONS}) == len(OPTIONS)
 
@@ -78,7 +90,7 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     )
     assert settings.model.feed == "my_feed"
     assert settings.training.minibatch_size == 32
-    assert settings.training.lease_seconds == 2.5
+    assert settings.training.lease_seconds == settings.cluster.silence_seconds == 2.5
     assert settings.training.non_finite is NonFinite.SKIP
     assert settings.training.max_step == 100
     assert settings.cluster.kind is ClusterKind.INPROCESS

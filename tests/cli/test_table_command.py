@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from elasticcb import checkpoint
-from elasticcb.checkpoint import Part
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
+from elasticcb.part_file import Part
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.table_spec import TableSpec
 from elasticcb.table_state import TableState

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -39,6 +40,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--lease_seconds=0"], "Expected more than 0."),
         (["--lease_seconds=nan"], "Expected more than 0."),
         (["--lease_seconds=inf"], "Expected a finite number."),
+        (["--lease_seconds=20", "--silence_seconds=30"], "--lease_seconds=20.0 is shorter than --silence_seconds=30.0"),
         (["--port=70000"], "Expected at most 65535."),
         (["--job_name=a/b"], "can't name a folder"),
         (["--host=10.0.0.1 x"], "is no address"),
@@ -59,8 +61,34 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--sync_version_tolerance=1"], "Add --use_async=false"),
         (["--use_async=true", "--grads_to_wait=1"], "Add --use_async=false"),
         (["--use_async=false", "--get_model_steps=3"], "makes weights 2 versions old"),
+        (["--autoscale=4"], "--autoscale=4: '4' is no range of workers. Expected two numbers from 1 to 256"),
+        (["--autoscale=8..1"], "the smaller one first"),
+        (["--autoscale=0..2"], "from 1 to 256"),
+        (["--autoscale=1..300"], "from 1 to 256"),
+        (["--autoscale=1..x"], "such as 1..8"),
+        (
+            ["--autoscale=2..8", "--num_workers=1"],
+            "--num_workers=1, with which the job begins, is not within --autoscale",
+        ),
+        (["--autoscale=2..8", "--cluster=inprocess"], "which --cluster=inprocess leaves to others"),
+        (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 has a meaning with --cluster=ray only"),
+        (
+            ["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"],
+            "Run the command on a node of the cluster with HOST:PORT",
+        ),
+        (["--cluster=ray", "--ray_address=10.0.0.1"], "Expected HOST:PORT, such as 10.0.0.1:6379"),
         (["--checkpoint_steps=5"], "Add --checkpoint_dir, or leave out --checkpoint_steps"),
         (["--keep_checkpoint_max=5"], "Add --checkpoint_dir, or leave out --keep_checkpoint_max"),
+        (["--num_ps=2", "--ps_replicas=2"], "--ps_replicas=2 can't be. Expected at most 1."),
+        (["--ps_replicas=1"], "--ps_replicas=1 can't be with --num_ps=1: the next server keeps"),
+        (["--num_ps=2", "--ps_replicas=1", "--use_async=false"], "--ps_replicas=1 can't be with --use_async=false: "),
+        (["--num_ps=2", "--ps_replicas=1", "--checkpoint_interval=0"], "can't be with --checkpoint_interval=0.0: "),
+        (["--num_ps=2", "--ps_replicas=1", "--embedding_min_count=2"], "can't be with --embedding_min_count=2: "),
+        (["--num_ps=2", "--ps_replicas=1", "--embedding_max_age=9"], "can't be with --embedding_max_age=9: "),
+        (
+            ["--num_ps=2", "--ps_replicas=1", "--embedding_memory_bytes=9", "--embedding_when_full=evict"],
+            "can't be with --embedding_when_full=evict: ",
+        ),
         (["--output=s3://bucket/model"], "is a URL. Expected a folder of this machine. To send the export"),
         (["--output=data/train.csv"], "which is not a folder"),
         (["--output=data/train.csv/model"], "stands in its way"),
@@ -73,6 +101,11 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
 )
 def test_wrong_flags_are_caught_before_anything_starts(workplace, complaint, flags, expected):
     assert expected in complaint("train", *workplace.train, *flags)
+
+
+def test_a_job_on_ray_is_told_what_to_install(workplace, complaint, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'elasticcb[ray]'" in complaint("train", *workplace.train, "--cluster=ray")
 
 
 def test_an_export_replaces_an_earlier_savedmodel_but_not_the_checkpoints_in_it(workplace, complaint):

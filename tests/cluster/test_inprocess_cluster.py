@@ -1,5 +1,7 @@
 import threading
 
+import pytest
+
 from elasticcb.cluster.inprocess import InProcessCluster
 
 
@@ -10,7 +12,7 @@ def polled(cluster):
 
 
 def test_a_thread_that_fails_is_reported_once_with_its_traceback():
-    def fail(address, index, token):
+    def fail(address, index, access):
         raise ValueError(f"no data at {address}")
 
     cluster = InProcessCluster({"worker": fail})
@@ -25,7 +27,7 @@ def test_a_thread_that_fails_is_reported_once_with_its_traceback():
 def test_the_end_of_a_thread_whose_place_was_taken_is_not_reported():
     first_may_end, second_may_end = threading.Event(), threading.Event()
     waits = iter([first_may_end, second_may_end])
-    cluster = InProcessCluster({"worker": lambda address, index, token: next(waits).wait()})
+    cluster = InProcessCluster({"worker": lambda address, index, access: next(waits).wait()})
     cluster.start("worker", 0, "")
     (first,) = [thread for thread in threading.enumerate() if thread.name == "worker-0"]
     cluster.start("worker", 0, "")
@@ -35,3 +37,17 @@ def test_the_end_of_a_thread_whose_place_was_taken_is_not_reported():
     second_may_end.set()
     (exit,) = polled(cluster)
     assert (exit.reason, exit.failed) == ("it returned", False)
+
+
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_the_end_of_the_cluster_waits_for_those_that_are_about_to_end(role):
+    never, ended = threading.Event(), []
+
+    def run(address, index, access):
+        never.wait(0.2)  # what it does last takes a while
+        ended.append(role)
+
+    cluster = InProcessCluster({role: run})
+    cluster.start(role, 0, "")
+    cluster.stop(60.0)
+    assert ended == [role]

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from faults import Faults
 
 from jobs import JobProcess
 
@@ -23,3 +24,12 @@ def start_job(tmp_path):
             except Exception:  # it is gone
                 continue
         job.process.wait()
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """What is to go wrong in the jobs that the test starts."""
+    faults = Faults(tmp_path / "faults")
+    for name, value in faults.environment.items():
+        monkeypatch.setenv(name, value)
+    return faults

@@ -30,6 +30,40 @@ from elasticcb.status import JobStatus, Summary
 
 TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
 
+# A linear function with an offset for each id, which an embedding table learns.
+OFFSETS_MODEL = """
+    import elasticcb
+    import keras
+
+    def custom_model():
+        ids = keras.Input((1,), dtype="int64", name="id")
+        numbers = keras.Input((4,), name="numbers")
+        row = keras.layers.Flatten()(elasticcb.layers.Embedding(1, embeddings_initializer="zeros")(ids))
+        outputs = keras.layers.Add()([keras.layers.Dense(1)(numbers), row])
+        return keras.Model({"id": ids, "numbers": numbers}, outputs)
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.Adagrad(0.3)
+
+    def feed(dataset, mode, metadata):
+        def split(record):
+            features = {"id": record["id"], "numbers": record["numbers"]}
+            return features if mode == "prediction" else (features, record["y"])
+        return dataset.map(split)
+
+    def eval_metrics_fn():
+        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
+
+    class Rows(keras.metrics.Sum):
+        "Counts the records that were evaluated."
+
+        def update_state(self, labels, predictions, sample_weight=None):
+            super().update_state(keras.ops.ones_like(labels))
+"""
+
 
 class RecordingDisplay:
     """Keeps what a person would see."""
@@ -98,6 +132,19 @@ def linear_data(folder: Path, **records: int) -> None:
         np.savez(folder / f"{name}.npz", x=x, y=(x @ TRUE_WEIGHTS).astype("float32")[:, None])
 
 
+def offsets_job(folder: Path, ids: int, **records: int) -> None:
+    """Writes offsets.py, and NAME.npz for each name. The error is some 1.6 before training, and 0.8 when no offset is
+    learned."""
+    write_model_file(folder, OFFSETS_MODEL, "offsets")
+    generator = np.random.default_rng(0)
+    offsets = generator.normal(size=ids)
+    for name, count in records.items():
+        numbers = generator.normal(size=(count, 4)).astype("float32")
+        id = generator.integers(0, ids, size=(count, 1))
+        y = numbers @ TRUE_WEIGHTS + offsets[id[:, 0]]
+        np.savez(folder / f"{name}.npz", id=id, numbers=numbers, y=y.astype("float32")[:, None])
+
+
 def train_flags(folder: Path, model: str, **more) -> list[str]:
     """Flags of a job with the model file and the data in `folder`, in small tasks."""
     flags = {
@@ -155,6 +202,11 @@ class JobProcess:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
                 lines[child] = child.cmdline()
         return sorted((child for child, line in lines.items() if not role or role in line), key=lines.__getitem__)
+
+    @property
+    def master(self) -> psutil.Process:
+        """The one that the launcher has had started."""
+        return self.children("train")[0]
 
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
         """Sends a signal to a process; returns its id."""

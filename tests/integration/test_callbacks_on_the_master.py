@@ -80,7 +80,7 @@ def callbacks():
         assert "Stops.on_train_batch_end" in summary.stopped_early
         seen = calls(tmp_path, "seen", "master")
         assert seen[:2] == [[3, 4], [7, 8]]
-        assert all(batch % 4 == 3 for batch, _ in seen)
+        assert len(seen) <= summary.version // 4
 
 
 class TestModelOnTheMaster:

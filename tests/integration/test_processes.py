@@ -1,13 +1,16 @@
 """Real processes: a job as the command that a user types, with processes killed under it."""
 
+import json
 import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from elasticcb.cli.main import main as elasticcb_main
 from jobs import linear_data, number, train_flags, write_model_file
+from metrics_scrapes import Scrape, unanswered
 
 MODEL_FILE = """
     import os
@@ -55,12 +58,14 @@ def data(tmp_path):
 
 
 def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
-    job = start_job(
-        "train", *train_flags(data, "linear", num_epochs=2, num_ps=2, evaluation_steps=200, output=data / "model")
-    )
+    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 200, "output": data / "model", "metrics_port": 0}
+    job = start_job("train", *train_flags(data, "linear", **flags))
+    metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
+    before = Scrape(metrics)
     job.kill("worker", 1)
     job.wait_for_line(r"restart 1 of")
+    assert Scrape(metrics).find("elasticcb_processes_lost_total", role="worker") == 1
     assert job.finish() == 0, job.output
 
     assert number(job.output, "records trained in epoch 1") == 12_000
@@ -73,6 +78,20 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     assert len((data / "job" / "train_end").read_text().split()) == 1
     assert (data / "model" / "saved_model.pb").is_file()
     job.assert_no_orphans()
+
+    assert before.find("elasticcb_ready") == 1
+    assert before.find("elasticcb_model_version") >= 200
+    assert before.find("elasticcb_records_total", type="training") > 0
+    assert before.find("elasticcb_records_total", type="evaluation") >= 1_000
+    assert before.find("elasticcb_exchange_duration_seconds_count", call="push") > 0
+    assert before.find("elasticcb_gradient_staleness_versions_count") > 0
+    for role, index in (("worker", "0"), ("worker", "1"), ("master", "0")):
+        assert before.find("elasticcb_cpu_seconds_total", role=role, index=index) > 0
+        assert before.find("elasticcb_resident_memory_bytes", role=role, index=index) > 1e6
+    assert not unanswered(before)
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- begin metrics -->")[2].partition("<!-- end metrics -->")[0]
+    assert set(re.findall(r"`(elasticcb_\w+)`", table)) == before.families
 
 
 def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
@@ -101,6 +120,12 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     job.wait_for_line(r"workers 3/3")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 0
     job.wait_for_line(r"workers 2/2")
+    assert "has 2 workers from now on; there were 3" in capsys.readouterr().out
+    assert elasticcb_main(["status", str(data / "job"), "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert (state["phase"], state["workers"]["planned"]) in {("training", 2), ("evaluating", 2)}
+    assert state["records"]["trained"] > 0
+    assert len([each for each in state["processes"] if each["cpu_seconds"] and each["resident_bytes"]]) >= 2
     assert elasticcb_main(["scale", str(data / "job"), "--workers=1000"]) == 2
     assert "can't have 1000 workers" in capsys.readouterr().err
     assert job.finish() == 0, job.output
@@ -113,6 +138,8 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     job.assert_no_orphans()
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
     assert "is not the folder of a job that runs" in capsys.readouterr().err
+    assert elasticcb_main(["status", str(data / "job")]) == 0
+    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 5/5, 100% (60,000/60,000 records)")
 
 
 def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):

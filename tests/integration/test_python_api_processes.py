@@ -254,20 +254,24 @@ def test_interrupt_gives_keyboard_interrupt_with_the_weights_so_far_and_a_killed
     assert not psutil.wait_procs(family, 10)[1]
 
 
-def test_processes_started_by_hand_need_the_token_that_the_cluster_shows(tmp_path, caplog):
+def test_processes_started_by_hand_need_the_token_that_is_in_a_file_of_the_cluster(tmp_path, caplog):
     started = []
     cluster = elasticcb.Cluster(kind="external", directory=tmp_path)
     cluster.start()
     try:
-        commands = re.findall(r"Waiting for: (\w+)=(\w+) elasticcb (.*)", caplog.text)
-        assert sorted(command.split()[0] for _, _, command in commands) == ["ps", "worker"]
+        commands = re.findall(r"Waiting for: (.* elasticcb .*)", caplog.text)
+        assert sorted(re.findall(r" elasticcb (\w+)", caplog.text)) == ["ps", "worker"]
         with pytest.raises(ConnectionLostError, match="ELASTICCB_JOB_TOKEN"):
-            next(MasterClient(commands[0][2].split()[2]).jobs())
-        for name, token, command in commands:
-            environment = os.environ | {name: token}
-            started.append(subprocess.Popen([sys.executable, "-m", "elasticcb", *command.split()], env=environment))
+            next(MasterClient(re.search(r"--master (\S+)", commands[0])[1]).jobs())
+        token = tmp_path / "token"
+        assert token.stat().st_mode & 0o077 == 0
+        assert token.read_text() not in caplog.text
+        for command in commands:
+            command = command.replace(" elasticcb ", f" exec {sys.executable} -m elasticcb ")
+            started.append(subprocess.Popen(command, shell=True))
         assert cluster.fit(make(), X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]
     finally:
         cluster.close()
         ended = [process.wait(30) for process in started]
     assert ended == [0, 0]
+    assert not token.exists()

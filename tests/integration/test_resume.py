@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from jobs import linear_data, number, train_flags, write_model_file
+from metrics_scrapes import Scrape
 
 MODEL_FILE = """
     import keras
@@ -58,31 +59,47 @@ def flags(folder, **more):
     return ["train", *train_flags(folder, "linear", **{"num_ps": 2, "checkpoint_interval": 0.2, **more})]
 
 
-def master_of(job):
-    """The process that the launcher has started."""
-    return psutil.Process(job.process.pid).children()[0]
+def others(job):
+    """Ids of workers and servers."""
+    return [process.pid for role in ("worker", "ps") for process in job.children(role)]
 
 
-def test_killed_master_is_replaced_and_no_record_is_lost(data, start_job):
-    job = start_job(*flags(data, num_epochs=3, output=data / "model"))
+def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_job):
+    job = start_job(*flags(data, num_epochs=4, output=data / "model", metrics_port=0))
+    metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
-    master_of(job).kill()
-    job.wait_for_line(r"another one goes on with the job")
-    job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
+    before, counted = others(job), Scrape(metrics)
+    job.master.kill()
+    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"starting: ")
+    job.master.kill()  # before it has built its model
+    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
     job.wait_for_line(r"Evaluation at version")
-    master_of(job).kill()
+    job.master.kill()
+    job.wait_for_line(r"is back after")
+    later = Scrape(metrics)  # at the same port; what was counted goes on
+    assert later.find("elasticcb_ready") == 1
+    for kind in ("training", "evaluation"):
+        first, second = (each.find("elasticcb_records_total", type=kind) for each in (counted, later))
+        assert second >= first > 0
+    assert others(job) == before
     assert job.finish() == 0, job.output
-    for epoch in (1, 2, 3):
+    for epoch in (1, 2, 3, 4):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    # Each batch was applied once.
+    assert number(job.output, "records trained more than once") == 0
+    assert number(job.output, "model version") == 4 * RECORDS // 8
     assert number(job.output, "records evaluated, once each") == TESTED
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
+    assert "Traceback" not in job.output
     assert (data / "model" / "saved_model.pb").is_file()
     assert not (data / "job" / "recovery").exists()
     assert json.loads((data / "job" / "job.json").read_text())["training"]["minibatch_size"] == 8
     lines = (data / "job" / "epochs").read_text().splitlines()
     # An end of an epoch that had begun when the master was killed may come again; what callbacks remember goes on.
-    assert list(dict.fromkeys(line.split()[0] for line in lines)) == ["0", "1", "2"]
-    assert lines[-1].startswith("2 [0, 1, 2]")
+    assert list(dict.fromkeys(line.split()[0] for line in lines)) == ["0", "1", "2", "3"]
+    assert lines[-1].startswith("3 [0, 1, 2, 3]")
     assert "'val_rows'" in lines[-1]
     job.assert_no_orphans()
 
@@ -91,14 +108,59 @@ def test_killed_master_is_replaced_and_no_record_is_lost(data, start_job):
     assert "is done; there is nothing to go on with" in again.output
 
 
-def test_synchronous_servers_are_started_anew_together(data, start_job):
-    more = {"use_async": "false", "grads_to_wait": 2, "sync_version_tolerance": 1}
-    job = start_job(*flags(data, num_epochs=2, **more))
+def test_server_and_worker_that_are_killed_with_the_master_are_replaced(data, start_job):
+    job = start_job(*flags(data, num_epochs=3))
     job.wait_for_line(r"Evaluation at version")
-    job.kill("ps", 1)
-    job.wait_for_line(r"The master ended; another one goes on with the job")
+    before = others(job)
+    job.master.suspend()
+    killed = [job.children("ps")[1], job.children("worker")[0]]
+    for process in killed:
+        process.kill()
+    assert not psutil.wait_procs(killed, 60)[1]
+    job.master.kill()
+    job.wait_for_line(r"parameter server 1 .* was lost: it ended while there was no master")
+    job.wait_for_line(r"Parameter server 1 is back")
+    job.wait_for_line(r"is back after .*; 1 worker and 1 parameter server went on meanwhile")
+    assert len(set(others(job)) & set(before)) == 2
+    assert job.finish() == 0, job.output
+    for epoch in (1, 2, 3):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    assert number(job.output, "parameter servers lost") == 1
+    assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
+    job.assert_no_orphans()
+
+
+def test_all_processes_start_anew_when_the_one_that_forks_is_killed_and_then_the_master(data, start_job):
+    job = start_job(*flags(data, num_epochs=2))
+    job.wait_for_line(r"Evaluation at version")
+    before = others(job)
+    job.master.parent().kill()
+    job.kill("worker", 0)
+    job.wait_for_line(r"worker 0 .* was lost")
+    job.master.kill()
+    job.wait_for_line(r"another one goes on with the job, on new processes")
+    job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
+    assert not set(others(job)) & set(before)
     assert job.finish() == 0, job.output
     for epoch in (1, 2):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    assert number(job.output, "workers lost") == 1  # as the first master saw
+    job.assert_no_orphans()
+
+
+def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(data, start_job):
+    more = {"use_async": "false", "grads_to_wait": 2, "sync_version_tolerance": 1}
+    job = start_job(*flags(data, num_epochs=3, **more))
+    job.wait_for_line(r"Evaluation at version")
+    before = others(job)
+    job.master.kill()
+    job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
+    job.wait_for_line(r"Evaluation at version")
+    assert others(job) == before
+    job.kill("ps", 1)
+    job.wait_for_line(r"The master ended; another one goes on with the job, on new processes")
+    assert job.finish() == 0, job.output
+    for epoch in (1, 2, 3):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert "Traceback" not in job.output
     job.assert_no_orphans()

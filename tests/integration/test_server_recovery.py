@@ -5,41 +5,11 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jobs import TRUE_WEIGHTS, number, train_flags, write_model_file
+from elasticcb.checkpoint import find_latest
+from jobs import number, offsets_job, train_flags
 
-MODEL_FILE = """
-    import elasticcb
-    import keras
-
-    def custom_model():
-        ids = keras.Input((1,), dtype="int64", name="id")
-        numbers = keras.Input((4,), name="numbers")
-        row = keras.layers.Flatten()(elasticcb.layers.Embedding(1, embeddings_initializer="zeros")(ids))
-        outputs = keras.layers.Add()([keras.layers.Dense(1)(numbers), row])
-        return keras.Model({"id": ids, "numbers": numbers}, outputs)
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.Adagrad(0.3)
-
-    def feed(dataset, mode, metadata):
-        def split(record):
-            features = {"id": record["id"], "numbers": record["numbers"]}
-            return features if mode == "prediction" else (features, record["y"])
-        return dataset.map(split)
-
-    def eval_metrics_fn():
-        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
-
-    class Rows(keras.metrics.Sum):
-        "Counts the records that were evaluated."
-
-        def update_state(self, labels, predictions, sample_weight=None):
-            super().update_state(keras.ops.ones_like(labels))
-"""
 RECORDS, IDS = 6_000, 40
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files; \d+ updates"
 
@@ -47,14 +17,7 @@ IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files;
 @pytest.fixture
 def data(tmp_path):
     """Records of a linear function with an offset for each id, and a model file for them."""
-    write_model_file(tmp_path, MODEL_FILE, "offsets")
-    generator = np.random.default_rng(0)
-    offsets = generator.normal(size=IDS)
-    for name, count in (("train", RECORDS), ("test", 1_000)):
-        numbers = generator.normal(size=(count, 4)).astype("float32")
-        ids = generator.integers(0, IDS, size=(count, 1))
-        y = numbers @ TRUE_WEIGHTS + offsets[ids[:, 0]]
-        np.savez(tmp_path / f"{name}.npz", id=ids, numbers=numbers, y=y.astype("float32")[:, None])
+    offsets_job(tmp_path, IDS, train=RECORDS, test=1_000)
     return tmp_path
 
 
@@ -100,3 +63,41 @@ def test_server_of_an_evaluation_is_replaced_with_the_checkpoint(data, start_job
     after_training = re.findall(r"Evaluation at version .*error ([\d.e-]+)", training.output)[-1]
     again = re.findall(r"error +([\d.e-]+)", job.output)[-1]
     assert float(again) == pytest.approx(float(after_training), abs=1e-3)
+
+
+def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data, start_job, faults):
+    seeded = "import keras\nkeras.utils.set_random_seed(0)\n"
+    (data / "seeded.py").write_text(seeded + (data / "offsets.py").read_text())
+    # One worker, whose pushes come in one order, and files that are hardly ever written.
+    more = {"num_ps": 2, "num_workers": 1, "num_epochs": 4, "ps_replicas": 1, "checkpoint_interval": 1000}
+    given = {**more, "model_def": "seeded.custom_model"}
+    calm = start_job("train", *flags(data, **given, job_dir=data / "calm", checkpoint_dir=data / "calm_weights"))
+    assert calm.finish() == 0, calm.output
+    master_died = faults.fail_at("master", 0, "introduces a server to its neighbour")
+    job = start_job("train", *flags(data, **given, checkpoint_dir=data / "weights"))
+    by_replica = "from its recovery files and its replica; 0 updates"
+    for index, words in ((0, "The master is back"), (1, by_replica), (0, by_replica)):
+        job.wait_for_line(r"Evaluation at version")
+        job.kill("ps", index)
+        job.wait_for_line(rf"Parameter server {1 - index} has no replica until parameter server {index} is back")
+        assert words in job.wait_for_line(r"is back after")
+    assert master_died()
+    assert job.finish() == 0, job.output
+    assert re.search(r"parameter servers lost +3, of them replaced: 3", job.output)
+    assert "updates lost" not in job.output
+    assert number(job.output, "records trained more than once") == 0
+    for one, other in zip(held(data / "weights"), held(data / "calm_weights"), strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+    job.assert_no_orphans()
+
+
+def held(checkpoints):
+    """What each server has written into the newest checkpoint; of tables by id, without counts of lookups."""
+    for file in sorted(find_latest(checkpoints).glob("*.safetensors")):
+        arrays = load_file(file)
+        assert "table/0/ids" in arrays
+        order = np.argsort(arrays["table/0/ids"])
+        del arrays["table/0/hits"]
+        yield {name: array[order] if name.startswith("table/") else array for name, array in arrays.items()}

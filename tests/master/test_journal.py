@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import keep_files, restore_states, saved_state, saved_states
+from elasticcb.callbacks.saved_state import keep_files, plain, restore_states, saved_states
 from elasticcb.errors import JobFailedError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.journal import Journal, states_entry
@@ -39,8 +39,10 @@ def test_epoch_that_is_ended_takes_its_states_with_it(tmp_path):
     assert (memory.callbacks, memory.logs) == ([["Best", {"best": 0.5}]], {"loss": 1.0})
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:-9] + b"x" + data[-8:]])
-def test_last_entry_that_is_damaged_is_left_out_and_one_can_go_on(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "torn"), [(lambda data: data[:-3], True), (lambda data: data[:-9] + b"x" + data[-8:], False)]
+)
+def test_last_entry_that_is_damaged_is_left_out_and_one_can_go_on(tmp_path, damage, torn):
     path = tmp_path / "journal.log"
     journal = Journal(path)
     journal.add(version=1)
@@ -49,6 +51,7 @@ def test_last_entry_that_is_damaged_is_left_out_and_one_can_go_on(tmp_path, dama
     path.write_bytes(damage(path.read_bytes()))
     journal = Journal(path)
     assert journal.memory.version == 1
+    assert journal.damaged is not torn
     journal.add(version=3)
     journal.close()
     assert Journal(path).memory.version == 3
@@ -58,7 +61,7 @@ def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
     path = tmp_path / "journal.log"
     journal = Journal(path)
     for version in range(100):
-        journal.add(run="abc", queue={"tasks": list(range(50))}, version=version)
+        journal.add(run="abc", queue={"tasks": [version] * 50}, version=version)
     size = path.stat().st_size
     journal.rewrite(states_entry(2, states(4)))
     assert path.stat().st_size < size / 20
@@ -66,6 +69,22 @@ def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
     journal.close()
     memory = Journal(path).memory
     assert (memory.run, memory.version, list(memory.states)) == ("abc", 200, [2])
+
+
+def test_of_the_queue_only_what_has_changed_is_written(tmp_path):
+    path = tmp_path / "journal.log"
+    sources = [[f"part-{number}", 1000] for number in range(100)]
+    journal = Journal(path)
+    journal.add(queue={"training": sources, "predicted": 0})
+    first = path.stat().st_size
+    journal.add(queue={"training": sources, "predicted": 1})
+    assert path.stat().st_size < 1.1 * first
+    journal.close()
+    journal = Journal(path)
+    assert journal.memory.queue == {"training": sources, "predicted": 1}
+    journal.rewrite([])
+    journal.close()
+    assert Journal(path).memory.queue == {"training": sources, "predicted": 1}
 
 
 def test_journal_that_can_not_be_opened_is_an_error_that_names_it(tmp_path):
@@ -139,11 +158,11 @@ def test_plain_attributes_of_callbacks_are_saved_and_restored():
     history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
     saved = saved_states([stopping, history])
     again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
-    restore_states(again, saved)
+    restore_states(again, saved, {})
     assert (again[0].best, again[0].wait) == (0.25, 2)
     assert again[1].history == {"loss": [1.0, 0.5]}
-    assert "best_weights" not in saved_state(stopping)
-    assert "params" not in saved_state(stopping)
+    assert not {"best_weights", "params"} & saved[0][1].keys()
+    assert plain({"loss": np.float32(0.5), "rows": np.ones(3)}) == {"loss": 0.5}
 
 
 def test_csv_logger_goes_on_with_its_file(tmp_path):
@@ -159,7 +178,7 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
     second = logger()
     keep_files([second])
     second.on_train_begin()
-    restore_states([second], saved)
+    restore_states([second], saved, {})
     second.on_epoch_end(1, {"loss": 0.5})
     second.on_train_end()
     assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA"]
@@ -167,5 +186,5 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
 
 def test_callbacks_of_other_classes_stay_as_they_are():
     history = keras.callbacks.History()
-    restore_states([history], [["EarlyStopping", {"wait": 3}]])
+    restore_states([history], [["EarlyStopping", {"wait": 3}]], {})
     assert not hasattr(history, "wait")

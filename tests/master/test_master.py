@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
 from elasticcb.master.answers import DecisionKind
+from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
@@ -69,6 +71,42 @@ def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
     assert master.roster.lost_count(Role.WORKER) == 0
     assert lines == []
     assert master.error is None
+
+
+def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
+    def begin():
+        master = make_master(lines)
+        master.queue, master.journal = make_queue(), Journal(tmp_path / "journal.log")
+        if master.journal.memory.queue is not None:
+            master.roster.next_id = master.journal.memory.next_id
+            master.resume(master.journal.memory)
+        return master
+
+    for number in (1, 2, 3):
+        master = begin()
+        worker = join(master)
+        lease = master.get_task(worker, (), 0.0).lease
+        master.report_done(worker, lease.id, 5, {}, {}, gradients_rejected=2, batches_skipped=1)
+        master.warn(CallbackWarning("subject", "text", 3))
+        master.recoveries.seconds.append(4.0 - number)
+        master.recoveries.updates_lost += 7
+        with master.changed:
+            master.processes.lost(worker, "killed")
+        assert master.totals.gradients_rejected == 2 * number
+        assert (master.totals.batches_skipped, master.totals.callback_errors) == (number, 3 * number)
+        assert master.roster.lost_count(Role.WORKER) == number
+        assert (max(master.recoveries.seconds), master.recoveries.updates_lost) == (3.0, 7 * number)
+        master.journal.close()
+
+
+def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_path):
+    master = make_master(lines)
+    master.queue, master.journal, master.autoscales = make_queue(), Journal(tmp_path / "journal.log"), True
+    assert master.scale(3) == 1
+    assert not master.autoscales
+    assert lines[-1] == "Autoscale: off, since the number of workers was set by hand."
+    memory = Journal(tmp_path / "journal.log").memory
+    assert (memory.workers, memory.autoscale) == (3, False)
 
 
 def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_worker_is_not(lines):
@@ -138,3 +176,16 @@ def test_the_version_never_goes_back(lines):
     master.reached_version(7)
     master.reached_version(5)
     assert master.version == 7
+
+
+def test_a_server_that_waits_learns_of_a_lost_worker_at_once(lines):
+    master = make_master(lines)
+    worker, server = join(master), master.register(Role.PS, 0, "here:1", 2, "here").id
+    assert master.next_job(1, server, 0.0) == (0, None)
+    waiting = threading.Thread(target=master.next_job, args=(1, server, 600.0))
+    waiting.start()
+    master.leave(worker, "it is gone", "", fatal=False)
+    waiting.join(60.0)
+    assert not waiting.is_alive()
+    assert master.roster.lost_workers == [worker]
+    assert master.next_job(1, server, 0.0, known_lost=1) == (0, None)

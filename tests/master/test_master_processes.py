@@ -12,6 +12,10 @@ class Backend(ClusterBackend):
     def __init__(self):
         self.started = []
         self.exits = []
+        self.waiting = {}
+
+    def pending(self):
+        return self.waiting
 
     def start(self, role, index, master_address):
         self.started.append((role, index))
@@ -45,22 +49,22 @@ class Job:
     def register(self, role=Role.WORKER, index=0, pid=1):
         return self.roster.register(role, index, "", pid, "here", now=0.0)
 
-    def ends(self, role="worker", index=0, reason="exit code 1", failed=True):
-        self.backend.exits.append(Exit(role, index, 1, reason, failed))
+    def ends(self, role="worker", index=0, reason="exit code 1", failed=True, taken_away=False):
+        self.backend.exits.append(Exit(role, index, 1, reason, failed, taken_away=taken_away))
 
 
 def test_process_that_fails_before_it_registers_ends_the_job_with_its_last_words():
     job = Job()
     job.ends()
     with pytest.raises(JobFailedError, match=r"(?s)worker 0 could not start \(exit code 1\).*worker 0 said last"):
-        job.processes.check(0.0, 30.0)
+        job.processes.check()
 
 
 @pytest.mark.parametrize("reason", ["killed by SIGKILL", "exit code 0"])
 def test_worker_that_ends_before_it_registers_without_an_error_of_its_own_is_replaced(reason):
     job = Job()
     job.ends(reason=reason, failed=False)
-    job.processes.check(0.0, 30.0)
+    job.processes.check()
     job.processes.start_missing("master:1")
     assert job.backend.started == [("worker", 0), ("worker", 0)]
     assert "restart 1 of 5" in job.lines[0]
@@ -71,7 +75,7 @@ def test_end_of_a_worker_that_told_of_its_error_is_not_taken_for_a_failed_start(
     member = job.register()
     job.processes.lost(member.id, "no connection")
     job.ends()  # seen before another one is started in its place
-    job.processes.check(0.0, 30.0)
+    job.processes.check()
     assert job.lost == [member.id]
     assert job.roster.state(Role.WORKER, 0) is PlaceState.PLANNED
 
@@ -80,7 +84,7 @@ def test_worker_that_said_goodbye_may_end_with_any_exit_code():
     job = Job()
     job.roster.left(job.register().id)
     job.ends()
-    job.processes.check(0.0, 30.0)
+    job.processes.check()
     assert job.roster.lost_count(Role.WORKER) == 0
 
 
@@ -90,14 +94,14 @@ def test_lost_parameter_server_is_replaced(registered):
     if registered:
         job.register(Role.PS)
     job.ends("ps", reason="killed by SIGKILL", failed=False)
-    job.processes.check(0.0, 30.0)
+    job.processes.check()
     assert (job.lost, job.lost_ps) == ([], [0])
     assert job.roster.to_start() == [(Role.PS, 0)]
     assert "restart 1 of 1" in job.lines[0]
     job.processes.start_missing("master:1")
     job.ends("ps", reason="killed by SIGKILL", failed=False)
     with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*--max_ps_restarts.* used up"):
-        job.processes.check(0.0, 30.0)
+        job.processes.check()
 
 
 def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job():
@@ -106,7 +110,7 @@ def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the
     job.roster.recovers_ps = False
     job.ends("ps", reason="killed by SIGKILL", failed=False)
     with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*part of the model is gone"):
-        job.processes.check(0.0, 30.0)
+        job.processes.check()
 
 
 def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_restart():
@@ -117,3 +121,30 @@ def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_rest
     assert job.roster.up(Role.WORKER) == []
     assert job.roster.lost_count(Role.WORKER) == 1
     assert job.lines == []
+
+
+def test_processes_that_wait_for_room_are_told_once_and_again_when_that_changes():
+    job = Job(num_workers=3, num_ps=1)
+    job.backend.waiting = {("worker", 2): "no CPU is free", ("ps", 0): "no CPU is free"}
+    job.processes.check()
+    job.processes.check()
+    assert job.lines == ["Not started yet: parameter server 0, worker 2 (no CPU is free)."]
+    del job.backend.waiting["ps", 0]
+    job.processes.check()
+    assert job.lines[1:] == ["Not started yet: worker 2 (no CPU is free)."]
+    job.backend.waiting = {}
+    job.processes.check()
+    assert len(job.lines) == 2
+
+
+def test_processes_that_lose_their_places_to_others_are_replaced_and_use_up_no_restart():
+    job = Job(num_ps=1)
+    for pid in range(1, 4):  # more often than there are restarts of a server
+        job.register(Role.PS, pid=pid)
+        job.ends("ps", reason="its node is lost", failed=False, taken_away=True)
+        job.processes.check()
+        assert "its node is lost" in job.lines[-1]
+        job.processes.start_missing("master:1")
+    job.ends("ps", reason="its node is lost", failed=False, taken_away=True)  # before it registered
+    job.processes.check()
+    assert job.lost_ps == [0] * 4

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from elasticcb.errors import UsageError
@@ -179,11 +181,11 @@ def test_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job_even_
 def test_places_are_added_and_taken_away():
     roster = Roster(2, 0, 0)
     first, second = register(roster, pid=1), register(roster, pid=2)
-    assert roster.resize(4) == []
+    assert roster.resize(Role.WORKER, 4) == []
     assert roster.to_start() == [(WORKER, 2), (WORKER, 3)]
     roster.requested(WORKER, 2)
 
-    assert roster.resize(1) == [2]  # its process is on the way
+    assert roster.resize(Role.WORKER, 1) == [2]  # its process is on the way
     assert roster.to_start() == []
     assert [roster.released(member.id) for member in (first, second)] == [False, True]
     assert roster.complete(WORKER)
@@ -193,10 +195,10 @@ def test_places_are_added_and_taken_away():
     assert roster.to_start() == []
     assert roster.lost_count(WORKER) == 0
 
-    roster.resize(2)
+    roster.resize(Role.WORKER, 2)
     assert roster.to_start() == [(WORKER, 1)]
     third = register(roster, pid=3)
-    roster.resize(1)
+    roster.resize(Role.WORKER, 1)
     assert roster.lost(third.id, "killed").kind is Consequence.IGNORE
     assert roster.up(WORKER) == [first]
 
@@ -204,7 +206,29 @@ def test_places_are_added_and_taken_away():
 def test_worker_that_is_needed_again_before_it_has_left_may_stay():
     roster = Roster(2, 0, 0)
     second = [register(roster, pid=pid) for pid in (1, 2)][1]
-    roster.resize(1)
-    roster.resize(2)
+    roster.resize(Role.WORKER, 1)
+    roster.resize(Role.WORKER, 2)
     assert not roster.released(second.id)
     assert roster.asked_to_end(second.id, "it was asked to end").kind is Consequence.RESTART
+
+
+def test_another_master_goes_on_with_a_saved_roster():
+    roster = Roster(3, 1, max_worker_restarts=2, max_ps_restarts=1)
+    for place in roster.to_start():
+        roster.requested(*place)
+    server = register(roster, PS, 0, 11)
+    workers = [register(roster, WORKER, index, 20 + index) for index in range(2)]
+    roster.lost(workers[1].id, "killed")
+    again = Roster(3, 1, max_worker_restarts=2, max_ps_restarts=1)
+    again.restore(json.loads(json.dumps(roster.to_dict())), now=5.0)
+    assert again.to_dict()["up"] == roster.to_dict()["up"]
+    assert again.at(PS, 0) == server
+    assert again.seen(workers[0].id, 6.0).accepted
+    assert not again.seen(workers[1].id, 6.0).accepted
+    assert sorted(again.to_start()) == [(WORKER, 1), (WORKER, 2)]  # who asked for them is gone
+    assert register(again, WORKER, 0, 20) == workers[0]
+    replacement = register(again, WORKER, 1, 31)
+    assert replacement.id == roster.next_id
+    assert (again.lost_count(WORKER), again.replaced_count(WORKER)) == (1, 1)
+    assert again.lost_workers == [workers[1].id]
+    assert "restart 2 of 2" in again.lost(replacement.id, "killed").reason

@@ -811,6 +811,40 @@ def test_restored_queue_goes_on_where_it_was_saved():
     assert reached(restored) == [(EPOCH_DONE, 0), (EPOCH_DONE, 1), (TRAINING_DONE, 0)]
 
 
+def test_workers_go_on_with_their_leases_when_another_master_restores_the_queue():
+    queue = make_queue(training=[("a", 100)], records_per_task=40)
+    first, second = (queue.get_task(1, 0.0).lease for _ in range(2))
+    other = queue.get_task(2, 0.0).lease
+    queue.report_progress(1, first.id, 10, 1.0)
+    queue.report_done(2, other.id)
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict(leases=True))), 100.0)
+    assert [(lease.id, lease.worker, lease.task) for lease in queue.leases()] == [
+        (first.id, 1, first.task),
+        (second.id, 1, second.task),
+    ]
+    assert queue.report_done(2, other.id).duplicate
+    assert not queue.report_done(2, other.id + 100).accepted
+    assert queue.report_progress(1, first.id, 30, 101.0).accepted
+    assert queue.report_done(1, first.id).accepted
+    assert queue.report_done(1, second.id).accepted
+    assert queue.accounting.records_trained == {0: 100}
+    assert queue.accounting.records_handed_out_again == queue.accounting.reports_refused - 1 == 0
+    assert [milestone.kind for milestone in queue.take_milestones()] == [
+        MilestoneKind.EPOCH_DONE,
+        MilestoneKind.TRAINING_DONE,
+    ]
+
+
+def test_lease_of_a_worker_that_ended_with_the_master_goes_back_behind_what_it_reported():
+    queue = make_queue(training=[("a", 100)], records_per_task=100)
+    lease = queue.get_task(1, 0.0).lease
+    queue.report_progress(1, lease.id, 10, 1.0)
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict(leases=True))), 5.0)
+    assert queue.worker_lost(1)
+    again = queue.get_task(2, 6.0).lease
+    assert (again.task.id, again.task.shard.start, again.task.shard.end) == (lease.task.id, 10, 100)
+
+
 def test_queue_saved_while_nothing_runs_goes_on_with_its_epoch():
     queue = make_queue(training=[("a", 60)])
     queue.report_done(1, take(queue).id)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from dataclasses import replace
 
 import hypothesis.strategies as st
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -15,7 +18,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from elasticcb.errors import WireError
 from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.shards import Shard
 from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
@@ -68,12 +73,14 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.progress: dict[int, int] = {}  # lease -> records reported
         self.done: list[tuple[int, Lease]] = []  # (worker, lease)
         self.dead: list[tuple[int, Lease]] = []
+        self.last_report: dict[int, int] = {}  # worker -> lease
         self.credited: Counter = Counter()
         self.handed_out: set = set()  # training records that were ever handed out
         self.batches: dict[int, int] = {}  # task -> batches when first handed out
         self.rounds: dict[int, list] = {}
         self.milestones: list = []
         self.stopped = False
+        self.split_off: set = set()  # (epoch, source, end) of ranges that were counted with their first task
 
     # ---- what happens
 
@@ -103,7 +110,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
             assert other.task.id != task.id, "two workers hold the same task"
         self.check_turn(task.type)
         if task.type is TaskType.TRAINING:
-            self.batches.setdefault(task.id, -(-task.shard.records // self.batch))
+            if (task.epoch, task.shard.name, task.shard.end) not in self.split_off:
+                self.batches.setdefault(task.id, -(-task.shard.records // self.batch))
             self.handed_out.update(self.records(task))
         if not answer_lost:
             self.held[place].append(lease)
@@ -115,8 +123,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
         assert kind is not TaskType.TRAIN_END or not self.live()
         counts = self.queue.counts()
         for earlier in HANDING_OUT_ORDER[: HANDING_OUT_ORDER.index(kind)]:
-            if earlier is TaskType.TRAINING and self.hold:
-                continue  # a held epoch is to do, but not yet to be handed out
+            if earlier is TaskType.TRAINING and (self.hold or self.queue.accounting.tasks_split):
+                continue  # a held epoch is to do, but not yet to be handed out; nor what is for an idle worker
             assert counts[earlier][TaskState.TODO] == 0 or self.max_batches
 
     @precondition(lambda self: self.live())
@@ -142,6 +150,36 @@ class TaskQueueMachine(RuleBasedStateMachine):
         start = 0 if lease.task.type is TaskType.EVALUATION else self.progress[lease.id]
         self.credit(lease, start, lease.task.shard.records)
         self.done = [*self.done[-5:], (self.ids[place], lease)]
+        self.last_report[self.ids[place]] = lease.id
+
+    @precondition(lambda self: self.live())
+    @rule(pick=PICK, part=st.sampled_from([0.0, 0.0, 0.4, 0.8, 1.0]), again=st.booleans())
+    def split(self, pick, part, again):
+        """A worker agrees to leave what it has not begun, of a batch at least, to others."""
+        live = self.live()
+        place, lease = live[pick % len(live)]
+        task, records = lease.task, lease.task.shard.records
+        begun = self.progress[lease.id]
+        whole = -(-begun // self.batch) * self.batch  # a worker ends the batch that it has begun
+        end = min(records, whole + round(max(0, records - whole) * part / self.batch) * self.batch)
+        if task.type is not TaskType.TRAINING:
+            with pytest.raises(WireError, match="training task"):
+                self.queue.split(self.ids[place], lease.id, end)
+            return
+        splits = self.queue.accounting.tasks_split
+        assert self.queue.split(self.ids[place], lease.id, end).accepted
+        assert self.queue.accounting.tasks_split == splits + (end < records)
+        at = self.held[place].index(lease)
+        if end == 0:
+            del self.held[place][at]
+            self.dead.append((self.ids[place], lease))
+            return
+        shorter = replace(task, shard=Shard(task.shard.name, task.shard.start, task.shard.start + end))
+        self.held[place][at] = replace(lease, task=shorter)
+        if end < records:
+            self.split_off.add((task.epoch, task.shard.name, task.shard.end))
+        if again:
+            assert self.queue.split(self.ids[place], lease.id, end).accepted
 
     @precondition(lambda self: self.done)
     @rule(pick=PICK)
@@ -165,6 +203,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
     def report_failed(self, pick):
         place, lease = self.drop(pick)
         assert self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback").accepted
+        self.last_report[self.ids[place]] = lease.id
         self.dead.append((self.ids[place], lease))
 
     @rule(place=WORKERS, politely=st.booleans())
@@ -213,6 +252,17 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.queue = TaskQueue.from_dict(json.loads(json.dumps(self.queue.to_dict())))
         self.held = {place: [] for place in self.held}
         self.done, self.dead = [], []
+
+    @precondition(lambda self: self.queue.failure is None and not self.rounds)
+    @rule()
+    def another_master_goes_on(self):
+        """Workers keep their leases, and may repeat the last report, whose answer may have been lost."""
+        saved = json.loads(json.dumps(self.queue.to_dict(leases=True)))
+        self.queue = TaskQueue.from_dict(saved, self.now)
+        present = set(self.ids.values())
+        self.done = [
+            (worker, lease) for worker, lease in self.done if worker in present and self.last_report[worker] == lease.id
+        ]
 
     # ---- what must hold
 
@@ -327,6 +377,11 @@ class TaskQueueMachine(RuleBasedStateMachine):
 
 
 TestTaskQueueKeepsItsPromises = TaskQueueMachine.TestCase
+# ELASTICCB_EXAMPLES=10000 makes it a run of minutes; task_queue_walks.py goes faster.
 TestTaskQueueKeepsItsPromises.settings = settings(
-    max_examples=250, stateful_step_count=60, deadline=None, report_multiple_bugs=False
+    max_examples=int(os.environ.get("ELASTICCB_EXAMPLES", 250)),
+    stateful_step_count=60,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow],
 )

@@ -39,3 +39,18 @@ def start():
             return client
 
         yield servers
+
+
+@pytest.fixture
+def losing(tmp_path):
+    """Starts servers that the test loses."""
+    from helpers_ps_lost import Servers
+
+    with contextlib.ExitStack() as stack:
+
+        def start(name="job", **more):
+            servers = Servers(tmp_path / name, **more)
+            stack.callback(servers.close)
+            return servers
+
+        yield start

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from elasticcb import checkpoint
+from elasticcb.buckets import even
 from elasticcb.errors import CheckpointError
+from elasticcb.part_file import FORMAT, SavedFile
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import VariableSpec, partition
 from helpers_ps import SPECS, Part, alone, gradients, initial_values
@@ -51,7 +53,7 @@ def trained(num_ps, make=adam, specs=BIG, split=True):
 def restored(folder, num_ps, make=adam, specs=BIG, split=True):
     parts = []
     for index, slices in enumerate(partition(specs, num_ps, split)):
-        loaded = checkpoint.load_slices(folder, specs, slices, index, num_ps)
+        loaded = checkpoint.load_slices(folder, specs, slices, index, even(num_ps))
         part = Part(None, initial_values(specs, seed=9), specs, num_ps, index, split)
         part.parameters = Parameters(specs, slices, alone(make), loaded.weights, loaded.version)
         part.parameters.restore_optimizers(loaded)
@@ -202,7 +204,7 @@ def empty_manifest(folder):
 
 
 def manifest_without_files(folder):
-    (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": checkpoint.FORMAT, "version": 30}))
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 30}))
 
 
 def manifest_of_something_else(folder):
@@ -288,6 +290,4 @@ def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
 def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):
     folder = checkpoint.begin_version(tmp_path, 1)
     with pytest.raises(CheckpointError, match="share"):
-        checkpoint.write_manifest(
-            folder, version=1, specs=SPECS, parts=[[]], files=[checkpoint.SavedFile("server", 10, "")]
-        )
+        checkpoint.write_manifest(folder, version=1, specs=SPECS, parts=[[]], files=[SavedFile("server", 10, "")])

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from elasticcb import checkpoint
+from elasticcb.blocks import unpack_weights
+from elasticcb.part_file import SavedFile
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import Push, unpack_weights
+from elasticcb.ps_client import Push
 from elasticcb.ps_control import PSControl, Source
 from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
 
@@ -137,7 +139,7 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     assert_same(snapshot, before)
     saved = master._on_all("Save", lambda: pb.SaveRequest(directory=str(tmp_path)))
     assert [answer.version for answer in saved] == [0, 0]
-    files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
+    files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
     folder = tmp_path / "new"
     folder.mkdir()
     for file in files:

@@ -1,18 +1,16 @@
-"""Broken messages to a real parameter server; `python tests/ps/fuzzing.py` sends more of them."""
+"""Broken messages to real parameter servers; `python tests/fuzzing/fuzz.py` sends more of them."""
 
 import logging
 
-from fuzzing import Fuzzer
+from server_calls import ServerFuzzer, serving
 
 
-def test_broken_messages_are_refused_in_words_and_the_server_goes_on(monkeypatch, caplog):
-    monkeypatch.setattr("elasticcb.frame_memory.is_supported", lambda: False)
+def test_broken_messages_are_refused_in_words_and_the_server_goes_on(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
-    fuzzer = Fuzzer(seed=0)
-    try:
+    with serving(tmp_path / "job") as addresses:
+        fuzzer = ServerFuzzer(0, addresses, tmp_path)
         fuzzer.run(1_000)
         assert not fuzzer.surprises
         assert min(fuzzer.codes["INVALID_ARGUMENT"], fuzzer.codes["OK"]) > 100
         assert fuzzer.still_serves()
-    finally:
         fuzzer.close()

@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
+from elasticcb.blocks import unpack_weights
 from elasticcb.errors import ModelFileError
 from elasticcb.model_weights import variable_specs
 from elasticcb.optimizer_traits import may_split
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_client import unpack_weights
 from elasticcb.ps_control import Source
 from elasticcb.tensors import dtype_of
 from helpers_ps import gradients, initial_values

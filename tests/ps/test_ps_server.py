@@ -9,6 +9,7 @@ import pytest
 
 from elasticcb import checkpoint
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.part_file import SavedFile
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.tensors import Frame
 from helpers_ps import CUT, Cluster, Part, gradients, initial_values, push_frame, sgd
@@ -254,7 +255,7 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
         two.push(gradients(0, CUT), index, sequence=1)
     folder = checkpoint.begin_version(tmp_path, 1)
     saved = [two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)]
-    files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
+    files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
     final = checkpoint.write_manifest(folder, version=1, specs=CUT, parts=two.slices, files=files)
     one = cluster(specs=CUT)
     one.initialize(folder=final)

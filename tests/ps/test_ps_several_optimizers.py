@@ -10,10 +10,11 @@ import pytest
 from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
 from elasticcb import checkpoint
+from elasticcb.blocks import unpack_weights
 from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.part_file import SavedFile
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_client import unpack_weights
 from elasticcb.ps_control import Source
 from helpers_ps import gradients, initial_values
 
@@ -110,7 +111,7 @@ def test_a_checkpoint_holds_them_all(start, tmp_path):
     push_step(client, some(0, DISCRIMINATOR | GENERATOR | EXTRA))
     push_step(client, some(1, GENERATOR))
     folder = checkpoint.begin_version(tmp_path, 2)
-    files = [checkpoint.SavedFile(answer.file, answer.bytes, answer.sha256) for answer in client.save(str(folder))]
+    files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in client.save(str(folder))]
     final = checkpoint.write_manifest(folder, version=2, specs=GAN, parts=client.partition, files=files)
     other = start(three, GAN, num_ps=3)
     other.initialize(Source(checkpoint=str(final)))

@@ -8,11 +8,12 @@ import keras
 import numpy as np
 import pytest
 
+from elasticcb.blocks import unpack_weights
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import Push, unpack_weights
+from elasticcb.ps_client import Push
 from elasticcb.ps_control import PSControl, Source
 from elasticcb.tensors import Frame
 from helpers_ps import CUT, Cluster, gradients, initial_values

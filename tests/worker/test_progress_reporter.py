@@ -22,7 +22,7 @@ def test_no_report_on_a_task_is_under_way_once_it_is_cleared() -> None:
         under_way.set()
         answer.wait(30)
         order.append(f"progress on {progress.lease}")
-        return SimpleNamespace(accepted=True, over=False, leave=False)
+        return pb.ReportProgressResponse(accepted=True)
 
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     reporter.update(7, 32, 1, urgent=True)
@@ -42,7 +42,7 @@ def test_what_was_noted_can_be_sent_at_once_and_tells_leases_that_are_lost() -> 
 
     def report(progress: Any) -> Any:
         sent.append((progress.lease, progress.records_done, progress.loss, progress.batches))
-        return SimpleNamespace(accepted=progress.lease != 8, over=progress.lease == 9, leave=False)
+        return pb.ReportProgressResponse(accepted=progress.lease != 8, over=progress.lease == 9)
 
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     reporter.update(7, 32, 1, loss=1.0)
@@ -73,7 +73,7 @@ def test_batches_are_told_with_the_version_they_lead_to_and_in_reports_of_a_boun
 
     def report(progress: Any) -> Any:
         sent.append((progress.version, [event.version for event in progress.batch_events]))
-        return SimpleNamespace(accepted=True, over=False, leave=False)
+        return pb.ReportProgressResponse(accepted=True)
 
     monkeypatch.setattr("elasticcb.master_client._EVENTS_PER_REPORT", 4)
     monkeypatch.setattr("elasticcb.master_client._MAX_EVENTS", 6)
@@ -101,7 +101,7 @@ def test_warnings_of_one_subject_go_as_one_with_their_errors_added_up() -> None:
 
     def report(progress: Any) -> Any:
         sent.extend((warning.subject, warning.text, warning.errors) for warning in progress.warnings)
-        return SimpleNamespace(accepted=True, over=False, leave=False)
+        return pb.ReportProgressResponse(accepted=True)
 
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     for number in range(3):
@@ -121,7 +121,7 @@ def test_warning_of_the_last_hook_is_sent_when_the_reporter_stops() -> None:
         subjects.extend(warning.subject for warning in progress.warnings)
         busy.set()
         answer.wait(30)
-        return SimpleNamespace(accepted=True, over=False, leave=False)
+        return pb.ReportProgressResponse(accepted=True)
 
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     reporter.update(7, 32, 1, urgent=True)

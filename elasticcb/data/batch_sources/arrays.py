@@ -44,7 +44,7 @@ class ArraySource(PassSource):
     ) -> None:
         size = -(-num_rows // batch_size)
         super().__init__(min(size, limit or size), steps)
-        self._num_rows = num_rows
+        self._num_rows = self.num_records = num_rows
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed

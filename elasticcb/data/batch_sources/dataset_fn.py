@@ -59,6 +59,7 @@ class DatasetFnSource(BatchSource):
       class_weight: as in `fit`.
     """
 
+    repeatable = False
     num_input_pipelines = 1
     input_pipeline_id = 0
 

@@ -80,6 +80,7 @@ class RecordSource(PassSource):
     ) -> None:
         self._records: Records | bytes = records
         self._sources = [source for source in checked_sources(records.reader) if source.count]
+        self.num_records = sum(source.count for source in self._sources)
         batches = [-(-source.count // batch_size) for source in self._sources]
         self._ends = np.cumsum(batches)  # of sources, in batches
         size = int(self._ends[-1])

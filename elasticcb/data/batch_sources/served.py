@@ -34,6 +34,7 @@ class ServedSource(BatchSource):
     """
 
     ends_early = True
+    repeatable = False
 
     def __init__(
         self,

@@ -134,6 +134,8 @@ def served_batches(served: Served, epoch: int, count: int) -> tf.data.Dataset:
     dataset = tf.data.Dataset.from_tensors(np.int64(epoch)).repeat(count)
     options = tf.data.Options()
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    # There is nothing to tune, and the end of the service would wait for the tuner, which looks up once a minute.
+    options.autotune.enabled = False
     return (
         dataset.map(next_batch)
         .with_options(options)

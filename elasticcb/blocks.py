@@ -1,0 +1,74 @@
+"""Weights as they travel between workers and parameter servers: by server and dtype, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from elasticcb.ps.partition import Slice, VariableSpec, layout, pack, unpack
+from elasticcb.shared_memory import aligned_copy
+from elasticcb.tensors import Array, dtype_of
+
+Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
+
+
+class PlacedBlocks(list[dict[str, Array]]):
+    """`Blocks` that know of which slices they are.
+
+    Attributes:
+        partition: by server, the slices.
+    """
+
+    def __init__(self, blocks: Iterable[dict[str, Array]], partition: Sequence[Sequence[Slice]]) -> None:
+        super().__init__(blocks)
+        self.partition = partition
+
+
+def recut(
+    blocks: Sequence[Mapping[str, Array]],
+    specs: Sequence[VariableSpec],
+    before: Sequence[Sequence[Slice]],
+    after: Sequence[Sequence[Slice]],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+) -> list[dict[str, Array]]:
+    """Flat blocks of some servers, as they are for others. What is left out counts as zeros."""
+    whole: dict[int, Array] = {}
+    for slices, own in zip(before, blocks, strict=True):
+        for part, dtype, offset in layout(specs, slices, trainable, subset):
+            if dtype in own:
+                flat = whole.setdefault(part.variable, np.zeros(specs[part.variable].elements, own[dtype].dtype))
+                flat[part.start : part.stop] = own[dtype][offset : offset + part.elements]
+    given = {specs[index].dtype: flat.dtype for index, flat in whole.items()}
+    result = []
+    for slices in after:
+        pieces: dict[str, list[Array]] = {}
+        for part, dtype, _ in layout(specs, slices, trainable, subset):
+            if dtype in given:
+                zeros = np.zeros(specs[part.variable].elements, given[dtype])
+                pieces.setdefault(dtype, []).append(whole.get(part.variable, zeros)[part.start : part.stop])
+        result.append({dtype: np.concatenate(found) for dtype, found in pieces.items()})
+    return result
+
+
+def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
+    """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
+    return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}
+
+
+def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
+    """One server's part of `weights`, as it travels."""
+    trainable = pack(weights, specs, slices, trainable=True)
+    state = pack(weights, specs, slices, trainable=False)
+    return {f"weights/{d}": flat for d, flat in trainable.items()} | {f"state/{d}": flat for d, flat in state.items()}
+
+
+def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
+    """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
+    weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
+    for server, slices in zip(blocks, parts, strict=True):
+        for prefix, trainable in (("weights/", True), ("state/", False)):
+            found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}
+            unpack(found, specs, slices, trainable, weights)
+    return weights

@@ -1,0 +1,108 @@
+"""A job on Kubernetes, as the commands about running jobs see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rich_click as click
+import yaml
+
+from elasticcb.cli.submit import CONFIG
+from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.pod_fate import CONTAINER, ENDED, Fate, Verdict, verdict
+from elasticcb.cluster.pod_flags import parse_name
+from elasticcb.cluster.pods import INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
+from elasticcb.errors import UsageError
+
+_ROLES = ("master", "ps", "worker")
+
+
+@dataclass(frozen=True)
+class PodLine:
+    """One pod: `number` says how many there were before it in its place."""
+
+    name: str
+    role: str
+    index: int
+    number: int
+    node: str
+    verdict: Verdict
+
+
+class KubernetesJob:
+    """One job.
+
+    Raises `UsageError` when there is none of this name.
+    """
+
+    def __init__(self, api: KubernetesAPI, name: str) -> None:
+        self.api, self.name = api, name
+        try:
+            self.job = api.read("Job", parse_name(name))
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            raise UsageError(
+                f"There is no job {name} in the namespace {api.namespace} of {api.server}. `elasticcb jobs "
+                f"--namespace={api.namespace}` shows those that there are."
+            ) from None
+        if JOB_LABEL not in self.job["metadata"].get("labels", {}):
+            raise UsageError(f"The job {name} in the namespace {api.namespace} is none of elasticcb.")
+
+    @property
+    def state(self) -> str:
+        return state_of(self.job)
+
+    def pods(self) -> Sequence[PodLine]:
+        """Of the master first; those of one place from the oldest on."""
+        lines = []
+        for pod in self.api.list("Pod", f"{JOB_LABEL}={self.name}")["items"]:
+            labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
+            found = verdict(pod)
+            if found.fate not in (Fate.RUNNING, Fate.COMPLETED):
+                found = verdict(pod, self.api.events_of(name))
+            place = int(labels.get(INDEX_LABEL, 0)), int(labels.get(NUMBER_LABEL, 0))
+            lines.append(PodLine(name, labels[ROLE_LABEL], *place, pod["spec"].get("nodeName", ""), found))
+        return sorted(lines, key=lambda each: (_ROLES.index(each.role), each.index, each.number))
+
+    def running(self, role: str, index: int = 0) -> str:
+        """The name of the pod that runs in a place. Raises `UsageError` when there is none."""
+        for pod in self.pods():
+            if (pod.role, pod.index, pod.verdict.fate) == (role, index, Fate.RUNNING):
+                return pod.name
+        raise UsageError(f"No pod of {role} {index} of the job {self.name} runs; the job is {self.state}.")
+
+    def newest(self, role: str, index: int = 0) -> str:
+        """The name of the last pod in a place, whether it runs or has ended; "" if there is none."""
+        pods = [pod for pod in self.pods() if (pod.role, pod.index) == (role, index)]
+        live = [pod for pod in pods if pod.verdict.fate not in ENDED]
+        return next((pod.name for pod in reversed(live or pods)), "")
+
+    def flags(self) -> Mapping[str, Any]:
+        """With which the job was submitted."""
+        found: Mapping[str, Any] = yaml.safe_load(self.api.read("ConfigMap", self.name)["data"][CONFIG])
+        return found
+
+    def run_beside_master(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """Runs an `elasticcb` command in the master's pod: its exit code, and what it wrote."""
+        pod = self.running("master")
+        containers = self.api.read("Pod", pod)["spec"]["containers"]
+        (command,) = (each["command"] for each in containers if each["name"] == CONTAINER)
+        return self.api.execute(pod, CONTAINER, [*command, *arguments])
+
+
+def state_of(job: Mapping[str, Any]) -> str:
+    """Of a Job: "running", "stopped", "done" or "failed"."""
+    for condition in job["status"].get("conditions") or ():
+        if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+            return "done" if condition["type"] == "Complete" else "failed"
+    return "running" if job["spec"].get("parallelism", 1) else "stopped"
+
+
+def namespace_option(function: Any) -> Any:
+    """Gives a click command --namespace, for jobs on Kubernetes."""
+    return click.option(
+        "--namespace", metavar="NAME", default="default", show_default=True, help="Namespace of the job."
+    )(function)

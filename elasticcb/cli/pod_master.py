@@ -1,0 +1,82 @@
+"""The master of a job that was submitted to Kubernetes, in its pod."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from elasticcb.cluster.kubernetes import check_rights
+from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, POD_NAME, ROLE_LABEL
+from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError
+from elasticcb.settings import JOURNAL_FILE, JobSettings
+
+_MARK = "kubernetes.json"  # in the job's folder: whose it is
+
+
+def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
+    """Runs a job to its end, or until its pod is to end, and the next one goes on.
+
+    Args:
+        run: runs it; it is told whether it goes on with what an earlier master has begun, and when this pod was
+            made, which is when that one was lost: seconds of `time.monotonic`.
+
+    Raises `ElasticCBError` when the job failed.
+    """
+    try:
+        _keep(settings, run)
+    except JobDoneError:
+        _say("It was done when its master was lost.")
+    except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
+        sys.exit(GO_ON)
+    except (JobInterrupted, LostServerError, KubernetesError) as error:
+        if isinstance(error, KubernetesError) and error.hopeless:
+            raise
+        _say(f"{str(error).splitlines()[0]} The next pod of the master goes on with the job.")
+        sys.exit(GO_ON)
+
+
+def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
+    api = KubernetesAPI(settings.cluster.kubernetes.namespace)
+    check_rights(api)
+    own = api.read("Pod", os.environ[POD_NAME])
+    job = own["metadata"]["labels"][JOB_LABEL]
+    _check_not_failed(api, job, own["metadata"]["name"])
+    owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
+    resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"])
+    run(resumed, time.monotonic() - _age_seconds(own))
+
+
+def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
+    """Kubernetes before 1.26 starts another master for a job that has failed by itself."""
+    for pod in api.list("Pod", f"{JOB_LABEL}={job},{ROLE_LABEL}=master")["items"]:
+        for status in pod["status"].get("containerStatuses") or ():
+            ended = status.get("state", {}).get("terminated") or {}
+            if pod["metadata"]["name"] != own and ended.get("exitCode") in FAILED_CODES:
+                raise JobFailedError(f"The job has failed: kubectl logs -n {api.namespace} {pod['metadata']['name']}")
+
+
+def _is_ours(folder: Path, uid: str) -> bool:
+    """Whether a master of the same Job has written the journal in a folder; marks it."""
+    mark = folder / _MARK
+    try:
+        same = json.loads(mark.read_text(encoding="utf-8")) == {"job": uid}
+    except (OSError, ValueError):
+        same = False
+    mark.write_text(json.dumps({"job": uid}), encoding="utf-8")
+    return same and (folder / JOURNAL_FILE).exists()
+
+
+def _age_seconds(pod: Mapping[str, Any]) -> float:
+    made = datetime.strptime(pod["metadata"]["creationTimestamp"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+    return max(0.0, (datetime.now(timezone.utc) - made).total_seconds())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

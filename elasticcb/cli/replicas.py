@@ -1,0 +1,16 @@
+"""What `--ps_replicas=1` can't be together with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elasticcb.cli.given import Given
+from elasticcb.unreplicable import conflicts
+
+
+def check_replicas(given: Given) -> Iterator[str]:
+    """The flags that contradict it, in words."""
+    if given["ps_replicas"] == 1:
+        for name, why in conflicts(given.values):
+            flag, other = given.flag("ps_replicas", with_value=True), given.flag(name, with_value=True)
+            yield f"{flag} can't be with {other}: {why}"

@@ -1,0 +1,101 @@
+"""`elasticcb status`: how a job stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.kubernetes_status import pods_lines, pods_state
+from elasticcb.cluster.kubernetes_api import KubernetesAPI
+from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.running_job import running_master
+from elasticcb.settings import STATUS_FILE, Command
+from elasticcb.status import JobStatus
+
+_PATIENCE_SECONDS = 5.0
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="As a JSON document, for machines.")
+@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+def status(job: str, as_json: bool, namespace: str | None) -> None:
+    """Show how a job stands, or how it ended.
+
+    JOB is the job's folder, or its name on Kubernetes, where all its pods are shown, too. The keys of the JSON document
+    are in docs/operations.md.
+
+    \b
+    Examples:
+      elasticcb status jobs/mnist-20260101-120000
+      elasticcb status jobs/mnist-20260101-120000 --json
+      elasticcb status mnist --namespace=training
+    """
+    if namespace:
+        state = pods_state(KubernetesJob(KubernetesAPI(namespace), job))
+        progress = state_lines(state["progress"]) if state["progress"] else [f"{job}: {state['state']}"]
+        print(json.dumps(state, indent=2) if as_json else "\n".join([*progress, "", *pods_lines(state)]))
+        return
+    document = job_state(job)
+    print(json.dumps(document, indent=2) if as_json else "\n".join(state_lines(document)))
+
+
+def job_state(job: str) -> dict[str, Any]:
+    """The state of the job in a folder. Raises `UsageError` when none runs there, or has ended there."""
+    ended = Path(job, STATUS_FILE)
+    if ended.is_file():
+        document: dict[str, Any] = json.loads(ended.read_text(encoding="utf-8"))
+        return document
+    master = running_master(job)
+    from elasticcb.master_client import MasterClient
+
+    client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
+    try:
+        return client.status()
+    except ConnectionLostError as error:
+        raise UsageError(
+            f"The master of {job} does not answer: {error} If it was killed, `elasticcb resume` goes on with the job."
+        ) from None
+    finally:
+        client.close()
+
+
+def state_lines(document: dict[str, Any]) -> list[str]:
+    """The document for people."""
+    from elasticcb.cli.progress import status_parts
+
+    records, tasks = document["records"], document["tasks"]
+    workers, servers = document["workers"], document["parameter_servers"]
+    seen = JobStatus(
+        command=Command(document["command"] or Command.TRAIN),
+        phase=document["phase"],
+        epoch=document["epoch"],
+        epochs=document["epochs"],
+        records_done=records["trained"],
+        records_total=records["planned"],
+        records_per_second=records["per_second"],
+        version=document["version"],
+        loss=document["loss"],
+        metrics={name: value for name, value in document["metrics"].items() if value is not None},
+        workers_up=workers["up"],
+        workers_planned=workers["planned"],
+        stragglers=tuple(workers["stragglers"]),
+        ps_up=servers["up"],
+        ps_planned=servers["planned"],
+        tasks_todo=tasks["todo"],
+        tasks_doing=tasks["doing"],
+        seconds_left=document["seconds_left"],
+    )
+    lines = [f"{document['name']} ({document['command']}): {seen.phase}", f"  {', '.join(status_parts(seen))}"]
+    for name, counts in (("workers", workers), ("parameter servers", servers)):
+        if counts["lost"]:
+            lines.append(f"  {name} lost: {counts['lost']}, replaced: {counts['replaced']}")
+    for condition in document["conditions"]:
+        if condition["message"]:
+            lines.append(f"  {condition['type']}: {condition['message']}")
+    return lines

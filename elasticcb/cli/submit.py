@@ -1,0 +1,205 @@
+"""Submits a training job to Kubernetes: its flags and secrets as objects there, and the Job of its master."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elasticcb.access import TOKEN_VARIABLE, token_of_environment
+from elasticcb.cli.given import Given
+from elasticcb.cli.kubernetes_checks import LOCAL_FILES, check_paths, read_cluster_spec
+from elasticcb.cli.kubernetes_follow import follow_job
+from elasticcb.cli.options import options_of
+from elasticcb.cli.validation import validate_flags
+from elasticcb.cluster.child import common_environment
+from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.pod_flags import safe_name
+from elasticcb.cluster.pods import FILES, POD_IP, PORT, PodPlan
+from elasticcb.errors import UsageError
+from elasticcb.job_ca import make_certificates
+from elasticcb.remote_files import is_url
+from elasticcb.settings import ClusterKind, Command, KubernetesSettings
+from elasticcb.tls import FILES as TLS_FLAGS
+from elasticcb.tls import TLS, TLSFiles, tls_files
+
+CONFIG, SPEC = "job.yaml", "cluster_spec.yaml"  # in `FILES`, in the master's pod
+_PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
+_NAME_SIGNS = 33  # and seven more that make it unlike any other's
+
+
+def is_to_be_submitted(given: Given) -> bool:
+    """Whether a job is to run on Kubernetes, its master too, and this is not that master."""
+    from elasticcb.cluster.kubernetes import runs_in_pod
+
+    return given["cluster"] == ClusterKind.KUBERNETES.value and given["master_pod"] is not False and not runs_in_pod()
+
+
+def submit(given: Given) -> int:
+    """Submits a job and follows it; the exit code.
+
+    Raises:
+        UsageError: with all that is wrong with the flags.
+        KubernetesError: the API server refused it; what was made is gone again.
+    """
+    validate_flags(Command.TRAIN, given, check_paths)
+    settings = kubernetes_settings(given)
+    name = given["job_name"] or unlike_others(given["model_def"])
+    directory = given["job_dir"] or f"{_PRIVATE_FOLDER}/{name}"
+    plan = PodPlan(name, settings, common_environment(given["log_level"]), TOKEN_VARIABLE)
+    manifests = job_manifests(given, plan, directory)
+    kept = kept_paths(manifests[-1])
+    _check_kept(given, kept)
+    if given["yaml"]:
+        path = given.folder("yaml")
+        _write(path, manifests)
+        _say(f"The job {name} is written to {path}, with its token and its key. To start it: kubectl apply -f {path}")
+        return 0
+    api = KubernetesAPI(settings.namespace)
+    if given["dry_run"]:
+        for manifest in manifests:
+            api.create(manifest, dry_run=True)
+        _say(f"Kubernetes takes the job {name}: {', '.join(each['kind'] for each in manifests)}. Nothing was started.")
+        return 0
+    create_all(api, manifests)
+    _say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")
+    if not any(_is_below(directory, path) for path in kept):
+        _say(
+            "Its folder lies on no volume: if the master's pod is lost, training begins anew, and a lost parameter "
+            "server comes back as the newest checkpoint has it. --job_dir below a --volume that all pods share "
+            "changes that."
+        )
+    return follow_job(api, name)
+
+
+def kubernetes_settings(given: Given) -> KubernetesSettings:
+    """Of flags that were checked."""
+    prefix = "cluster.kubernetes."
+    values = {
+        option.field.removeprefix(prefix): given[option.name]
+        for option in options_of([Command.TRAIN])
+        if option.field.startswith(prefix) and given[option.name] is not None and option.name in given
+    }
+    if "cluster_spec" in values:
+        values["cluster_spec"] = read_cluster_spec(given.folder("cluster_spec"))
+    return KubernetesSettings(**values)
+
+
+def unlike_others(definition: str) -> str:
+    """A name for a job, from that of its model."""
+    parts = dict.fromkeys(definition.split(".")[:-1])
+    return f"{safe_name('-'.join(parts), _NAME_SIGNS)}-{secrets.token_hex(3)}"
+
+
+def job_manifests(given: Given, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
+    """The objects of a job in the order in which they are made; the Job is the last."""
+    token = token_of_environment() or secrets.token_hex(16)
+    names, certificates = _certificates(given)
+    config = _config(given, plan.job, directory)
+    files = {CONFIG: yaml.safe_dump(config, sort_keys=False)}
+    if plan.settings.cluster_spec:
+        files[SPEC] = yaml.safe_dump(dict(plan.settings.cluster_spec), sort_keys=False)
+    arguments = ["train", f"--config={FILES}/{CONFIG}", f"--host=$({POD_IP})", f"--port={PORT}", *names]
+    return [
+        plan.secret(token, certificates),
+        plan.config(files),
+        plan.service(),
+        plan.master_job(arguments, files),
+    ]
+
+
+def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Makes the objects of a job, which are removed with its Job; all of them, or none."""
+    made: list[Mapping[str, Any]] = []
+    try:
+        for manifest in manifests:
+            made.append(api.create(manifest))
+        job = made[-1]
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": job["metadata"]["name"],
+            "uid": job["metadata"]["uid"],
+        }
+        for each in manifests[:-1]:
+            api.patch(each["kind"], each["metadata"]["name"], {"metadata": {"ownerReferences": [owner]}})
+    except KubernetesError as error:
+        for manifest in manifests[: len(made)]:
+            with contextlib.suppress(KubernetesError):
+                api.delete(manifest["kind"], manifest["metadata"]["name"])
+        if error.status == 409:
+            name = manifests[-1]["metadata"]["name"]
+            raise UsageError(
+                f"There is a job {name} in the namespace {api.namespace} already. Give another --job_name, or remove "
+                f"that one: elasticcb stop {name} --namespace={api.namespace} --delete"
+            ) from None
+        raise
+
+
+def kept_paths(job: Mapping[str, Any]) -> list[str]:
+    """Where what the master's pod writes outlives it."""
+    spec = job["spec"]["template"]["spec"]
+    passing = {each["name"] for each in spec["volumes"] if "emptyDir" in each or "projected" in each}
+    (container,) = (each for each in spec["containers"] if each["name"] == "elasticcb")
+    mounts = container["volumeMounts"]
+    return [each["mountPath"] for each in mounts if each["name"] not in passing and not each.get("readOnly")]
+
+
+def _check_kept(given: Given, kept: Sequence[str]) -> None:
+    for name in ("output", "checkpoint_dir"):
+        path = given[name]
+        if path and not is_url(path) and not any(_is_below(path, each) for each in kept):
+            raise UsageError(
+                f"{given.flag(name, with_value=True)} lies on no volume that can be written to: it would be lost with "
+                f"its pod. Expected a path below one of these: {', '.join(kept) or 'there are none, add --volume'}."
+            )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _config(given: Given, name: str, directory: str) -> dict[str, Any]:
+    """The flags of the job, as the master reads them from its config file."""
+    left_out = LOCAL_FILES | {"dry_run", "tls", "tls_name", "host", "port", "job_name", "job_dir"}
+    explicit = [option.name for option in options_of([Command.TRAIN]) if option.name in given]
+    config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
+    config |= {"job_name": name, "job_dir": directory}
+    if given["cluster_spec"]:
+        config["cluster_spec"] = f"{FILES}/{SPEC}"
+    return config
+
+
+def _certificates(given: Given) -> tuple[list[str], dict[str, bytes]]:
+    """Flags of TLS in a pod, and its files by name."""
+    files: TLSFiles | None = tls_files(
+        {each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""}
+    )
+    if files is None and "tls" in given and not given["tls"]:
+        return ["--tls=false"], {}
+    with tempfile.TemporaryDirectory() as folder:
+        tls = TLS.load(files or make_certificates(folder))
+    in_pod = replace(tls.files, tls_cert=f"{FILES}/cert.pem", tls_key=f"{FILES}/key.pem", tls_ca=f"{FILES}/ca.pem")
+    return in_pod.flags, {"cert.pem": tls.cert, "key.pem": tls.key, "ca.pem": tls.ca}
+
+
+def _write(path: str, manifests: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        Path(path).unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yaml.safe_dump_all(manifests, file, sort_keys=False)
+    except OSError as error:
+        raise UsageError(f"--yaml: {path} can't be written: {error.strerror}. Name another file.") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,389 @@
+"""Workers and parameter servers as pods of Kubernetes.
+
+The master only asks; one thread carries out what it asks for, another watches the pods. A pod that waits for room does
+not stop the job: its process joins when it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elasticcb.access import TOKEN_VARIABLE
+from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.cluster.child import common_environment
+from elasticcb.cluster.kubernetes_api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
+from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, Verdict, verdict
+from elasticcb.cluster.pod_flags import safe_name
+from elasticcb.cluster.pods import (
+    FILES,
+    INDEX_LABEL,
+    JOB_LABEL,
+    NUMBER_LABEL,
+    POD_IP,
+    POD_NAME,
+    PORT,
+    ROLE_LABEL,
+    PodPlan,
+    has_more_memory,
+    resources,
+)
+from elasticcb.errors import UsageError
+from elasticcb.settings import KubernetesSettings
+from elasticcb.tls import TLS, TLSFiles
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 20  # until the pods are listed anew
+_HELD_UP_SECONDS = 15.0  # after which a pod that is on its way may have a reason not to be there
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds, before a call is tried again
+_GONE_SECONDS = 60.0  # for the pods of another master to be gone
+
+Place = tuple[str, int]
+
+
+def runs_in_pod() -> bool:
+    """Whether this process is the master's of a job that was submitted."""
+    return POD_NAME in os.environ
+
+
+def check_rights(api: KubernetesAPI) -> None:
+    """Raises `UsageError` when this process may not do what a master must."""
+    missing = api.missing_rights(MASTER_RIGHTS)
+    if missing:
+        wanted = ", ".join(f"{right.verb} {right.resource}" for right in missing)
+        raise UsageError(
+            f"{api.who.capitalize()} may not do what a master must, in the namespace {api.namespace}: {wanted}. Bind "
+            "the role of deploy/kubernetes to it, and name it by --service_account."
+        )
+
+
+@dataclass
+class _Pod:
+    place: Place
+    made: float  # seconds of time.monotonic
+    version: int = 0  # of the API's data, when it was made
+    seen: Mapping[str, Any] = field(default_factory=dict)  # the last that was seen of it
+    held_up: str = ""  # why it does not run
+
+
+class KubernetesCluster(ClusterBackend):
+    """Pods.
+
+    Args:
+        settings: of the pods.
+        directory: the job's; its name is that of the pods, unless this process is in a pod of a submitted job.
+        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
+        say: shows a line to the user.
+
+    Raises `UsageError` when no cluster is known.
+    """
+
+    def __init__(
+        self, settings: KubernetesSettings, directory: str, log_level: str, say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._say = settings, say
+        self._api = KubernetesAPI(settings.namespace)
+        self._environment = common_environment(log_level)
+        self._submitted = runs_in_pod()
+        # Unlike folders, objects of the same name would be those of several users.
+        self._job = f"{safe_name(Path(directory).name, 33)}-{secrets.token_hex(3)}"
+        self._plan: PodPlan | None = None  # until `prepare`
+        self._address = ""  # of the master, for pods; "": the one that it listens on
+        self._lock = threading.Lock()
+        self._pods: dict[str, _Pod] = {}  # by name, those that have not ended
+        self._places: dict[Place, str] = {}  # the pod's name
+        self._last: dict[Place, str] = {}  # likewise, also of one that has ended
+        self._numbers: dict[Place, int] = {}  # of the next pod
+        self._ooms: dict[Place, int] = {}
+        self._ran: set[str] = set()  # roles
+        self._exits: list[Exit] = []
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def _selector(self) -> str:
+        return f"{JOB_LABEL}={self._job},{ROLE_LABEL} in (worker,ps)"
+
+    def prepare(self) -> None:
+        if self._plan is not None:
+            return
+        owner = None
+        if self._submitted:
+            pod = self._api.read("Pod", os.environ[POD_NAME])
+            self._job = pod["metadata"]["labels"][JOB_LABEL]
+            owner = _owner_of(pod)
+            self._address = self._service_address()
+        self._plan = PodPlan(self._job, self._settings, self._environment, TOKEN_VARIABLE, owner)
+        if self._submitted:
+            self._find_earlier()
+        else:
+            check_rights(self._api)
+            self._api.create(self._plan.secret(self.access.token, _certificates(self.access.tls)))
+        for name, run in (("pods", self._watch), ("kubernetes", self._carry_out)):
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def start(self, role: str, index: int, master_address: str) -> None:
+        self.prepare()
+        assert self._plan is not None
+        place = role, index
+        with self._lock:
+            before = self._places.get(place)
+            number = self._numbers.get(place, 0)
+            self._numbers[place] = number + 1
+            tls = () if self.access.tls is None else _files_in_pod(self.access.tls).flags
+            host = ("--host", f"$({POD_IP})") if role == "ps" else ()
+            arguments = (role, "--master", self._address or master_address, "--index", str(index), *host, *tls)
+            manifest = self._plan.pod(role, index, number, arguments, self._ooms.get(place, 0))
+            name = manifest["metadata"]["name"]
+            self._places[place] = self._last[place] = name
+            self._pods[name] = _Pod(place, time.monotonic())
+        if before is not None:  # it has said goodbye, and may still be there
+            self._asked.put(lambda: self._delete(before))
+        self._asked.put(lambda: self._create(name, manifest))
+
+    def poll(self) -> list[Exit]:
+        with self._lock:
+            exits, self._exits = self._exits, []
+        return exits
+
+    def pending(self) -> dict[Place, str]:
+        with self._lock:
+            return {pod.place: pod.held_up for pod in self._pods.values() if pod.held_up}
+
+    def kill(self, role: str, index: int) -> None:
+        with self._lock:
+            name = self._places.pop((role, index), None)
+            if name is not None:
+                self._pods.pop(name, None)
+        if name is not None:
+            self._asked.put(lambda: self._delete(name, 0))
+
+    def stop(self, grace_seconds: float) -> None:
+        self._stopped.set()
+        self._asked.put(None)
+        with self._lock:
+            self._pods.clear()
+            self._places.clear()
+        if self._plan is None:
+            return
+        try:
+            if self._submitted:  # those that have ended keep their logs, until the Job is deleted
+                for phase in ("Pending", "Running"):
+                    self._api.delete_pods(self._selector, f"status.phase={phase}")
+            else:
+                self._api.delete_pods(self._selector)
+                self._api.delete("Secret", self._job)
+        except KubernetesError as error:
+            self._say(f"The job's pods are left behind. {error}")
+
+    def log_tail(self, role: str, index: int, lines: int = 30) -> str:
+        name = self._last.get((role, index), "")
+        try:
+            return self._api.log(name, lines).rstrip("\n") if name else ""
+        except KubernetesError:
+            return ""
+
+    # ------------------------------------------------------------ what is asked for
+
+    def _carry_out(self) -> None:
+        while (call := self._asked.get()) is not None and not self._stopped.is_set():
+            call()
+
+    def _delete(self, name: str, grace_seconds: int | None = None) -> None:
+        try:
+            self._api.delete("Pod", name, grace_seconds)
+        except KubernetesError as error:
+            logger.warning("%s", error)
+
+    def _create(self, name: str, manifest: Mapping[str, Any], pause: float = _FIRST_PAUSE) -> None:
+        with self._lock:
+            pod = self._pods.get(name)
+        if pod is None:  # it was killed before it was there
+            return
+        try:
+            made = self._api.create(manifest)
+            pod.version = _version(made)
+            with self._lock:
+                unwanted = name not in self._pods
+            if unwanted:
+                self._delete(name, 0)
+        except KubernetesError as error:
+            if error.status == 409:  # an answer got lost
+                return
+            if error.hopeless:
+                self._end(name, pod, Verdict(Fate.CANNOT_START, str(error)))
+                return
+            pod.held_up = f"{str(error).rstrip('.')}; it is tried again"
+            later = threading.Timer(
+                pause, lambda: self._asked.put(lambda: self._create(name, manifest, min(2 * pause, _LONGEST_PAUSE)))
+            )
+            later.daemon = True
+            later.start()
+
+    # ------------------------------------------------------------ what is seen
+
+    def _watch(self) -> None:
+        silent = False
+        while not self._stopped.is_set():
+            try:
+                listing = self._api.list("Pod", self._selector)
+                self._note_all(listing)
+                if silent:
+                    self._say("The API server of Kubernetes answers again.")
+                silent = False
+                version = listing["metadata"]["resourceVersion"]
+                for pod, gone in self._api.watch_pods(self._selector, version, _WATCH_SECONDS):
+                    if self._stopped.is_set():
+                        return
+                    self._note(pod, gone)
+            except KubernetesError as error:
+                if error.status != 410 and not silent and not self._stopped.is_set():
+                    silent = True
+                    self._say(f"{error} The job goes on; pods that end meanwhile are seen later.")
+                self._stopped.wait(_FIRST_PAUSE if error.status == 410 else 2.0)
+
+    def _note_all(self, listing: Mapping[str, Any]) -> None:
+        listed = {pod["metadata"]["name"]: pod for pod in listing["items"]}
+        for pod in listed.values():
+            self._note(pod, False)
+        version = _version(listing)
+        with self._lock:
+            absent = [
+                (name, pod)
+                for name, pod in self._pods.items()
+                if name not in listed and (pod.seen or 0 < pod.version <= version)
+            ]
+        for name, pod in absent:
+            self._judge(name, pod, pod.seen, True)
+
+    def _note(self, seen: Mapping[str, Any], gone: bool) -> None:
+        name = seen["metadata"]["name"]
+        with self._lock:
+            pod = self._pods.get(name)
+        if pod is not None:
+            pod.seen = seen
+            self._judge(name, pod, seen, gone)
+
+    def _judge(self, name: str, pod: _Pod, seen: Mapping[str, Any], gone: bool) -> None:
+        found = verdict(seen, (), gone)
+        late = found.fate is Fate.WAITING and time.monotonic() - pod.made > _HELD_UP_SECONDS
+        if found.fate is Fate.DELETED or late:
+            found = verdict(seen, self._api.events_of(name), gone)
+        if found.fate in ENDED:
+            self._end(name, pod, found)
+        elif found.fate is Fate.RUNNING:
+            self._ran.add(pod.place[0])
+            pod.held_up = ""
+        elif found.fate in HOPELESS and pod.place[0] not in self._ran:
+            self._end(name, pod, found)
+        elif found.fate in HELD_UP:
+            pod.held_up = found.words
+
+    def _end(self, name: str, pod: _Pod, found: Verdict) -> None:
+        place, words = pod.place, found.words
+        with self._lock:
+            if self._pods.pop(name, None) is None:
+                return
+            if found.fate is Fate.OOM_KILLED:
+                words += self._more_memory(place)
+            present = self._places.get(place) == name
+            if present:
+                del self._places[place]
+                log = f"kubectl logs -n {self._api.namespace} {name}"
+                failed = found.fate is Fate.FAILED or found.fate in HOPELESS
+                self._exits.append(Exit(*place, 0, words, failed, log, found.fate in TAKEN_AWAY))
+        if found.fate in HOPELESS:
+            self._delete(name, 0)
+        elif not present and found.fate is not Fate.COMPLETED:  # another has its place, and nobody knew why
+            self._say(f"{_words(place)}, which left: {words}.")
+
+    def _more_memory(self, place: Place) -> str:
+        if "memory" not in resources(self._settings, place[0]).get("limits", {}):
+            return "; it has no limit, its node had no more. Ask for more: --" + f"{place[0]}_resource_request"
+        self._ooms[place] = self._ooms.get(place, 0) + 1
+        memory = resources(self._settings, place[0], self._ooms[place])["limits"]["memory"]
+        if has_more_memory(self._ooms[place]):
+            return f"; the next one may have {memory}"
+        return f"; the next one may have {memory} again, and not more. Raise --{place[0]}_resource_limit"
+
+    # ------------------------------------------------------------ a job that was submitted
+
+    def _service_address(self) -> str:
+        try:
+            service = self._api.read("Service", self._job)
+        except KubernetesError as error:
+            self._say(f"{error} Workers and servers are told the address of this pod, which the next one won't have.")
+            return ""
+        address = service["spec"].get("clusterIP", "")
+        host = f"[{address}]" if ":" in address else address
+        return f"{host}:{PORT}" if address and address != "None" else f"{self._job}.{self._api.namespace}:{PORT}"
+
+    def _find_earlier(self) -> None:
+        """Looks for what another master has left."""
+        for pod in self._api.list("Pod", self._selector)["items"]:
+            labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
+            place, number = (labels[ROLE_LABEL], int(labels[INDEX_LABEL])), int(labels[NUMBER_LABEL])
+            self._numbers[place] = max(self._numbers.get(place, 0), number + 1)
+            if verdict(pod).fate not in ENDED and "deletionTimestamp" not in pod["metadata"]:
+                self._places[place] = self._last[place] = name
+                self._pods[name] = _Pod(place, time.monotonic(), _version(pod), pod)
+
+    @property
+    def taken_over(self) -> dict[Place, str]:
+        """Their pods' names, which are those of their hosts."""
+        return dict(self._places) if self._submitted else {}
+
+    def end_taken_over(self) -> None:
+        """Ends them, and waits for it: two servers must not write the same files."""
+        with self._lock:
+            running = list(self._pods)
+            self._pods.clear()
+            self._places.clear()
+        for name in running:
+            self._delete(name, 1)
+        give_up = time.monotonic() + _GONE_SECONDS
+        while running and time.monotonic() < give_up:
+            here = {pod["metadata"]["name"] for pod in self._api.list("Pod", self._selector)["items"]}
+            running = [name for name in running if name in here]
+            time.sleep(_FIRST_PAUSE if running else 0.0)
+
+
+def _owner_of(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """What a master's pod, and so its processes, belong to: its Job, or itself."""
+    metadata = pod["metadata"]
+    for owner in metadata.get("ownerReferences", ()):
+        if owner.get("controller"):
+            return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+    return {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def _version(found: Mapping[str, Any]) -> int:
+    with contextlib.suppress(KeyError, ValueError):
+        return int(found["metadata"]["resourceVersion"])
+    return 0
+
+
+def _certificates(tls: TLS | None) -> dict[str, bytes]:
+    return {} if tls is None else {"cert.pem": tls.cert, "key.pem": tls.key, "ca.pem": tls.ca}
+
+
+def _files_in_pod(tls: TLS) -> TLSFiles:
+    return replace(tls.files, tls_cert=f"{FILES}/cert.pem", tls_key=f"{FILES}/key.pem", tls_ca=f"{FILES}/ca.pem")
+
+
+def _words(place: Place) -> str:
+    role, index = place
+    return f"{'Worker' if role == 'worker' else 'Parameter server'} {index}"

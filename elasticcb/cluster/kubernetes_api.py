@@ -1,0 +1,295 @@
+"""Calls to the API server of Kubernetes, by the official client; what goes wrong is told in a user's words."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from elasticcb.errors import ElasticCBError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 15.0  # for one call
+Manifest = Mapping[str, Any]
+
+
+class Right(NamedTuple):
+    """What a role of RBAC may grant."""
+
+    verb: str
+    resource: str
+    group: str = ""
+
+
+# Of a master, to its processes; deploy/kubernetes/role.yaml grants them.
+MASTER_RIGHTS = (
+    *(Right(verb, "pods") for verb in ("get", "list", "watch", "create", "delete", "deletecollection")),
+    Right("get", "pods/log"),
+    Right("list", "events"),
+    Right("get", "services"),
+)
+
+
+class KubernetesError(ElasticCBError):
+    """The API server refused a call, or could not be reached.
+
+    Attributes:
+        status: of HTTP; 0 when there was no answer.
+        hopeless: the same call would fail again.
+    """
+
+    def __init__(self, message: str, status: int = 0, hopeless: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.hopeless = status, hopeless
+
+
+def check_installed() -> None:
+    """Raises `UsageError` when the client is not there."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise UsageError(
+            "--cluster=kubernetes takes the package kubernetes, which is not installed. Run `pip install "
+            "'elasticcb[kubernetes]'`."
+        )
+
+
+class KubernetesAPI:
+    """The API, in one namespace, as the pod that this process runs in, or as the user's kubeconfig says.
+
+    Every method raises `KubernetesError`.
+
+    Args:
+        namespace: of all objects.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        check_installed()
+        from kubernetes import client, config
+
+        configuration = client.Configuration()
+        try:
+            try:
+                config.load_incluster_config(client_configuration=configuration)
+                self.who = "the service account of this pod"
+            except config.ConfigException:
+                config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=configuration)
+                self.who = "the user of the kubeconfig"
+        except (config.ConfigException, OSError) as error:
+            raise UsageError(
+                f"No cluster is known: {error}. Expected a kubeconfig (~/.kube/config, or the file that KUBECONFIG "
+                "names), or a process in a pod with a service account."
+            ) from None
+        configuration.retries = 2  # of connections that were idle; what else is worth it is tried again by the callers
+        self.namespace, self.server = namespace, configuration.host
+        self._client = client.ApiClient(configuration)
+        self._core = client.CoreV1Api(self._client)
+        self._batch = client.BatchV1Api(self._client)
+
+    # ------------------------------------------------------------ objects
+
+    def create(self, manifest: Manifest, dry_run: bool = False) -> dict[str, Any]:
+        """Makes an object; returns it as the API server has it. `dry_run`: only has it checked."""
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        more = {"dry_run": "All"} if dry_run else {}
+        with self._told(f"make the {kind} {name}"):
+            return self._json(self._maker(kind)(self.namespace, manifest, **self._options(), **more))
+
+    def read(self, kind: str, name: str) -> dict[str, Any]:
+        with self._told(f"read the {kind} {name}"):
+            reader = getattr(self._of(kind), f"read_namespaced_{_SNAKE[kind]}")
+            return self._json(reader(name, self.namespace, **self._options()))
+
+    def list(self, kind: str, selector: str = "", fields: str = "") -> dict[str, Any]:
+        with self._told(f"list {kind}s"):
+            lister = getattr(self._of(kind), f"list_namespaced_{_SNAKE[kind]}")
+            return self._json(lister(self.namespace, label_selector=selector, field_selector=fields, **self._options()))
+
+    def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        with self._told(f"change the {kind} {name}"):
+            patcher = getattr(self._of(kind), f"patch_namespaced_{_SNAKE[kind]}")
+            return self._json(patcher(name, self.namespace, patch, **self._options()))
+
+    def delete(self, kind: str, name: str, grace_seconds: int | None = None) -> bool:
+        """Whether there was one. What it owns goes with it."""
+        more: dict[str, Any] = {} if grace_seconds is None else {"grace_period_seconds": grace_seconds}
+        try:
+            with self._told(f"delete the {kind} {name}"):
+                deleter = getattr(self._of(kind), f"delete_namespaced_{_SNAKE[kind]}")
+                deleter(name, self.namespace, propagation_policy="Background", **self._options(), **more)
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def delete_pods(self, selector: str, fields: str = "", grace_seconds: int = 1) -> None:
+        with self._told("delete pods"):
+            self._core.delete_collection_namespaced_pod(
+                self.namespace,
+                label_selector=selector,
+                field_selector=fields,
+                grace_period_seconds=grace_seconds,
+                **self._options(),
+            )
+
+    def events_of(self, pod: str) -> Sequence[Manifest]:
+        """The events of a pod; none where they may not be read."""
+        try:
+            return self.list("Event", fields=f"involvedObject.kind=Pod,involvedObject.name={pod}")["items"]
+        except KubernetesError as error:
+            logger.info("%s", error)
+            return ()
+
+    def watch_pods(self, selector: str, version: str, seconds: int) -> Iterator[tuple[Manifest, bool]]:
+        """Each change of a pod after a version of their list, and whether the pod is gone, for so many seconds."""
+        from kubernetes import watch
+
+        watcher = watch.Watch()
+        with self._told("watch pods"):
+            stream = watcher.stream(
+                self._core.list_namespaced_pod,
+                self.namespace,
+                label_selector=selector,
+                resource_version=version,
+                timeout_seconds=seconds,
+                _request_timeout=(_SECONDS, seconds + _SECONDS),
+            )
+            for event in stream:
+                yield event["raw_object"], event["type"] == "DELETED"
+
+    # ------------------------------------------------------------ logs
+
+    def log(self, pod: str, lines: int) -> str:
+        with self._told(f"read the log of the pod {pod}"):
+            answer = self._core.read_namespaced_pod_log(pod, self.namespace, tail_lines=lines, **self._options())
+            return bytes(answer.data).decode(errors="replace")
+
+    def follow_log(self, pod: str, lines: int | None = None) -> Iterator[str]:
+        """What a pod writes, line by line, until it ends; `lines` of what it has written, None: all."""
+        more = {} if lines is None else {"tail_lines": lines}
+        with self._told(f"read the log of the pod {pod}"):
+            answer = self._core.read_namespaced_pod_log(
+                pod, self.namespace, follow=True, _preload_content=False, _request_timeout=(_SECONDS, None), **more
+            )
+            rest = b""
+            for chunk in answer.stream(amt=None, decode_content=False):
+                *whole, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in whole)
+            if rest:
+                yield rest.decode(errors="replace")
+
+    def execute(self, pod: str, container: str, command: Sequence[str]) -> tuple[int, str]:
+        """Runs a command in a container: its exit code, and what it wrote."""
+        from kubernetes import stream
+
+        with self._told(f"run a command in the pod {pod}"):
+            call = stream.stream(
+                self._core.connect_get_namespaced_pod_exec,
+                pod,
+                self.namespace,
+                container=container,
+                command=list(command),
+                stdout=True,
+                stderr=True,
+                _preload_content=False,
+            )
+            call.run_forever()
+            return call.returncode, call.read_all()
+
+    # ------------------------------------------------------------ rights
+
+    def missing_rights(self, rights: Sequence[Right]) -> Sequence[Right]:
+        """Those that this process does not have."""
+        from kubernetes import client
+
+        reviews = client.AuthorizationV1Api(self._client)
+        missing = []
+        for right in rights:
+            resource, _, subresource = right.resource.partition("/")
+            attributes = {
+                "namespace": self.namespace,
+                "verb": right.verb,
+                "group": right.group,
+                "resource": resource,
+                "subresource": subresource,
+            }
+            body = {"spec": {"resourceAttributes": attributes}}
+            with self._told("ask what it may do"):
+                answer = self._json(reviews.create_self_subject_access_review(body, **self._options()))
+            if not answer["status"].get("allowed"):
+                missing.append(right)
+        return missing
+
+    # ------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
+        except ApiException as error:
+            raise self._explained(error, doing) from None
+        except (HTTPError, OSError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise KubernetesError(
+                f"The API server {self.server} can't be reached, to {doing}: {reason}. Look whether the cluster is up, "
+                "and whether the kubeconfig names it."
+            ) from None
+
+    def _explained(self, error: Any, doing: str) -> KubernetesError:
+        status, message = int(error.status or 0), _message(error)
+        where = f"namespace {self.namespace} of {self.server}"
+        if status == 401:
+            what, hopeless = f"The API server {self.server} does not know {self.who}: {message}. Log in anew.", True
+        elif status == 403 and "exceeded quota" in message:
+            what, hopeless = f"The quota of the namespace {self.namespace} is used up: {message}.", False
+        elif status == 403:
+            what = (
+                f"{self.who.capitalize()} may not {doing} in the {where}: {message}. Have a role bound to it that "
+                "grants this, such as the one of deploy/kubernetes."
+            )
+            hopeless = True
+        elif status == 404 and f'namespaces "{self.namespace}" not found' in message:
+            what = f"There is no namespace {self.namespace} in the cluster {self.server}. Make it, or name another "
+            what, hopeless = what + "(--namespace).", True
+        else:
+            hopeless = 400 <= status < 500 and status not in (408, 409, 410, 429)
+            what = f"Kubernetes did not {doing} in the {where}: {message or error.reason or f'HTTP status {status}'}."
+        return KubernetesError(what, status, hopeless)
+
+    def _of(self, kind: str) -> Any:
+        return self._batch if kind == "Job" else self._core
+
+    def _maker(self, kind: str) -> Any:
+        return getattr(self._of(kind), f"create_namespaced_{_SNAKE[kind]}")
+
+    def _options(self) -> dict[str, Any]:
+        return {"_request_timeout": _SECONDS, "_preload_content": False}
+
+    def _json(self, answer: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
+
+
+_SNAKE = {
+    "Pod": "pod",
+    "Job": "job",
+    "Service": "service",
+    "Secret": "secret",
+    "ConfigMap": "config_map",
+    "Event": "event",
+}
+
+
+def _message(error: Any) -> str:
+    try:
+        text = json.loads(error.body)["message"]
+    except (TypeError, ValueError, KeyError):
+        text = str(error.body or error.reason or "")
+    return " ".join(str(text).split()).rstrip(".")

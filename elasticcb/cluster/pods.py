@@ -1,0 +1,268 @@
+"""The manifests of a job's objects on Kubernetes: pods, the Job of its master, its Service and its Secret. Pure.
+
+Every pod runs the `elasticcb` command in one container, as a user without rights, with a root file system that can't
+be written to: what Kubernetes calls the restricted Pod Security Standard.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticcb.cluster.pod_fate import CONTAINER
+from elasticcb.cluster.pod_flags import (
+    Priority,
+    Volume,
+    amount,
+    parse_envs,
+    parse_labels,
+    parse_priority,
+    parse_resources,
+    parse_tolerations,
+    parse_volumes,
+)
+from elasticcb.settings import KubernetesSettings
+
+PORT = 50051  # of the master, in a pod of its own
+POD_NAME, POD_IP = "ELASTICCB_POD_NAME", "ELASTICCB_POD_IP"  # environment variables
+JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
+FILES = "/etc/elasticcb"  # the job's certificates, and the patch of its pods
+TOKEN_KEY = "token"  # in the job's Secret
+FAILED_CODES = (1, 2)  # exit codes of a master that another would not do better than
+GO_ON_CODE = 75
+_USER = 1000
+_GRACE_SECONDS = 60  # to put down one's work
+_MOST_MASTERS = 10
+_MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # times, after a pod ran out of it
+_COMMAND = ["python", "-m", "elasticcb"]
+
+
+@dataclass(frozen=True)
+class PodPlan:
+    """What all pods of a job have in common.
+
+    Args:
+        job: its name.
+        settings: from the user's flags, checked.
+        environment: variables of every process.
+        token_variable: the environment variable for the job's token.
+        owner: an `ownerReferences` entry, with whose end a pod is removed.
+    """
+
+    job: str
+    settings: KubernetesSettings
+    environment: Mapping[str, str] = field(default_factory=dict)
+    token_variable: str = ""
+    owner: Mapping[str, Any] | None = None
+
+    def labels(self, role: str) -> dict[str, str]:
+        return {
+            "app.kubernetes.io/name": "elasticcb",
+            "app.kubernetes.io/instance": self.job,
+            JOB_LABEL: self.job,
+            ROLE_LABEL: role,
+        }
+
+    def pod(self, role: str, index: int, number: int, arguments: Sequence[str], ooms: int = 0) -> dict[str, Any]:
+        """A worker's or a parameter server's pod.
+
+        Args:
+            number: how many there were before it in its place.
+            arguments: of the `elasticcb` command.
+            ooms: how many of those ran out of memory.
+        """
+        manifest = self._template(role, index, arguments, ooms)
+        metadata = manifest["metadata"]
+        metadata["name"] = f"{self.job}-{role}-{index}" + (f"-{number}" if number else "")
+        metadata["namespace"] = self.settings.namespace
+        metadata["labels"] |= {INDEX_LABEL: str(index), NUMBER_LABEL: str(number)}
+        if self.owner is not None:
+            metadata["ownerReferences"] = [dict(self.owner)]
+        return {"apiVersion": "v1", "kind": "Pod", **manifest}
+
+    def master_job(self, arguments: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
+        """The Job that keeps the master's pod.
+
+        Args:
+            extra: files by name, for `FILES`, beside those of the Secret.
+        """
+        template = self._template("master", 0, arguments, 0, bool(extra))
+        policy = self.settings.restart_policy
+        spec: dict[str, Any] = {"backoffLimit": _MOST_MASTERS, "completions": 1, "parallelism": 1, "template": template}
+        template["spec"]["restartPolicy"] = policy
+        if policy == "Never":  # what Kubernetes asks for; older releases than 1.26 leave it out
+            spec["podFailurePolicy"] = {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    _on_exit_codes("Ignore", (GO_ON_CODE,)),
+                    _on_exit_codes("FailJob", FAILED_CODES),
+                ]
+            }
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata("master"), "spec": spec}
+
+    def service(self) -> dict[str, Any]:
+        """A stable address of the master, whichever pod it runs in."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._metadata("master"),
+            "spec": {
+                "selector": {JOB_LABEL: self.job, ROLE_LABEL: "master"},
+                "ports": [{"name": "grpc", "port": PORT, "targetPort": PORT, "protocol": "TCP"}],
+                "publishNotReadyAddresses": True,
+            },
+        }
+
+    def secret(self, token: str, certificates: Mapping[str, bytes]) -> dict[str, Any]:
+        """The token of the job, and its certificates by the name of their file."""
+        files = {TOKEN_KEY: token.encode(), **certificates}
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": self._metadata("secret"),
+            "type": "Opaque",
+            "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+        }
+
+    def config(self, files: Mapping[str, str]) -> dict[str, Any]:
+        """What else the master reads."""
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata("config"), "data": dict(files)}
+
+    def _metadata(self, role: str) -> dict[str, Any]:
+        return {"name": self.job, "namespace": self.settings.namespace, "labels": self.labels(role)}
+
+    def _template(
+        self, role: str, index: int, arguments: Sequence[str], ooms: int, configured: bool = False
+    ) -> dict[str, Any]:
+        settings = self.settings
+        volumes: list[dict[str, Any]] = [
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "files", "projected": {"sources": self._file_sources(configured)}},
+        ]
+        mounts: list[dict[str, Any]] = [
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "files", "mountPath": FILES, "readOnly": True},
+        ]
+        for number, volume in enumerate(parse_volumes(settings.volume)):
+            volumes.append({"name": f"volume-{number}", **volume.source})
+            mounts.append(_mount(f"volume-{number}", volume))
+        container: dict[str, Any] = {
+            "name": CONTAINER,
+            "image": settings.image,
+            "command": list(_COMMAND),
+            "args": list(arguments),
+            "env": self._environment(role),
+            "resources": resources(settings, role, ooms),
+            "volumeMounts": mounts,
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+        if settings.image_pull_policy:
+            container["imagePullPolicy"] = settings.image_pull_policy
+        if role == "master":
+            container["ports"] = [{"name": "grpc", "containerPort": PORT, "protocol": "TCP"}]
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": _GRACE_SECONDS,
+            "automountServiceAccountToken": role == "master",  # the others have nothing to ask for
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": volumes,
+        }
+        priority = self._priority(role).of(index)
+        optional = {
+            "serviceAccountName": settings.service_account,
+            "priorityClassName": priority,
+            "nodeSelector": parse_labels(settings.node_selector),
+            "tolerations": parse_tolerations(settings.tolerations),
+        }
+        spec |= {name: value for name, value in optional.items() if value}
+        manifest = {"metadata": {"labels": self.labels(role)}, "spec": spec}
+        for part in ("all", role):
+            manifest = patched(manifest, settings.cluster_spec.get(part) or {})
+        return manifest
+
+    def _file_sources(self, configured: bool) -> list[dict[str, Any]]:
+        sources: list[dict[str, Any]] = [{"secret": {"name": self.job}}]
+        return sources + ([{"configMap": {"name": self.job}}] if configured else [])
+
+    def _environment(self, role: str) -> list[dict[str, Any]]:
+        own = parse_envs(self.settings.envs)
+        variables: list[dict[str, Any]] = [
+            {"name": self.token_variable, "valueFrom": {"secretKeyRef": {"name": self.job, "key": TOKEN_KEY}}},
+            {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ]
+        plain = {"HOME": "/tmp", **self.environment, **own}
+        if "TF_NUM_INTRAOP_THREADS" not in plain and role != "master":  # else as many as the machine has cores
+            cores = {"containerName": CONTAINER, "resource": "limits.cpu"}
+            variables.append({"name": "TF_NUM_INTRAOP_THREADS", "valueFrom": {"resourceFieldRef": cores}})
+        return variables + [{"name": name, "value": value} for name, value in plain.items()]
+
+    def _priority(self, role: str) -> Priority:
+        return parse_priority(getattr(self.settings, f"{role}_pod_priority"))
+
+
+def resources(settings: KubernetesSettings, role: str, ooms: int = 0) -> dict[str, Any]:
+    """A container's `resources`, with more memory after it ran out of it `ooms` times."""
+    requests = parse_resources(getattr(settings, f"{role}_resource_request"))
+    limits = parse_resources(getattr(settings, f"{role}_resource_limit"))
+    for gpu in (name for name in requests if "/" in name):  # which can't be overcommitted
+        limits.setdefault(gpu, requests[gpu])
+    for part in (requests, limits):
+        if ooms and "memory" in part:
+            times = min(_MORE_MEMORY**ooms, _MOST_MEMORY)
+            part["memory"] = f"{int(amount(part['memory']) * times / 2**20)}Mi"
+    return {name: part for name, part in (("requests", requests), ("limits", limits)) if part}
+
+
+def has_more_memory(ooms: int) -> bool:
+    """Whether a pod after so many that ran out of memory has more than the last of them."""
+    return _MORE_MEMORY ** (ooms - 1) < _MOST_MEMORY
+
+
+def patched(manifest: Any, patch: Any) -> Any:
+    """A manifest with a patch: mappings are merged, null removes, lists of things with names are merged by these, and
+    everything else is replaced."""
+    if isinstance(manifest, Mapping) and isinstance(patch, Mapping):
+        merged = dict(manifest)
+        for key, value in patch.items():
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = patched(merged.get(key), value)
+        return merged
+    if isinstance(manifest, list) and _all_named([*manifest, *(patch if isinstance(patch, list) else [None])]):
+        by_name = {each["name"]: each for each in manifest}
+        for each in patch:
+            by_name[each["name"]] = patched(by_name.get(each["name"]), each)
+        return list(by_name.values())
+    return copy.deepcopy(patch)
+
+
+def _all_named(entries: Sequence[Any]) -> bool:
+    return all(isinstance(each, Mapping) and "name" in each for each in entries)
+
+
+def _mount(name: str, volume: Volume) -> dict[str, Any]:
+    mount: dict[str, Any] = {"name": name, "mountPath": volume.mount_path}
+    if volume.sub_path:
+        mount["subPath"] = volume.sub_path
+    return mount | ({"readOnly": True} if volume.read_only else {})
+
+
+def _on_exit_codes(action: str, codes: Sequence[int]) -> dict[str, Any]:
+    on_exit_codes = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
+    return {"action": action, "onExitCodes": on_exit_codes, "onPodConditions": []}  # 1.26 wants both

@@ -1,0 +1,99 @@
+"""The arrays that callbacks on the master remember, as `EarlyStopping`'s best weights: in a file beside the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elasticcb.errors import CheckpointError
+from elasticcb.part_file import Part, SavedFile, read_part, write_part
+from elasticcb.tensors import Array
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 30  # that are kept
+_PATTERN = "callbacks-*.safetensors"
+
+
+class CallbackArrays:
+    """Keeps arrays in a file of its own for each time that they have changed; the journal names the one that counts.
+
+    Args:
+        folder: where the files are; it is made.
+        entry: what `keep` answered to an earlier master; None: nothing.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, folder: Path, entry: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
+        self._folder, self._entry, self._say = folder, None if entry is None else dict(entry), say
+        self._warned = False
+
+    def load(self) -> dict[str, Array]:
+        """By name, what was kept; nothing when the file is gone or damaged, which the user is told."""
+        if self._entry is None:
+            return {}
+        saved = SavedFile.of(self._entry)
+        try:
+            return read_part(self._folder / saved.name, saved).shared
+        except CheckpointError as error:
+            self._say(f"What callbacks kept in arrays is lost: {error}")
+            self._entry = None
+            return {}
+
+    def keep(self, arrays: Mapping[str, Array]) -> dict[str, Any] | None:
+        """Writes `arrays`, unless they are those that were written last; answers an entry for the journal.
+
+        None when there are none, or they can't be kept: for want of room, or since they are too many.
+        """
+        size, digest = sum(array.nbytes for array in arrays.values()), _digest(arrays)
+        if not arrays:
+            self._entry = None
+        elif size > MOST_BYTES:
+            self._entry = None
+            self._warn(f"{size / 2**30:.1f} GiB are more than {MOST_BYTES / 2**30:.0f} GiB")
+        elif self._entry is None or self._entry["digest"] != digest:
+            self._entry = self._write(arrays, digest)
+        return self._entry
+
+    def _write(self, arrays: Mapping[str, Array], digest: int) -> dict[str, Any] | None:
+        numbers = [int(path.stem.partition("-")[2]) for path in self._folder.glob(_PATTERN)]
+        path = self._folder / _PATTERN.replace("*", str(max(numbers, default=0) + 1))
+        try:
+            self._folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+            saved = write_part(path, Part(0, shared=dict(arrays)))
+        except (OSError, CheckpointError) as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._warn(str(error))
+            return None
+        return {"name": saved.name, "bytes": saved.bytes, "sha256": saved.sha256, "digest": digest}
+
+    def drop_others(self) -> None:
+        """Removes the files that no longer count, once the journal says so."""
+        kept = None if self._entry is None else self._entry["name"]
+        for path in self._folder.glob(_PATTERN):
+            if path.name != kept:
+                path.unlink(missing_ok=True)
+
+    def _warn(self, reason: str) -> None:
+        logger.warning("The arrays of callbacks are not kept: %s", reason)
+        if not self._warned:
+            self._warned = True
+            self._say(
+                f"What callbacks on the master hold in arrays would not survive it, and is not kept: {reason}. "
+                "Training goes on."
+            )
+
+
+def _digest(arrays: Mapping[str, Array]) -> int:
+    digest = 0
+    for name, array in sorted(arrays.items()):
+        digest = zlib.crc32(f"{name} {array.dtype.name} {array.shape}".encode(), digest)
+        digest = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest)
+    return digest

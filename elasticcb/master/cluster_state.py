@@ -1,0 +1,56 @@
+"""What the master tells of its servers, and counts of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from elasticcb.buckets import BucketMap
+from elasticcb.ps.partition import VariableSpec
+
+
+class ServerPlace(NamedTuple):
+    """Where the server in a place is, and which process that is."""
+
+    address: str
+    id: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a worker must know of the servers."""
+
+    servers: Sequence[ServerPlace]
+    variables: Sequence[VariableSpec]
+    split: bool
+    batch_events: bool = False  # whether it is to report each batch
+    predictions: bool = False  # whether it is to report what it predicts
+    buckets: BucketMap | None = None  # which server holds which rows of embedding tables; None: the even map
+
+    @property
+    def map_version(self) -> int:
+        return 0 if self.buckets is None else self.buckets.version
+
+
+@dataclass
+class Recoveries:
+    """What lost servers cost a job.
+
+    Attributes:
+        seconds: from each loss to the moment when the server that took the place held the model.
+        updates_lost: of the model, as far as the master knew the version.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    updates_lost: int = 0
+
+
+@dataclass
+class Totals:
+    """What workers report beyond the task queue's own accounting."""
+
+    gradients_rejected: int = 0
+    batches_skipped: int = 0
+    callback_errors: int = 0
+    stragglers: list[int] = field(default_factory=list)  # places of workers that ever were

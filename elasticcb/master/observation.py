@@ -1,0 +1,122 @@
+"""The present job at one moment, as machines see it: read under the master's lock, which is held for little more than
+the copies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from elasticcb.master.accounting import Accounting
+from elasticcb.master.cluster_state import Recoveries, Totals
+from elasticcb.master.roster import Member, PlaceState, Role
+from elasticcb.master.task import TaskState, TaskType
+from elasticcb.measures import Stats
+from elasticcb.settings import JobSettings
+from elasticcb.status import JobStatus
+
+if TYPE_CHECKING:
+    from elasticcb.master.master import Master
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A place of the job, and the process in it.
+
+    Attributes:
+        member: None where no process is up.
+        stats: what it said last of itself; None: nothing yet, or it is a thread of the master's process.
+        straggles: it is a worker that is much slower than the others.
+    """
+
+    role: Role
+    index: int
+    state: PlaceState
+    member: Member | None
+    stats: Stats | None
+    straggles: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the master knows.
+
+    Attributes:
+        status: as people see it; None before there is a job.
+        tasks: how many there are by type and state; empty before there is a queue.
+        ready: the servers hold the model, and tasks are handed out.
+        restoring: parameter servers that were lost, in whose places no other holds the model yet.
+        records_per_epoch: of training.
+        planned: processes that there are to be.
+        lost, replaced: processes, over the whole job.
+        stats: of all processes that have ever been.
+        refused_calls: by the master, by reason in words.
+    """
+
+    settings: JobSettings | None
+    status: JobStatus | None
+    tasks: Mapping[TaskType, Mapping[TaskState, int]]
+    ready: bool
+    restoring: int
+    accounting: Accounting
+    records_per_epoch: int
+    totals: Totals
+    recoveries: Recoveries
+    planned: Mapping[Role, int]
+    lost: Mapping[Role, int]
+    replaced: Mapping[Role, int]
+    places: Sequence[Place]
+    stats: Sequence[Stats]
+    refused_calls: Mapping[str, int]
+
+    def added_up(self) -> Stats:
+        """What all processes have counted together, refused calls of the master included, without time and memory."""
+        total, refused = Stats(), Counter(self.refused_calls)
+        for stats in self.stats:
+            total.rows_looked_up += stats.rows_looked_up
+            refused.update(stats.refused_calls)
+            for name, histogram in stats.histograms.items():
+                total.histograms[name].add(histogram)
+        return replace(total, refused_calls=dict(refused))
+
+
+def observe(master: Master) -> Observation:
+    """The job as it is now."""
+    own = os.getpid(), socket.gethostname()
+    refused = master.refused_calls()
+    with master.changed:
+        queue, roster = master.queue, master.roster
+
+        def place(role: Role, index: int, state: PlaceState) -> Place:
+            member = roster.at(role, index)
+            separate = member is not None and (member.pid, member.host) != own
+            return Place(
+                role=role,
+                index=index,
+                state=state,
+                member=member,
+                stats=master.stats.get(member.id) if member is not None and separate else None,
+                straggles=member is not None and member.id in master.paces.stragglers,
+            )
+
+        return Observation(
+            settings=master.settings,
+            status=None if master.describe is None else master.describe(time.monotonic()),
+            tasks={} if queue is None else queue.counts(),
+            ready=master.ready,
+            restoring=len(master.lost_ps),
+            accounting=Accounting() if queue is None else queue.accounting,
+            records_per_epoch=0 if queue is None else queue.records_per_epoch,
+            totals=replace(master.totals),
+            recoveries=replace(master.recoveries),
+            planned={role: roster.size(role) for role in Role},
+            lost={role: roster.lost_count(role) for role in Role},
+            replaced={role: roster.replaced_count(role) for role in Role},
+            places=[place(role, index, state) for (role, index), state in roster.places().items()],
+            stats=[*master.stats.values()],
+            refused_calls=refused,
+        )

@@ -1,0 +1,131 @@
+"""Workers that are slower than the others: who they are, and what of their tasks others should do. Pure.
+
+MapReduce (Dean and Ghemawat, 2004, section 3.6) has a slow worker's last tasks done by two machines. A batch must not
+be trained twice here, so the rest of the task is split off for a worker that has nothing to do; who gives, and how
+much, follows from the time that is left, as LATE proposes (Zaharia et al., 2008).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from elasticcb.master.task import BatchesLeft, TaskType
+
+_REPORTS = 11  # that a pace is the median of, at most
+_ENOUGH_REPORTS = 5
+_SLOW, _NO_LONGER_SLOW = 2.0, 1.5  # times the median of the others
+_LEAST_GAIN_SECONDS = 1.0  # for which a task is split
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A worker has become a straggler, or is none any more, and why."""
+
+    worker: int
+    slow: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A worker should do the first `end` records of a leased task, and leave the rest to others."""
+
+    lease: int
+    end: int
+    reason: str
+
+
+class Paces:
+    """How long a training batch takes each worker.
+
+    Attributes:
+        stragglers: workers that take more than twice the median of the others.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[int, deque[float]] = {}  # by worker, seconds per batch
+        self._paces: dict[int, float] = {}
+        self.stragglers: set[int] = set()
+
+    def note(self, worker: int, batches: int, seconds: float) -> Verdict | None:
+        """`worker` has trained so many batches in so many seconds; answers whether that changes what it is called."""
+        if batches <= 0 or not 0 <= seconds < float("inf"):
+            return None
+        reports = self._reports.setdefault(worker, deque(maxlen=_REPORTS))
+        reports.append(seconds / batches)
+        if len(reports) < _ENOUGH_REPORTS:
+            return None
+        pace = self._paces[worker] = median(reports)
+        others = [other for each, other in self._paces.items() if each != worker]
+        if not others:
+            return None
+        usual, slow = median(others), worker in self.stragglers
+        if (pace > _SLOW * usual) if not slow else (pace >= _NO_LONGER_SLOW * usual):
+            self.stragglers.add(worker)
+        else:
+            self.stragglers.discard(worker)
+        if slow == (worker in self.stragglers):
+            return None
+        is_what = "is no straggler any more" if slow else "is a straggler"
+        return Verdict(
+            worker, not slow, f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
+        )
+
+    def forget(self, worker: int) -> None:
+        """`worker` is gone."""
+        self._reports.pop(worker, None)
+        self._paces.pop(worker, None)
+        self.stragglers.discard(worker)
+
+    def of(self, worker: int) -> float | None:
+        """Seconds per batch; None: not known yet."""
+        return self._paces.get(worker)
+
+    def knows(self, worker: int) -> bool:
+        """Whether `worker` has told of batches, the first of which it needs to get up to speed."""
+        return worker in self._reports
+
+    @property
+    def usual(self) -> float | None:
+        """The median of all workers, in seconds per batch; None: not known yet."""
+        return median(self._paces.values()) if self._paces else None
+
+
+def plan_split(
+    worker: int, left: Mapping[int, Sequence[BatchesLeft]], idle: Collection[int], paces: Paces
+) -> Split | None:
+    """What `worker` should give to one of the workers that are `idle`, if that saves time.
+
+    It gives when fewer workers have more to do than there are idle ones: a task that it has not begun, or so much
+    of its only one that it and the other end together.
+
+    Args:
+        left: by worker, what is left of its leases, oldest first.
+    """
+    pace, own = paces.of(worker), left.get(worker, ())
+    if pace is None or not own or any(entry.type is not TaskType.TRAINING for entry in own):
+        return None
+    seconds = {
+        each: sum(entry.batches for entry in entries) * (paces.of(each) or 0.0) for each, entries in left.items()
+    }
+    if sum(other > seconds[worker] for other in seconds.values()) >= len(idle):
+        return None
+    others_pace = min(paces.of(each) or paces.usual or pace for each in idle)
+    last = own[-1]
+    if len(own) > 1:
+        keep, end = 0, 0
+        if last.reported:  # it is not of a worker that does one after another
+            return None
+    else:
+        keep = max(1, round(last.batches * others_pace / (pace + others_pace)))
+        end = last.reported + keep * last.batch
+        if not last.reported or end >= last.records:  # what was never reported may be done in another order
+            return None
+    given = last.batches - keep
+    gain = seconds[worker] - max(seconds[worker] - given * pace, given * others_pace)
+    if gain < _LEAST_GAIN_SECONDS:
+        return None
+    return Split(last.lease, end, f"{given} batches, for which it would need {given * pace:.2g} s, go to another")

@@ -1,0 +1,140 @@
+"""What a process counts and measures of itself, for the master's metrics: an addition here and there, and little else.
+
+Workers and servers send it with messages that they send anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+PUSH, PULL, LOOKUP, STALENESS = "push", "pull", "lookup", "staleness"
+# Upper bounds of the ranges, by histogram: seconds of a worker's calls to all servers, or versions.
+BOUNDS: Mapping[str, Sequence[float]] = {
+    PUSH: _SECONDS,
+    PULL: _SECONDS,
+    LOOKUP: _SECONDS,
+    STALENESS: (0, 1, 2, 4, 8, 16, 32, 64, 128, 256),
+}
+
+
+class Histogram:
+    """How often values were in each range. One thread at a time may observe.
+
+    Args:
+        bounds: of the ranges, each of which includes its own; a last range has no upper bound.
+
+    Attributes:
+        counts: by range.
+        sum: of the values.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def add(self, other: Histogram) -> None:
+        """Counts what another one of the same bounds has counted, too."""
+        self.counts = [own + theirs for own, theirs in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+
+def histograms() -> dict[str, Histogram]:
+    """One of each kind, empty."""
+    return {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
+
+
+@dataclass
+class Stats:
+    """What one process has counted since it started.
+
+    Attributes:
+        resident_bytes: of memory; 0: not known.
+        refused_calls: by the words of a `Refusal`.
+    """
+
+    cpu_seconds: float = 0.0
+    resident_bytes: int = 0
+    rows_looked_up: int = 0
+    histograms: dict[str, Histogram] = field(default_factory=histograms)
+    refused_calls: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_message(cls, message: pb.ProcessStats) -> Stats:
+        """Raises `WireError` for histograms of other kinds or ranges, and numbers that nothing can have."""
+        numbers = [message.cpu_seconds, message.resident_bytes, message.rows_looked_up, *message.refused_calls.values()]
+        if not all(0 <= number < math.inf for number in numbers):
+            raise WireError(f"A process says of itself what can't be: {numbers}.")
+        stats = cls(
+            cpu_seconds=message.cpu_seconds,
+            resident_bytes=message.resident_bytes,
+            rows_looked_up=message.rows_looked_up,
+            refused_calls=dict(message.refused_calls),
+        )
+        for given in message.histograms:
+            known = stats.histograms.get(given.name)
+            if (
+                known is None
+                or len(given.counts) != len(known.counts)
+                or min(given.counts) < 0
+                or not math.isfinite(given.sum)
+            ):
+                raise WireError(
+                    f"A process sent {len(given.counts)} counts and the sum {given.sum} for the histogram "
+                    f"{given.name!r}; known are {sorted(BOUNDS)}, with a count from 0 for each range."
+                )
+            known.counts, known.sum = list(given.counts), given.sum
+        return stats
+
+
+class Measures:
+    """What this process counts.
+
+    Attributes:
+        histograms: by name.
+        rows_looked_up: of embedding tables.
+        refused_calls: gives those that its server has refused, by reason in words.
+    """
+
+    def __init__(self) -> None:
+        self.histograms = histograms()
+        self.rows_looked_up = 0
+        self.refused_calls: Callable[[], Mapping[str, int]] = dict
+
+    def to_message(self) -> pb.ProcessStats:
+        return pb.ProcessStats(
+            cpu_seconds=time.process_time(),
+            resident_bytes=resident_bytes(),
+            rows_looked_up=self.rows_looked_up,
+            histograms=[
+                pb.Histogram(name=name, counts=each.counts, sum=each.sum)
+                for name, each in self.histograms.items()
+                if any(each.counts)
+            ],
+            refused_calls=self.refused_calls(),
+        )
+
+
+def resident_bytes() -> int:
+    """How much memory of the machine this process has, shared memory included; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,118 @@
+"""The flags of jobs on Kubernetes: what they become, and what is told of those that can't be."""
+
+from __future__ import annotations
+
+import base64
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from elasticcb.cli.main import main
+
+FLAGS = {
+    "cluster": "kubernetes",
+    "image": "zoo:1",
+    "model_zoo": "/zoo",
+    "model_def": "census.census.custom_model",
+    "training_data": "/data/train.csv",
+}
+
+
+def flags(**more):
+    return ["train", *(f"--{name}={value}" for name, value in (FLAGS | more).items() if value is not None)]
+
+
+@pytest.fixture
+def written(workplace, capsys):
+    """The manifests that flags become, by kind."""
+
+    def write(**more):
+        assert main(flags(yaml="out.yaml", **more)) == 0, capsys.readouterr().err
+        assert (workplace.root / "out.yaml").stat().st_mode & 0o777 == 0o600  # it holds the token
+        found = {each["kind"]: each for each in yaml.safe_load_all((workplace.root / "out.yaml").read_text())}
+        for manifest in found.values():
+            kubernetes_validate.validate(manifest, "1.31", strict=True)
+        return found
+
+    return write
+
+
+def test_a_job_is_written_as_manifests_that_hold_its_flags_and_its_secrets(written, workplace):
+    workplace.write("spec.yaml", "worker: {spec: {hostNetwork: true}}\n")
+    found = written(
+        job_name="census", num_workers=3, model_params="a=1;b=x", cluster_spec="spec.yaml", namespace="training",
+        volume="claim_name=data,mount_path=/data", output="/data/model", job_dir="/data/job",
+    )  # fmt: skip
+    assert list(found) == ["Secret", "ConfigMap", "Service", "Job"]
+    assert {(each["metadata"]["name"], each["metadata"]["namespace"]) for each in found.values()} == {
+        ("census", "training")
+    }
+    config = yaml.safe_load(found["ConfigMap"]["data"]["job.yaml"])
+    assert config["model_params"] == {"a": 1, "b": "x"}
+    assert config["num_workers"] == 3
+    assert config["job_dir"] == "/data/job"
+    assert config["cluster_spec"] == "/etc/elasticcb/cluster_spec.yaml"
+    assert "yaml" not in config
+    assert yaml.safe_load(found["ConfigMap"]["data"]["cluster_spec.yaml"]) == {
+        "worker": {"spec": {"hostNetwork": True}}
+    }
+    assert sorted(found["Secret"]["data"]) == ["ca.pem", "cert.pem", "key.pem", "token"]
+    token = base64.b64decode(found["Secret"]["data"]["token"]).decode()
+    assert len(token) == 32
+    assert token not in str([found["Job"], found["ConfigMap"], found["Service"]])
+    arguments = found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments[:2] == ["train", "--config=/etc/elasticcb/job.yaml"]
+    assert "--tls_name=elasticcb-job" in arguments
+
+
+def test_tls_is_on_unless_it_is_switched_off(written):
+    found = written(tls="false")
+    assert sorted(found["Secret"]["data"]) == ["token"]
+    assert "--tls=false" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_a_job_without_a_name_gets_one_that_no_other_has(written):
+    first, second = (written()["Job"]["metadata"]["name"] for _ in range(2))
+    assert first.startswith("census-")
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"image": None}, "--image is missing: the container image"),
+        ({"namespace": "My_Team"}, "--namespace: 'My_Team' can't name an object"),
+        ({"job_name": "Census"}, "--job_name: 'Census' can't name a job on Kubernetes"),
+        ({"worker_resource_request": "cpu=lots"}, "--worker_resource_request: 'lots' is no amount of cpu"),
+        (
+            {"worker_resource_request": "memory=2Gi", "worker_resource_limit": "memory=1Gi"},
+            "--worker_resource_request asks for memory=2Gi, more than the 1Gi of --worker_resource_limit",
+        ),
+        ({"volume": "claim_name=data"}, "--volume: 'claim_name=data' lacks mount_path"),
+        ({"worker_pod_priority": "high=3"}, "--worker_pod_priority: 'high=3' is no priority"),
+        ({"model_zoo": "zoo"}, "--model_zoo=zoo is a relative path. On Kubernetes paths are those in the pods"),
+        ({"training_data": "data/train.csv"}, "--training_data=data/train.csv is a relative path"),
+        ({"cluster_spec": "none.yaml"}, "none.yaml can't be read: No such file or directory"),
+        ({"cluster_spec": "data/train.csv"}, "holds no patches of pods"),
+        ({"output": "/model"}, "--output=/model lies on no volume that can be written to"),
+        ({"autoscale": "1..4"}, "--autoscale=1..4 starts and ends processes of this machine"),
+        ({"master_pod": "false"}, "--master_pod=false needs --host: an address of this machine that pods reach"),
+        ({"cluster": "local"}, "--image=zoo:1 means nothing without --cluster=kubernetes"),
+    ],
+)
+def test_what_can_not_be_is_told_in_one_sentence(workplace, complaint, more, words):
+    assert words in complaint(*flags(yaml="out.yaml", **more))
+    assert not (workplace.root / "out.yaml").exists()
+
+
+def test_only_training_runs_on_kubernetes(workplace, complaint):
+    message = complaint("evaluate", *workplace.evaluate, "--cluster=kubernetes")
+    assert "--cluster=kubernetes trains; `evaluate` runs with --cluster=local" in message
+
+
+def test_without_a_cluster_it_is_told_where_one_is_looked_for(workplace, complaint, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", "none.conf")
+    message = complaint(*flags())
+    assert "No cluster is known" in message
+    assert "~/.kube/config, or the file that KUBECONFIG names" in message

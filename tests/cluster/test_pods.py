@@ -1,0 +1,161 @@
+"""The manifests of a job on Kubernetes."""
+
+from __future__ import annotations
+
+import kubernetes_validate
+import pytest
+
+from elasticcb.cluster.pod_flags import (
+    parse_envs,
+    parse_name,
+    parse_priority,
+    parse_resources,
+    parse_tolerations,
+    parse_volumes,
+    safe_name,
+)
+from elasticcb.cluster.pods import PodPlan, has_more_memory, patched, resources
+from elasticcb.errors import UsageError
+from elasticcb.settings import KubernetesSettings
+
+VERSIONS = ("1.26", "1.31", "1.37")
+SETTINGS = KubernetesSettings(
+    namespace="training",
+    image="registry.example/zoo:1",
+    image_pull_policy="IfNotPresent",
+    service_account="trainer",
+    worker_resource_request="cpu=500m,memory=1Gi,gpu=1",
+    worker_resource_limit="memory=2Gi",
+    worker_pod_priority="high=0.5",
+    ps_pod_priority="important",
+    volume="claim_name=data,mount_path=/data;host_path=/mnt/in,mount_path=/in,read_only=true,sub_path=a",
+    envs="TZ=UTC,EMPTY=",
+    node_selector="disktype=ssd",
+    tolerations="spot=true:NoSchedule,gpu",
+    cluster_spec={"all": {"spec": {"hostNetwork": False}}, "ps": {"metadata": {"annotations": {"a": "b"}}}},
+)
+OWNER = {"apiVersion": "batch/v1", "kind": "Job", "name": "census-1", "uid": "5a1b"}
+PLAN = PodPlan("census-1", SETTINGS, {"PYTHONUNBUFFERED": "1"}, "TOKEN", OWNER)
+
+
+def manifests():
+    return [
+        PLAN.pod("worker", 0, 0, ["worker"]),
+        PLAN.pod("ps", 1, 3, ["ps"], ooms=1),
+        PLAN.secret("word", {"ca.pem": b"x"}),
+        PLAN.config({"job.yaml": "a: 1"}),
+        PLAN.service(),
+        PLAN.master_job(["train"], {"job.yaml": ""}),
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_what_kubernetes_takes(version):
+    for manifest in manifests():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_every_pod_keeps_to_the_restricted_pod_security_standard_and_does_not_show_the_token():
+    master = PLAN.master_job(["train"], {})["spec"]["template"]
+    for pod in (PLAN.pod("worker", 0, 0, []), PLAN.pod("ps", 0, 0, []), master):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        own = container["securityContext"]
+        assert own["readOnlyRootFilesystem"]
+        assert not own["allowPrivilegeEscalation"]
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        token = next(each for each in container["env"] if each["name"] == "TOKEN")
+        assert token == {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "census-1", "key": "token"}}}
+
+
+def test_pod_has_a_name_of_its_own_an_owner_and_labels_by_which_it_is_found():
+    first, next_one = PLAN.pod("worker", 2, 0, []), PLAN.pod("worker", 2, 1, [])
+    assert [each["metadata"]["name"] for each in (first, next_one)] == ["census-1-worker-2", "census-1-worker-2-1"]
+    assert next_one["metadata"]["ownerReferences"] == [OWNER]
+    labels = next_one["metadata"]["labels"]
+    assert {name: labels[f"elasticcb/{name}"] for name in ("job", "role", "index", "number")} == {
+        "job": "census-1", "role": "worker", "index": "2", "number": "1",
+    }  # fmt: skip
+    assert not first["spec"]["automountServiceAccountToken"]  # only the master asks the API server for anything
+
+
+def test_half_of_the_workers_have_the_high_priority_and_all_servers_theirs():
+    classes = [PLAN.pod("worker", index, 0, [])["spec"]["priorityClassName"] for index in range(4)]
+    assert classes == ["high", "low", "high", "low"]
+    assert PLAN.pod("ps", 3, 0, [])["spec"]["priorityClassName"] == "important"
+    assert "priorityClassName" not in PLAN.master_job([], {})["spec"]["template"]["spec"]
+
+
+def test_gpus_are_limited_to_those_asked_for():
+    asked = resources(SETTINGS, "worker")
+    assert asked["requests"] == {"cpu": "500m", "memory": "1Gi", "nvidia.com/gpu": "1"}
+    assert asked["limits"] == {"memory": "2Gi", "nvidia.com/gpu": "1"}
+    assert resources(SETTINGS, "ps") == {}
+
+
+def test_memory_grows_with_each_time_that_it_ran_out_up_to_four_times():
+    limits = [resources(SETTINGS, "worker", ooms)["limits"]["memory"] for ooms in range(1, 6)]
+    assert limits == ["3072Mi", "4608Mi", "6912Mi", "8192Mi", "8192Mi"]
+    assert [has_more_memory(ooms) for ooms in range(1, 6)] == [True, True, True, True, False]
+
+
+def test_patch_merges_mappings_and_lists_of_named_things_removes_by_null_and_replaces_the_rest():
+    pod = {"spec": {"containers": [{"name": "a", "image": "x", "args": ["1"]}, {"name": "b"}], "hostname": "h"}}
+    patch = {"spec": {"containers": [{"name": "a", "args": ["2"]}, {"name": "c"}], "hostname": None, "dns": {"x": 1}}}
+    assert patched(pod, patch) == {
+        "spec": {"containers": [{"name": "a", "image": "x", "args": ["2"]}, {"name": "b"}, {"name": "c"}],
+                 "dns": {"x": 1}},
+    }  # fmt: skip
+    assert pod["spec"]["hostname"] == "h"
+    servers = PLAN.pod("ps", 0, 0, [])
+    assert (servers["spec"]["hostNetwork"], servers["metadata"]["annotations"]) == (False, {"a": "b"})
+    assert "annotations" not in PLAN.pod("worker", 0, 0, [])["metadata"]
+
+
+def test_kubernetes_does_not_start_a_master_again_that_failed_by_itself():
+    rules = PLAN.master_job([], {})["spec"]["podFailurePolicy"]["rules"]
+    by_action = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert by_action == {"Ignore": [75], "FailJob": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (parse_resources, "cpu", "not of the form NAME=VALUE"),
+        (parse_resources, "cpu=two", "'two' is no amount of cpu"),
+        (parse_resources, "memory=0Gi", "no amount"),
+        (parse_resources, "cpus=2", "there is no resource 'cpus'"),
+        (parse_resources, "cpu=1,cpu=2", "given twice"),
+        (parse_volumes, "mount_path=/a", "none of host_path and claim_name"),
+        (parse_volumes, "host_path=/a,claim_name=b,mount_path=/a", "both of host_path and claim_name"),
+        (parse_volumes, "claim_name=b", "lacks mount_path"),
+        (parse_volumes, "claim_name=b,mount_path=data", "is not absolute"),
+        (parse_volumes, "claim_name=b,mount_path=/a,readonly=true", "'readonly' is nothing"),
+        (parse_volumes, "claim_name=b,mount_path=/a;host_path=/x,mount_path=/a/", "given twice"),
+        (parse_tolerations, "a=b:Never", "'a=b:Never' is no toleration"),
+        (parse_priority, "high=2", "'high=2' is no priority"),
+        (parse_priority, "low=0.5", "is no priority"),
+        (parse_envs, "1A=2", "can't name an environment variable"),
+        (parse_name, "My_Team", "can't name an object"),
+    ],
+)
+def test_text_that_a_flag_can_not_be_is_told_in_words(parse, text, words):
+    with pytest.raises(UsageError, match=words):
+        parse(text)
+
+
+def test_tolerations_are_read_as_taints_are_written():
+    assert parse_tolerations("a=b:NoSchedule, c:NoExecute,d") == [
+        {"key": "a", "operator": "Equal", "value": "b", "effect": "NoSchedule"},
+        {"key": "c", "operator": "Exists", "effect": "NoExecute"},
+        {"key": "d", "operator": "Exists"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("mnist-mnist_functional", "mnist-mnist-functional"), ("2nd.Try", "job-2nd-try"), ("a" * 60, "a" * 40)],
+)
+def test_any_text_becomes_a_name(text, name):
+    assert safe_name(text) == name

@@ -1,0 +1,174 @@
+"""The part of `Faults` (faults.py) in a process of a job: brings about what the test has asked for.
+
+The package knows nothing of it. When `elasticcb.roles` has been imported, its functions with which a process begins its
+role are wrapped; there and then the functions that stand for events are wrapped, if this process is to fail at one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+# By event: the module in which a function is looked up, its name there, and whether the event is before or after it.
+EVENTS = {
+    # of a worker
+    "asks for a task": ("elasticcb.master_client", "MasterClient.get_task", "before"),
+    "trains a batch": ("elasticcb.worker.worker", "Worker._train", "before"),
+    "evaluates a batch": ("elasticcb.worker.worker", "Worker._evaluate", "before"),
+    "predicts a batch": ("elasticcb.worker.worker", "Worker._predict", "before"),
+    "has sent half a call to a server": ("elasticcb.local_link", "ClientLink.call", "within"),
+    "waits for a server's answer": ("elasticcb.local_link", "ClientLink._first_bytes", "before"),
+    "reports a task": ("elasticcb.master_client", "MasterClient.report_done", "before"),
+    "has reported a task": ("elasticcb.master_client", "MasterClient.report_done", "after"),
+    # of a parameter server
+    "takes a push": ("elasticcb.ps.servicer", "Servicer._push", "before"),
+    "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
+    "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
+    "has written its part of a checkpoint": ("elasticcb.checkpoint", "save_part", "after"),
+    "copies rows for a move": ("elasticcb.ps.moving", "Moves._copy", "before"),
+    "hands over for a move": ("elasticcb.ps.moving", "Moves._hand_over", "before"),
+    "settles what a move has brought": ("elasticcb.ps.moving", "Moves._settle", "before"),
+    "opens what a move has brought": ("elasticcb.ps.moving", "Moves._open", "before"),
+    "writes down what a move has brought": ("elasticcb.ps.moving", "Moves._open", "after"),
+    # of the master
+    "has taken a report": ("elasticcb.master.master", "Master.report_done", "after"),
+    "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
+    "introduces a server to its neighbour": ("elasticcb.master.servers", "Servers._introduce", "before"),
+    "has closed the servers for a move": ("elasticcb.server_move", "ServerMove._close", "after"),
+    "has written down where the servers' buckets are": ("elasticcb.server_move", "ServerMove._open", "before"),
+}
+
+
+def wait_for_role() -> None:
+    """Makes this process know its role when it begins it."""
+    sys.meta_path.insert(0, _Roles())
+
+
+class _Roles:
+    """Finds `elasticcb.roles`, and wraps what is in it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "elasticcb.roles":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: Any) -> None:
+            execute(module)
+            _before(module, "_begin", lambda role, index, *_: _arm(role, index))
+            _before(module, "running_cluster", lambda *_, **__: _arm("master", 0))
+
+        spec.loader.exec_module = execute_and_wrap
+        return spec
+
+
+def _before(owner: Any, name: str, act: Any) -> None:
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _after(owner: Any, name: str, act: Any) -> None:
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        act()
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _arm(role: str, index: int) -> None:
+    folder = Path(os.environ["ELASTICCB_FAULTS"])
+    for file in sorted(folder.glob(f"{role}-{index}-*.json")):
+        arm(json.loads(file.read_text()), file.with_suffix(".done"))
+    if (folder / "network").exists():
+        _go_through_the_network(f"{role}-{index}", str(folder / "network"))
+
+
+def arm(fault: dict[str, Any], done: Path) -> None:
+    """Makes this process fail at an event, unless `done` is there: another one has failed so before."""
+    module, path, when = EVENTS[fault["event"]]
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    count = itertools.count(1)
+
+    def happen(*args: Any, **kwargs: Any) -> None:
+        if next(count) < fault["nth"]:
+            return
+        with contextlib.suppress(FileExistsError):
+            done.touch(exist_ok=False)
+            if when == "within":
+                _send_half(*args)
+            _ACTIONS[fault["action"]]()
+
+    (_after if when == "after" else _before)(owner, name, happen)
+
+
+def _send_half(link: Any, method: str, data: bytes, timeout: float) -> None:
+    name = method.encode()
+    message = struct.pack("<IB", len(data), len(name)) + name + data  # as in elasticcb/local_link.py
+    link._socket.sendall(message[: len(message) // 2])
+
+
+def _fail() -> None:
+    raise RuntimeError("a fault that a test asked for")
+
+
+_ACTIONS = {
+    # To this thread, which else may go on for a moment.
+    "kill": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
+    "stop": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
+    "fail": _fail,
+}
+
+
+# ------------------------------------------------------------ connections through the test's network
+
+
+def _go_through_the_network(process: str, control: str) -> None:
+    from elasticcb import local_link, rpc
+
+    connect, listen = rpc.Connection.__init__, local_link.Listener.__init__
+
+    @functools.wraps(connect)
+    def connect_by_proxy(self: Any, address: str, name: str, *args: Any, **kwargs: Any) -> None:
+        connect(self, _proxy_of(control, process, "master" if name == "the master" else "ps", address), name,
+                *args, **kwargs)  # fmt: skip
+
+    @functools.wraps(listen)
+    def listen_by_proxy(self: Any) -> None:
+        listen(self)
+        self.name = _proxy_of(control, process, "ps", f"\0{self.name}").removeprefix("\0")
+
+    rpc.Connection.__init__ = connect_by_proxy
+    local_link.Listener.__init__ = listen_by_proxy
+
+
+def _proxy_of(control: str, source: str, to: str, target: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+        asked.connect(control)
+        asked.sendall(json.dumps([source, to, target]).encode() + b"\n")
+        return str(json.loads(asked.makefile().readline()))

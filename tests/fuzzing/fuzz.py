@@ -1,0 +1,104 @@
+"""Broken messages on the wire, to every servicer: a master, and two parameter servers, each in a process of its own.
+
+    python tests/fuzzing/fuzz.py --minutes=10 [--seed=0]
+
+Calls as they should be are changed at random: bytes, lengths, values of the header, names, dtypes and shapes of arrays;
+they go by gRPC, by the links of clients on this machine, and by shared memory. A server must refuse each with a status
+and a reason, or answer it, must go on, and must not grow. Each half minute it tells of the calls, and of the memory of
+the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ps"))
+
+import psutil
+
+import master_calls
+import server_calls
+
+_REPORT_SECONDS = 30.0
+_JOB_SECONDS = 0.5
+
+
+def serve(kind: str, folder: Path, found: Any) -> None:
+    """The process that is to hold out; it tells its addresses, and ends with the one that sends."""
+    logging.disable()
+    if kind == "master":
+        with master_calls.serving() as master:
+            master_calls.begin_job(master)
+            found.put([master.address])
+            while True:
+                time.sleep(_JOB_SECONDS)
+                master_calls.begin_job(master)
+    with server_calls.serving(folder / "job") as addresses:
+        found.put(addresses)
+        while True:
+            time.sleep(3600.0)
+
+
+def start(kind: str, folder: Path) -> tuple[psutil.Process, list[str]]:
+    context = multiprocessing.get_context("spawn")
+    found = context.Queue()
+    process = context.Process(target=serve, args=(kind, folder, found), daemon=True)
+    process.start()
+    return psutil.Process(process.pid), found.get(timeout=300)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        master, (address,) = start("master", folder)
+        servers, addresses = start("servers", folder)
+        fuzzers: dict[str, Any] = {
+            "master": master_calls.MasterFuzzer(arguments.seed, address),
+            "parameter servers": server_calls.ServerFuzzer(arguments.seed, addresses, folder / "checkpoint"),
+        }
+        begun = time.monotonic()
+        told = begun
+        while time.monotonic() < begun + 60 * arguments.minutes:
+            for fuzzer in fuzzers.values():
+                fuzzer.run(100)
+            if time.monotonic() - told > _REPORT_SECONDS:
+                told = time.monotonic()
+                tell(told - begun, fuzzers, [master, servers])
+        tell(time.monotonic() - begun, fuzzers, [master, servers])
+        serves = fuzzers["parameter servers"].still_serves() and fuzzers["master"].still_serves()
+    surprises = sorted(surprise for fuzzer in fuzzers.values() for surprise in fuzzer.surprises)
+    print("still serve" if serves else "do not serve any more")
+    for fuzzer in fuzzers.values():
+        print(dict(fuzzer.codes.most_common()))
+    for method, code, words in surprises:
+        print(f"WRONG: {method}: {code}: {words}")
+    return 0 if serves and not surprises else 1
+
+
+def tell(seconds: float, fuzzers: dict[str, Any], processes: list[psutil.Process]) -> None:
+    for (name, fuzzer), process in zip(fuzzers.items(), processes, strict=True):
+        accepted = fuzzer.codes["OK"]
+        print(
+            f"{seconds:4.0f} s, {name}: {accepted:,} calls taken, {fuzzer.codes.total() - accepted:,} refused, "
+            f"{process.memory_info().rss / 2**20:,.0f} MiB, {process.num_threads()} threads, {process.num_fds()} files",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

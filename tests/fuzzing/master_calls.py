@@ -1,0 +1,135 @@
+"""Broken calls to a master."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import grpc
+
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.master.master import Master
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc import Connection
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from mutations import ALLOWED, change_one_value, changed_bytes
+
+_WAITING = {"GetSettings", "GetCluster", "GetTask", "Scale"}  # long polls
+_TENSOR = pb.Tensor(dtype="float32", shape=[2], content=b"\0" * 8, name="x")
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Master]:
+    """A master without a job."""
+    cluster = ClusterSettings(num_workers=4, num_ps=1)
+    master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
+    master.start()
+    try:
+        yield master
+    finally:
+        master.stop()
+
+
+def begin_job(master: Master) -> None:
+    """Most jobs do not live long here."""
+    settings = JobSettings(
+        command=Command.TRAIN,
+        name="job",
+        directory="/nowhere",
+        model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+        cluster=ClusterSettings(num_workers=4, num_ps=1),
+    )
+    master.begin_job(settings)
+    master.queue = TaskQueue(training=[("a", 400)], records_per_task=20, minibatch_size=10, lease_seconds=60.0)
+
+
+class MasterFuzzer:
+    """Sends broken calls to the master at an address.
+
+    Attributes:
+        codes: how often each status was the answer.
+        surprises: calls that were answered by a status that is not `ALLOWED`: (method, status, words).
+    """
+
+    def __init__(self, seed: int, address: str) -> None:
+        self._random = random.Random(seed)
+        self._connection = Connection(address, "the master")
+        self._job = 0
+        self.codes: Counter[str] = Counter()
+        self.surprises: set[tuple[str, str, str]] = set()
+
+    def run(self, messages: int) -> None:
+        """Sends so many, in the job that there is."""
+        self._job = self._present_job()
+        last = self.codes.total() + messages
+        while self.codes.total() < last:
+            message, often = self._random.choice(self._valid())
+            if self._random.random() < often:
+                self._send(message)
+
+    def _present_job(self) -> int:
+        stub = self._connection.channel.unary_unary("/elasticcb.Master/GetSettings")
+        answer = stub(pb.GetSettingsRequest().SerializeToString(), timeout=30.0, metadata=self._connection.metadata)
+        return int(pb.GetSettingsResponse.FromString(answer).job)
+
+    def _send(self, message: object) -> None:
+        if self._random.random() < 0.6:
+            change_one_value(message, self._random)
+        data = message.SerializeToString()
+        if data and self._random.random() < 0.2:
+            data = changed_bytes(data, self._random)
+        method = type(message).__name__.removesuffix("Request")
+        call = self._connection.channel.unary_unary(f"/elasticcb.Master/{method}")
+        try:
+            call(data, timeout=0.05 if method in _WAITING else 30.0, metadata=self._connection.metadata)
+            code, words = grpc.StatusCode.OK, ""
+        except grpc.RpcError as error:
+            code, words = error.code(), error.details()
+        self.codes[code.name] += 1
+        waited = code is grpc.StatusCode.DEADLINE_EXCEEDED and method in _WAITING
+        if not (code in ALLOWED or waited):
+            self.surprises.add((method, code.name, words.split("\n")[0][:200]))
+
+    def _valid(self) -> list[tuple[object, float]]:
+        """Calls as a worker could make them, and how often of those drawn they are made."""
+        worker, lease = self._random.randrange(1, 6), self._random.randrange(12)
+        metrics = [pb.MetricState(name="loss", variables=[_TENSOR, _TENSOR])]
+        event = pb.BatchEvent(type=pb.TRAINING, version=3, size=8, logs={"loss": 1.0})
+        progress = pb.ReportProgressRequest(
+            worker_id=worker,
+            lease=lease,
+            records_done=2,
+            version=3,
+            loss=1.0,
+            batches=1,
+            batch_seconds=0.5,
+            timed_batches=1,
+            batch_events=[event],
+        )
+        split = pb.Split(lease=lease, end=10 * (lease % 3))
+        return [
+            (pb.GetSettingsRequest(id=worker), 0.2),
+            (pb.GetProgramRequest(job=self._job), 0.2),
+            (pb.RegisterRequest(role=pb.WORKER, index=-1, pid=worker, host="here", job=self._job), 1.0),
+            (pb.RegisterRequest(role=pb.PS, index=0, pid=worker, host="here", job=self._job), 0.1),
+            (pb.GetClusterRequest(id=worker), 0.2),
+            (pb.GetTaskRequest(worker_id=worker, leases=[lease]), 1.0),
+            (progress, 1.0),
+            (pb.SplitTaskRequest(worker_id=worker, split=split), 1.0),
+            (pb.ReportTaskRequest(worker_id=worker, lease=lease, succeeded=True, version=3, metrics=metrics), 1.0),
+            (pb.StopTrainingRequest(worker_id=worker, reason="enough"), 0.2),
+            (pb.LeaveRequest(id=worker, asked=self._random.random() < 0.5), 0.2),
+            (pb.StatusRequest(), 0.2),
+            (pb.ScaleRequest(workers=3), 0.1),
+            (pb.ScaleRequest(servers=2), 0.1),
+        ]
+
+    def still_serves(self) -> bool:
+        """Whether it answers a call as it should be."""
+        return self._present_job() > 0
+
+    def close(self) -> None:
+        self._connection.close()

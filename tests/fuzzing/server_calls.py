@@ -1,0 +1,238 @@
+"""Broken calls to parameter servers: by gRPC, by the link of a client on the same machine, and by shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+
+from elasticcb.buckets import even
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec, pack, partition
+from elasticcb.ps.recut import overlap
+from elasticcb.ps.server import PSServer
+from elasticcb.rpc import Connection
+from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.table_spec import TableSpec
+from elasticcb.table_state import TableState
+from elasticcb.table_state import to_tensors as tables_to
+from elasticcb.tensors import Frame, encode_frame
+from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, sgd
+from mutations import ALLOWED, changed_bytes, changed_frame
+
+SERVICE = "elasticcb.ParameterServer"
+TABLE = len(SPECS)
+_ZEROS = '{"class_name": "Zeros", "config": {}, "module": "keras.initializers"}'
+WITH_TABLE = (
+    *SPECS,
+    VariableSpec("table/embeddings", (0, 4), "float32", True, table=TableSpec(None, _ZEROS, 1).to_json()),
+)
+VALUES = [*initial_values(), np.zeros((0, 4), np.float32)]
+(SLICES,) = partition(WITH_TABLE, 1, True)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[list[str]]:
+    """Two servers, each the other's neighbour, which write recovery files; their addresses."""
+    settings = JobSettings(
+        command=Command.TRAIN,
+        name="test",
+        directory=str(folder),
+        model=ModelSettings(zoo="", definition=""),
+        checkpoint=CheckpointSettings(interval_seconds=1.0),
+        cluster=ClusterSettings(num_ps=2, ps_replicas=1),
+    )
+    servers = [PSServer(settings, alone(sgd)) for _ in range(2)]
+    for server in servers:
+        server.start()
+    try:
+        yield [server.address for server in servers]
+    finally:
+        for server in servers:
+            server.stop(0)
+
+
+class Call(NamedTuple):
+    """A call as it should be; to the first server or the second."""
+
+    server: int
+    method: str
+    frame: Frame[Any]
+
+
+class ServerFuzzer:
+    """Sends broken calls to the servers at two addresses.
+
+    Args:
+        folder: that they may write checkpoints into.
+
+    Attributes:
+        codes: how often each status was the answer.
+        surprises: calls that were answered by a status that is not `ALLOWED`: (method, status, words).
+    """
+
+    def __init__(self, seed: int, addresses: Sequence[str], folder: Path) -> None:
+        self._random = random.Random(seed)
+        self._addresses, self._folder = addresses, folder
+        self._connections = [Connection(address, "the server", 5.0) for address in addresses]
+        self._memories = [connection._memory_of(SERVICE) for connection in self._connections]
+        self.codes: Counter[str] = Counter()
+        self.surprises: set[tuple[str, str, str]] = set()
+        self._initialize()
+        self._sequences = list(self._valid())
+
+    def _initialize(self) -> None:
+        self._call(self._beginning())
+
+    def _beginning(self) -> Call:
+        tensors = {}
+        for kind, trainable in (("weights", True), ("state", False)):
+            blocks = pack(VALUES, WITH_TABLE, SLICES, trainable)
+            tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
+        header = self._model(1, neighbour=self._addresses[1])
+        return Call(0, "Initialize", Frame(header, tensors))
+
+    def _model(self, num_ps: int, **more: Any) -> pb.InitializeRequest:
+        variables = [spec.to_message() for spec in WITH_TABLE]
+        return pb.InitializeRequest(
+            variables=variables, num_ps=num_ps, split=True, ps_addresses=self._addresses[:num_ps], run="run", **more
+        )
+
+    def _call(self, call: Call) -> Frame[Any]:
+        connection = self._connections[call.server]
+        method = connection.frame_call(SERVICE, call.method, getattr(pb, f"{call.method}Response"))
+        answer: Frame[Any] = connection.call(method, call.frame)
+        return answer
+
+    # ------------------------------------------------------------ calls as they should be
+
+    def _valid(self) -> Iterator[list[Call]]:
+        rows = {TABLE: (np.array([3, 1, 8]), np.ones((3, 4), np.float32)), 0: (np.array([2]), np.ones((1, 4), "f4"))}
+        dense = {index: value for index, value in gradients(0).items() if index}
+        push = push_frame(dense, SLICES, WITH_TABLE, rows, pull=True, sequence=1, state={"float32": np.ones(6, "f4")})
+        lookup = Frame(pb.ExchangeRequest(create_rows=True, pull=True), {f"lookup/{TABLE}": np.arange(9)})
+        for frame in (push, push, lookup):
+            yield [Call(0, "Exchange", frame)]
+        exported = self._call(Call(0, "Export", Frame(pb.ExportRequest(), {})))
+        state = pb.LoadStateRequest(id=7, optimizers=exported.header.optimizers)
+        yield [Call(0, "LoadState", Frame(state, exported.tensors))]
+        yield [self._beginning()]
+        yield [Call(0, "Initialize", Frame(self._model(1, recover=True, neighbour=self._addresses[1]), {}))]
+        yield [*self._log(push)]
+        yield [*self._move()]
+        for header in (
+            pb.ApplyRequest(pushes=[pb.PushName(worker_id=1, sequence=1)], version=1),
+            pb.SnapshotRequest(evaluation_round=1),
+            pb.SnapshotRequest(evaluation_round=1, release=True),
+            pb.FinishTrainingRequest(),
+            pb.SetLearningRateRequest(learning_rate=0.1),
+            pb.ExportRequest(),
+            pb.SaveRequest(directory=str(self._folder)),
+            pb.ReadTableRequest(variable=TABLE, count=4),
+            pb.ReadLogRequest(run="run", index=0, stream=5, after=1),
+            pb.SetNeighbourRequest(address=self._addresses[1]),
+            pb.RefusedCallsRequest(),
+        ):
+            yield [Call(0, type(header).__name__.removesuffix("Request"), Frame(header, {}))]
+
+    def _log(self, push: Frame[Any]) -> Iterator[Call]:
+        """A server hands changes to its neighbour; another one reads them."""
+        entries = [pb.LogEntry(method="Exchange", header=push.header.SerializeToString())]
+        arrays = {f"0/{name}": array for name, array in push.tensors.items()}
+        named = {"run": "another", "index": 1, "stream": 5}
+        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(begin=True, first=1, entries=entries, **named), arrays))
+        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(first=2, entries=entries, written=1, **named), arrays))
+        yield Call(1, "ReadLog", Frame(pb.ReadLogRequest(run="another", index=1, stream=6, after=1), {}))
+
+    def _move(self) -> Iterator[Call]:
+        """A move to two servers, and what a third one might send meanwhile."""
+        buckets = even(1).resized(2)
+        name = {"map_version": buckets.version}
+        for server in (0, 1):
+            model = self._model(2, index=server, buckets=buckets.to_bytes(), **name)
+            prepare = pb.MoveRequest(step=pb.PREPARE, model=model, servers_before=1, **name)
+            yield Call(server, "Move", Frame(prepare, {}))
+        ids = np.flatnonzero(buckets.owns(1, np.arange(40)))
+        received = tables_to({TABLE: TableState(ids, np.ones((len(ids), 4), np.float32), {})})
+        received[f"held/{TABLE}"] = ids
+        for each in overlap(SLICES, partition(WITH_TABLE, 2, True)[1]):
+            spec = WITH_TABLE[each.variable]
+            received[f"weight/{each.variable}"] = np.ones(each.shape(spec), spec.dtype)
+        for step in (pb.COPY, pb.CLOSE, pb.DRAIN, pb.HAND_OVER, pb.SETTLE, pb.OPEN, pb.WRITE, pb.FORGET, pb.ABANDON):
+            if step == pb.HAND_OVER:
+                yield Call(1, "Receive", Frame(pb.ReceiveRequest(sender=0, number=1, last=True, **name), received))
+            for server in (0, 1):
+                pushes = [pb.PushName(worker_id=1, sequence=1)]
+                yield Call(server, "Move", Frame(pb.MoveRequest(step=step, pushes=pushes, version=9, **name), {}))
+
+    # ------------------------------------------------------------ as they are sent
+
+    def run(self, messages: int) -> None:
+        """Sends so many, or some more."""
+        last = self.codes.total() + messages
+        while self.codes.total() < last:
+            calls = self._random.choice(self._sequences)
+            broken = self._random.choice((0.1, 0.8)) if len(calls) > 1 else 0.8
+            for call in calls:
+                self._send(call, self._random.random() < broken)
+
+    def _send(self, call: Call, broken: bool) -> None:
+        send = self._random.choice((self._by_grpc, self._by_link, self._by_shared_memory))
+        try:
+            send(call, broken)
+            code, words = grpc.StatusCode.OK, ""
+        except grpc.RpcError as error:
+            code, words = error.code(), error.details()
+        self.codes[code.name] += 1
+        if code not in ALLOWED or (code is not grpc.StatusCode.OK and not words):
+            self.surprises.add((call.method, code.name, words.split("\n")[0][:200]))
+            self._memories[call.server].forget()
+        elif self._random.random() < 0.01:
+            self._break_off(call.server)
+
+    def _message(self, call: Call, broken: bool) -> bytes:
+        header_type = getattr(pb, f"{call.method}Request")
+        return changed_frame(call.frame, header_type, self._random) if broken else encode_frame(call.frame)
+
+    def _by_grpc(self, call: Call, broken: bool) -> None:
+        connection, message, method = self._connections[call.server], self._message(call, broken), call.method
+        if self._random.random() < 0.01:
+            known = b'{"path": "/dev/shm/elasticcb-0", "size": 65536, "key": "00ff", "socket": "elasticcb-0"}'
+            message, method = changed_bytes(known, self._random), "Attach"
+        connection.channel.unary_unary(f"/{SERVICE}/{method}")(message, timeout=30.0, metadata=connection.metadata)
+
+    def _by_link(self, call: Call, broken: bool) -> None:
+        memory = self._memories[call.server]
+        memory.encode(call.frame)  # makes the link
+        assert memory.link is not None
+        memory.link.call(call.method, self._message(call, broken), 30.0)
+
+    def _by_shared_memory(self, call: Call, broken: bool) -> None:
+        memory = self._memories[call.server]
+        message = memory.encode(call.frame)
+        assert memory.link is not None
+        memory.link.call(call.method, changed_bytes(message, self._random) if broken else message, 30.0)
+
+    def _break_off(self, server: int) -> None:
+        """What is no message comes by the link, which ends."""
+        memory = self._memories[server]
+        if memory.link is not None:
+            memory.link._socket.sendall(self._random.randbytes(self._random.choice((1, 5, 6, 99, 70_000))))
+            memory.forget()
+
+    def still_serves(self) -> bool:
+        """Whether a server takes a model, a push and a pull, as if nothing had been."""
+        self._initialize()
+        frame = push_frame(gradients(0), SLICES, WITH_TABLE, sequence=1, pull=True)
+        answer = self._call(Call(0, "Exchange", frame))
+        return answer.header.version == 1 and "weights/float32" in answer.tensors
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()

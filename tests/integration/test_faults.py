@@ -1,0 +1,177 @@
+"""Faults of processes, and of the network between them, in real jobs (tests/faults)."""
+
+import re
+import signal
+
+import pytest
+
+from jobs import linear_data, number, train_flags, write_model_file
+
+MODEL_FILE = """
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def eval_metrics_fn():
+        return {"rows": Rows()}
+
+    class Rows(keras.metrics.Sum):
+        "Counts the records that were evaluated."
+
+        def update_state(self, labels, predictions, sample_weight=None):
+            super().update_state(keras.ops.ones_like(labels))
+
+    class PredictionOutputsProcessor:
+        def process(self, predictions, worker_id):
+            pass
+"""
+pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
+
+RECORDS, EVALUATED = 12_000, 1_000
+IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_model_file(tmp_path, MODEL_FILE, "linear")
+    linear_data(tmp_path, train=RECORDS, test=EVALUATED)
+    return tmp_path
+
+
+def flags(folder, **more):
+    small = {"num_epochs": 1, "evaluation_steps": 400, "checkpoint_interval": 0.2}
+    return train_flags(folder, "linear", **{**small, **more})
+
+
+def assert_complete(job):
+    """The job has ended well, and every record was trained, or evaluated once in each round."""
+    assert job.finish() == 0, job.output
+    assert number(job.output, "records trained in epoch 1") == RECORDS
+    rows = {int(float(count)) for count in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)}
+    assert rows == {EVALUATED}
+    job.assert_no_orphans()
+
+
+def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_job, faults):
+    events = ("asks for a task", "trains a batch", "evaluates a batch")
+    happened = [faults.fail_at("worker", 0, event, "stop") for event in events]
+    job = start_job("train", *flags(data, num_workers=1, lease_seconds=8, silence_seconds=8, checkpoint_dir=data / "c"))
+    job.wait_for_line(r"worker 0 .* was lost: silent for 8 s; restart 1 of 10")
+    assert_complete(job)
+    assert all(each() for each in happened)
+    assert number(job.output, "workers lost") >= len(events)
+    happened = faults.fail_at("worker", 0, "predicts a batch", "stop", nth=2)
+    prediction = start_job(
+        "predict",
+        f"--model_zoo={data}",
+        "--model_def=linear.custom_model",
+        f"--checkpoint_dir_for_init={data / 'c'}",
+        f"--prediction_data={data / 'test.npz'}",
+        "--num_workers=1",
+        "--lease_seconds=8",
+    )
+    prediction.wait_for_line(r"worker 0 .* was lost")
+    assert prediction.finish() == 0, prediction.output
+    assert happened()
+    assert number(prediction.output, "records predicted") == EVALUATED
+
+
+def test_workers_that_reach_neither_the_master_nor_a_server_are_replaced(data, start_job, faults):
+    with faults.network() as network:
+        job = start_job("train", *flags(data, lease_seconds=8))
+        job.wait_for_line(r"Evaluation at version")
+        routes = [network.route("worker-0", "master"), network.route("worker-1", "ps")]
+        for route in routes:
+            route.partition()
+        for _ in routes:
+            job.wait_for_line(r"worker \d .* was lost: .*restart \d of 10")
+        for route in routes:
+            route.heal()
+        assert_complete(job)
+        assert number(job.output, "parameter servers lost") == 0
+
+
+def test_a_server_that_nobody_reaches_is_replaced(data, start_job, faults):
+    with faults.network() as network:
+        job = start_job("train", *flags(data, silence_seconds=6))
+        job.wait_for_line(r"Evaluation at version")
+        for source in ("master-0", "worker-0", "worker-1"):
+            network.route(source, "ps").partition()
+            network.route(source, "ps").cut()
+        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 6 s; restart 1 of 10")
+        job.wait_for_line(IS_BACK)
+        assert_complete(job)
+        assert number(job.output, "workers lost") == 0
+
+
+def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_cut_are_made_again(
+    data, start_job, faults
+):
+    with faults.network() as network:
+        job = start_job("train", *flags(data))
+        for _ in range(2):
+            job.wait_for_line(r"Evaluation at version")
+            for source in ("worker-0", "worker-1"):
+                network.route(source, "ps").delay(0.02)
+                network.route(source, "ps").cut()
+            network.route("worker-1", "master").cut()
+        assert_complete(job)
+        for label in ("records trained more than once", "workers lost", "parameter servers lost"):
+            assert number(job.output, label) == 0
+
+
+def test_a_master_that_dies_between_a_report_and_its_answer_counts_it_once(data, start_job, faults):
+    happened = faults.fail_at("master", 0, "has taken a report", nth=20)
+    job = start_job("train", *flags(data))
+    assert_complete(job)
+    assert happened()
+
+
+def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(data, start_job, faults):
+    happened = [
+        faults.fail_at("ps", 0, "has applied a push", nth=100),
+        faults.fail_at("ps", 0, "has written recovery files", nth=3),
+        faults.fail_at("ps", 0, "has written its part of a checkpoint"),
+    ]
+    job = start_job("train", *flags(data, num_ps=2, checkpoint_dir=data / "c"))
+    for _ in happened:
+        job.wait_for_line(IS_BACK)
+    assert_complete(job)
+    assert all(each() for each in happened)
+    assert number(job.output, "workers lost") == 0
+    assert list((data / "c").glob("version-*/manifest.json"))
+
+
+def test_workers_that_die_before_and_after_a_report_are_replaced(data, start_job, faults):
+    events = ("reports a task", "has reported a task")
+    happened = [faults.fail_at("worker", index, event, nth=2) for index, event in enumerate(events)]
+    job = start_job("train", *flags(data))
+    assert_complete(job)
+    assert all(each() for each in happened)
+    assert number(job.output, "workers lost") == 2
+
+
+def test_processes_started_by_hand_that_come_back_after_they_were_given_up_are_refused(data, start_job):
+    job = start_job("train", *flags(data, num_workers=1, silence_seconds=6, cluster="external"))
+    line = job.wait_for_line(r"elasticcb worker --master")
+    join = ("--master", re.search(r"--master (\S+)", line)[1])
+    processes = {role: start_job(role, *join) for role in ("ps", "worker")}
+    for role in ("worker", "ps"):
+        job.wait_for_line(r"Evaluation at version")
+        processes[role].process.send_signal(signal.SIGSTOP)
+        job.wait_for_line(rf"{role} 0 does not answer; end it where it runs")
+        job.wait_for_line(r"was lost: silent for 6 s")
+        processes[role].process.send_signal(signal.SIGCONT)
+        assert processes[role].finish() == 2
+        assert "is no longer part of the job: silent for 6 s" in processes[role].output
+        processes[role] = start_job(role, *join)
+    assert_complete(job)
+    for process in processes.values():
+        assert process.finish() == 0, process.output

@@ -1,0 +1,70 @@
+"""Processes of real jobs that live, but say nothing any more: others take their places."""
+
+import os
+import signal
+
+import pytest
+
+from jobs import linear_data, number, train_flags, write_model_file
+
+MODEL_FILE = """
+    import os
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def eval_metrics_fn():
+        return {"error": keras.metrics.MeanAbsoluteError()}
+
+    class Gate(keras.callbacks.Callback):
+        "Holds the master at the end of an evaluation round, until the test lets it go on."
+
+        def on_test_end(self, logs=None):
+            gate = os.path.join(self.params["job_directory"], "gate")
+            if os.path.exists(gate):
+                open(gate).close()
+                os.remove(gate)
+
+    def callbacks():
+        return [Gate()]
+"""
+RECORDS = 12_000
+IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_model_file(tmp_path, MODEL_FILE, "linear")
+    linear_data(tmp_path, train=RECORDS, test=1_000)
+    return tmp_path
+
+
+def test_a_server_that_is_stopped_is_replaced_while_the_master_itself_waits_for_its_answer(data, start_job):
+    gate = data / "job" / "gate"
+    gate.parent.mkdir()
+    os.mkfifo(gate)
+    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 400, "silence_seconds": 6, "checkpoint_interval": 0.2}
+    job = start_job("train", *train_flags(data, "linear", **flags))
+    job.wait_for_line(r"Evaluation at version")
+    workers = [process.pid for process in job.children("worker")]
+    job.kill("ps", 1, signal.SIGSTOP)
+    gate.open("w").close()  # now the master tells the servers to forget the round's weights
+    job.wait_for_line(r"parameter server 1 .* was lost: silent for 6 s; restart \d of 10")
+    job.wait_for_line(IS_BACK)
+    assert [process.pid for process in job.children("worker")] == workers
+    job.wait_for_line(r"Evaluation at version")
+    job.kill("ps", 0, signal.SIGSTOP)  # while workers push
+    job.wait_for_line(r"parameter server 0 .* was lost: silent for 6 s")
+    assert job.finish() == 0, job.output
+    for epoch in (1, 2):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    assert number(job.output, "workers lost") == 0
+    assert number(job.output, "records trained more than once") == 0
+    job.assert_no_orphans()

@@ -1,0 +1,218 @@
+"""Jobs on a real Kubernetes, whose pods run this machine's Python: ELASTICCB_TEST_KUBECONFIG names the cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from elasticcb.cli.main import main
+from elasticcb.cluster.kubernetes_api import KubernetesAPI
+from elasticcb.cluster.pods import JOB_LABEL, ROLE_LABEL
+from jobs import linear_data, number, write_model_file
+
+ROOT = Path(__file__).resolve().parents[2]
+KUBECONFIG = os.environ.get("ELASTICCB_TEST_KUBECONFIG", "")
+IMAGE = "docker.io/local/busybox:1"
+PYTHON = ["/usr", "/lib", "/lib64", sys.base_prefix, sys.prefix, str(ROOT)]  # what pods run, from the node
+
+pytestmark = [
+    pytest.mark.skipif(not KUBECONFIG, reason="ELASTICCB_TEST_KUBECONFIG names no cluster"),
+    pytest.mark.timeout(900),
+]
+
+MODEL_FILE = """
+    import os
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    class Crash(keras.callbacks.Callback):
+        "Ends the master as if it was killed, once, when a test has asked for it."
+
+        def on_epoch_end(self, epoch, logs=None):
+            asked = os.path.join(self.params["job_directory"], "crash")
+            if os.path.exists(asked):
+                os.remove(asked)
+                os._exit(137)
+
+    def callbacks():
+        return [Crash()]
+"""
+
+
+@pytest.fixture
+def api(monkeypatch):
+    """A namespace of its own, with what `deploy/kubernetes` puts into one; all of it is removed."""
+    from kubernetes import client, config, utils
+
+    monkeypatch.setenv("KUBECONFIG", KUBECONFIG)
+    config.load_kube_config(KUBECONFIG)
+    name, everything = f"elasticcb-test-{secrets.token_hex(3)}", client.ApiClient()
+    core = client.CoreV1Api(everything)
+    core.create_namespace({"metadata": {"name": name}})
+    for file in ("role.yaml", "network_policy.yaml"):
+        for manifest in yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / file).read_text()):
+            for subject in manifest.get("subjects", ()):
+                subject["namespace"] = name
+            utils.create_from_dict(everything, manifest, namespace=name)
+    yield KubernetesAPI(name)
+    core.delete_namespace(name, grace_period_seconds=0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One that pods write to, as a volume."""
+    tmp_path.chmod(0o777)
+    (tmp_path / "spec.yaml").write_text(
+        yaml.safe_dump({"all": {"spec": {"containers": [{"name": "elasticcb", "command": COMMAND}]}}})
+    )
+    return tmp_path
+
+
+COMMAND = [sys.executable, "-m", "elasticcb"]
+
+
+def flags(api, folder, **more):
+    mounts = [f"host_path={path},mount_path={path},read_only=true" for path in PYTHON]
+    given = {
+        "cluster": "kubernetes",
+        "namespace": api.namespace,
+        "image": IMAGE,
+        "image_pull_policy": "Never",
+        "service_account": "elasticcb",
+        "volume": ";".join([*mounts, f"host_path={folder},mount_path={folder}"]),
+        "envs": f"PYTHONPATH={ROOT},PYTHONDONTWRITEBYTECODE=1",
+        "cluster_spec": folder / "spec.yaml",
+        "job_name": "job",
+        "job_dir": folder / "job",
+        **{f"{role}_resource_request": "cpu=50m,memory=300Mi" for role in ("master", "worker", "ps")},
+        **more,
+    }
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def linear_flags(api, folder, epochs, **more):
+    write_model_file(folder, MODEL_FILE, "linear")
+    linear_data(folder, train=12_000)
+    return flags(
+        api,
+        folder,
+        model_zoo=folder,
+        model_def="linear.custom_model",
+        training_data=folder / "train.npz",
+        minibatch_size=8,
+        num_minibatches_per_task=25,
+        num_epochs=epochs,
+        **more,
+    )
+
+
+def delete_pod(api, role, grace_seconds=None):
+    pods = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}={role}", "status.phase=Running")["items"]
+    name = min(pod["metadata"]["name"] for pod in pods)
+    assert api.delete("Pod", name, grace_seconds)
+    return name
+
+
+def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are_deleted(
+    api, folder, start_job, shared_data
+):
+    data, zoo = folder / "adult.data", folder / "zoo"
+    shutil.copy(shared_data / "census" / "adult.data", data)
+    shutil.copytree(ROOT / "model_zoo" / "census", zoo / "census")
+    job = start_job(
+        "train",
+        *flags(
+            api,
+            folder,
+            model_zoo=zoo,
+            model_def="census.census.custom_model",
+            training_data=data,
+            validation_data=data,
+            num_epochs=4,
+            num_workers=2,
+            output=folder / "model",
+            checkpoint_interval=2,
+        ),
+    )
+    job.wait_for_line(r"epoch 1/4.*workers 2/2")
+    delete_pod(api, "worker")
+    job.wait_for_line(r"worker 0 .*leaves: it was asked to end")
+    job.wait_for_line(r"epoch \d/4.*workers 2/2")
+    delete_pod(api, "ps", 0)
+    job.wait_for_line(r"parameter server 0 .* was lost: its pod was deleted")
+    job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")
+    assert job.finish() == 0, job.output
+    assert (folder / "model" / "saved_model.pb").exists()
+    assert number(job.output, "workers lost") == 1
+    assert "restart 1" not in job.output  # pods that were deleted use no restart up
+    assert float(re.search(r"auc +([\d.]+)", job.output)[1]) > 0.8
+
+
+def test_a_lost_master_is_followed_by_another_that_goes_on_and_a_stopped_job_by_itself(api, folder, start_job, capsys):
+    job = start_job("train", *linear_flags(api, folder, epochs=12, output=folder / "model"))
+    job.wait_for_line(r"epoch [2-9]/12.*workers 1/1")
+    (folder / "job" / "crash").touch()
+    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
+    job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
+    here = f"--namespace={api.namespace}"
+    assert main(["scale", "job", here, "--workers=2"]) == 0
+    assert main(["jobs", here]) == main(["status", "job", here]) == 0
+    shown = capsys.readouterr().out
+    assert "job has 2 workers from now on; there were 1." in shown
+    assert re.search(r"job +running +\d +1 ", shown)
+    assert re.search(r"job-worker-0 +localhost +it runs", shown)
+    job.wait_for_line(r"workers 2/2")
+    assert main(["stop", "job", here]) == 0
+    job.wait_for_line(r"The master's pod .*: .*")
+    assert job.process.poll() is None
+    job.interrupt()
+    assert job.finish() == 0
+    assert "Detached; the job goes on" in job.output
+    again = start_job("resume", "job", here)
+    assert again.finish() == 0, again.output
+    assert "Parameter server 0 goes on from its recovery files; 0 updates" in again.output
+    assert (folder / "model" / "saved_model.pb").exists()
+
+
+def test_a_worker_that_finds_no_room_does_not_stop_the_job(api, folder, start_job):
+    more_than_half = f"cpu={600 * (os.cpu_count() or 1)}m,memory=300Mi"
+    flags = linear_flags(api, folder, epochs=2, num_workers=2, worker_resource_request=more_than_half)
+    job = start_job("train", *flags)
+    job.wait_for_line(r"Not started yet: worker 1 \(it waits for room: .*Insufficient cpu")
+    assert job.finish() == 0, job.output
+
+
+def test_an_image_that_is_not_there_is_told_and_the_job_removed(api, folder, start_job):
+    job = start_job("train", *linear_flags(api, folder, 1, image="docker.io/local/nothing:1"))
+    assert job.finish() == 1
+    assert "The master's pod can't start: the image docker.io/local/nothing:1 is not on its node" in job.output
+    assert not api.list("Job")["items"]
+
+
+def test_a_namespace_that_is_not_there_is_told(api, folder, start_job):
+    api.namespace = "nowhere"
+    job = start_job("train", *linear_flags(api, folder, 1))
+    assert job.finish() == 1
+    assert "There is no namespace nowhere in the cluster https://" in job.output
+
+
+def test_a_master_that_may_not_have_pods_made_is_told_what_it_lacks(api, folder, start_job):
+    job = start_job("train", *linear_flags(api, folder, 1, service_account=None))
+    assert job.finish() == 2
+    assert "The service account of this pod may not do what a master must" in job.output
+    assert "create pods" in job.output

@@ -1,0 +1,137 @@
+"""Jobs on a Ray cluster of several nodes, all of them on this machine, at addresses of their own."""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs import linear_data, number, train_flags, write_model_file
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'elasticcb[ray]'")
+
+pytestmark = pytest.mark.timeout(600)
+
+HEAD, NODES = "127.0.0.2", ("127.0.0.3", "127.0.0.4")  # Ray hangs at 127.0.0.1
+
+FLAGS = {"cluster": "ray", "evaluation_steps": 50, "num_minibatches_per_task": 5}
+
+MODEL_FILE = """
+    import os
+    import time
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def eval_metrics_fn():
+        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
+
+    class Rows(keras.metrics.Sum):
+        def update_state(self, labels, predictions, sample_weight=None):
+            super().update_state(keras.ops.ones_like(labels))
+
+    class Gate(keras.callbacks.Callback):
+        "Lets nobody train further before the test has made a file."
+
+        def on_train_batch_begin(self, version, logs=None):
+            while version >= 150 and not os.path.exists(os.path.join(os.path.dirname(__file__), "go_on")):
+                time.sleep(0.05)
+
+    def callbacks():
+        return [Gate()]
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head without room for processes, and two nodes with room for two each; `nodes_at` has these by address."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: it becomes a part of the paths of sockets
+    small = {"object_store_memory": 80 << 20, "num_gpus": 0, "include_dashboard": False}
+    watch = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes a file there, wherever its own folder is
+    before = set(psutil.Process().children(recursive=True))
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, node_ip_address=HEAD, temp_dir=folder, _system_config=watch, **small)
+        cluster.nodes_at = {host: cluster.add_node(num_cpus=2, node_ip_address=host, **small) for host in NODES}
+        cluster.folder = folder
+        yield cluster
+    finally:
+        started = set(psutil.Process().children(recursive=True)) - before
+        with contextlib.suppress(Exception):
+            cluster.shutdown()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    write_model_file(tmp_path, MODEL_FILE, "linear")
+    linear_data(tmp_path, train=4_000, test=200)
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", secrets.token_hex(16))
+    return tmp_path
+
+
+def job_processes(role=""):
+    """The commands of the job's workers ("worker") and parameter servers ("ps"), wherever they run, by process."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line, token = process.cmdline(), process.environ().get("ELASTICCB_JOB_TOKEN")
+            if token == os.environ["ELASTICCB_JOB_TOKEN"] and "--parent_pid" in line and (not role or role in line):
+                found[process] = line
+    return found
+
+
+def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_the_other(cluster, data, start_job):
+    flags = {**FLAGS, "ray_address": cluster.address, "num_workers": 3, "max_ps_restarts": 0, "checkpoint_interval": 1}
+    job = start_job("train", *train_flags(data, "linear", **flags))
+    job.wait_for_line(r"Evaluation at version")
+    (command,) = job_processes("ps").values()
+    host = command[command.index("--host") + 1]
+    cluster.remove_node(cluster.nodes_at.pop(host), allow_graceful=False)
+    job.wait_for_line(rf"parameter server 0 .* was lost: its node {host} ")
+    job.wait_for_line(r"it gave way to parameter server 0")
+    job.wait_for_line(r"Parameter server 0 is back .* from its recovery files")
+    waits = r"Not started yet: worker \d, worker \d \(no node of Ray has a CPU free\)"
+    if not re.search(waits, job.output):
+        job.wait_for_line(waits)
+    (data / "go_on").touch()
+    assert job.finish() == 0, job.output
+
+    assert number(job.output, "records trained in epoch 1") == 4_000
+    rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
+    assert set(rows) == {200}
+    assert not job_processes()
+
+
+def test_ctrl_c_leaves_no_process_behind_and_ray_has_never_seen_the_token(cluster, data, start_job):
+    job = start_job("train", *train_flags(data, "linear", **FLAGS, ray_address=cluster.address, num_workers=1))
+    job.wait_for_line(r"Evaluation at version")
+    processes = job_processes()
+    assert len(processes) == 2
+    job.interrupt()
+    assert job.finish() == 130, job.output
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+    token = os.environ["ELASTICCB_JOB_TOKEN"].encode()
+    written = [path for path in Path(cluster.folder).rglob("*") if path.is_file()]
+    assert written
+    assert not [path for path in written if token in path.read_bytes()]

@@ -1,0 +1,244 @@
+"""Checkpoints below URLs: of a real S3 server, of memory and of a disk; and jobs whose storage goes away."""
+
+import json
+import re
+from dataclasses import replace
+
+import fsspec
+import numpy as np
+import pytest
+
+from elasticcb import checkpoint, remote_checkpoint
+from elasticcb.checkpoint import verify
+from elasticcb.cli.main import main
+from elasticcb.errors import CheckpointError, ExitCode
+from elasticcb.part_file import Part
+from elasticcb.ps.partition import VariableSpec, partition
+from elasticcb.remote_files import problem_of
+from elasticcb.roles import run_master
+from elasticcb.settings import Command
+from jobs import RecordingDisplay, job_settings, linear_data, write_model_file
+
+SPEC = VariableSpec("dense/bias", (3,), "float32", True)
+
+
+class Storage:
+    """A real S3 server of this machine, which can be stopped and started again with what it holds."""
+
+    def __init__(self):
+        self._moto = pytest.importorskip("moto.server")
+        pytest.importorskip("s3fs")
+        self._port = 0
+        self.start()
+
+    def start(self):
+        self._server = self._moto.ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server.start()
+        self._port = self._server.get_host_and_port()[1]
+
+    def stop(self):
+        self._server.stop()
+
+    @property
+    def options(self):
+        return {
+            "endpoint_url": f"http://127.0.0.1:{self._port}",
+            "key": "key",
+            "secret": "secret",
+            "config_kwargs": {"retries": {"max_attempts": 0}},
+        }
+
+
+@pytest.fixture(scope="module")
+def started():
+    storage = Storage()
+    fsspec.filesystem("s3", **storage.options).mkdir("trained")
+    yield storage
+    storage.stop()
+
+
+@pytest.fixture
+def storage(started, monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "s3", started.options)
+    return started
+
+
+@pytest.fixture(params=["s3", "memory", "file"])
+def url(request, tmp_path):
+    """Of a folder that does not exist yet."""
+    if request.param == "s3":
+        request.getfixturevalue("storage")
+    place = {"s3": "s3://trained", "memory": "memory://models", "file": f"file://{tmp_path}/remote"}[request.param]
+    return f"{place}/{tmp_path.name}"
+
+
+def write(folder, version):
+    """A version of one variable, whose elements are its number."""
+    temporary = checkpoint.begin_version(folder, version)
+    parts = partition([SPEC], 1, split=False)
+    part = Part(version, weights={0: np.full(3, version, "float32")})
+    saved = checkpoint.save_part(temporary, part, parts[0], 0, 1)
+    return checkpoint.write_manifest(temporary, version=version, specs=[SPEC], parts=parts, files=[saved])
+
+
+def weights(folder):
+    return checkpoint.load_slices(folder, [SPEC], partition([SPEC], 1, split=False)[0]).weights[0].tolist()
+
+
+def there(url):
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    return {path.removeprefix(root).strip("/") for path in files.find(root)}
+
+
+def test_newest_version_comes_back_and_old_ones_and_halves_are_deleted(url, tmp_path):
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    files.makedirs(f"{root}/version-00000005", exist_ok=True)
+    files.pipe_file(f"{root}/version-00000005/server-00000-of-00001.safetensors", b"half")
+    files.pipe_file(f"{root}/notes.txt", b"not ours")
+    for version in (10, 20, 30, 30):
+        assert remote_checkpoint.put(url, write(tmp_path / "disk", version), 2) == f"{url}/version-{version:08d}"
+    names = {f"version-{version:08d}/{name}" for version in (20, 30)
+             for name in ("manifest.json", "server-00000-of-00001.safetensors")}  # fmt: skip
+    assert there(url) == names | {"notes.txt"}
+    assert weights(remote_checkpoint.fetch(url, tmp_path / "copy", pytest.fail)) == [30] * 3
+    assert weights(remote_checkpoint.fetch(f"{url}/version-00000020", tmp_path / "one", pytest.fail)) == [20] * 3
+
+
+def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used(url, tmp_path):
+    for version in (10, 20, 30, 40, 50):
+        remote_checkpoint.put(url, write(tmp_path / "disk", version), 0)
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    name = "server-00000-of-00001.safetensors"
+    content = files.cat_file(f"{root}/version-00000050/{name}")
+    files.pipe_file(f"{root}/version-00000050/{name}", content[:-1] + b"\xff")
+    files.rm_file(f"{root}/version-00000040/{name}")
+    manifest = files.cat_file(f"{root}/version-00000030/manifest.json")
+    files.pipe_file(f"{root}/version-00000030/manifest.json", manifest[:-30])
+    manifest = json.loads(files.cat_file(f"{root}/version-00000020/manifest.json"))
+    manifest["files"][0]["name"] = "../../elsewhere"
+    files.pipe_file(f"{root}/version-00000020/manifest.json", json.dumps(manifest).encode())
+    told = []
+    assert weights(remote_checkpoint.fetch(url, tmp_path / "copy", told.append)) == [10] * 3
+    for line, words in zip(
+        told, ("50: .*damaged", "40: .*can't be read", "30: .*manifest", "20: .*elsewhere"), strict=True
+    ):
+        assert line.startswith("Passed over version-000000")
+        assert re.search(words, line), line
+    files.rm(f"{root}/version-00000010", recursive=True)
+    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint in .* can be used.*00000050: .*00000020: "):
+        remote_checkpoint.fetch(url, tmp_path / "again", told.append)
+    with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
+        remote_checkpoint.fetch(f"{url}/nothing", tmp_path / "none", told.append)
+
+
+def test_table_command_reads_a_url(url, tmp_path, capsys):
+    remote_checkpoint.put(url, write(tmp_path / "disk", 10), 0)
+    assert main(["table", url]) == ExitCode.DONE
+    assert capsys.readouterr().out.startswith(f"{url}, version 10\nIt holds no embedding tables")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nosuch://bucket/folder", "can't be used: .*Install the package"),
+        ("sftp://me:secret@host/folder", "holds a password"),
+        ("s3://", "names no folder"),
+        ("s3://bucket/folder", "^$"),
+    ],
+)
+def test_url_that_can_not_be_used_is_found_before_a_job(url, words):
+    assert re.search(words, problem_of(url))
+
+
+# ------------------------------------------------------------ jobs
+
+MODEL_FILE = """
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.05)
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda record: (record["x"], record["y"]))
+"""
+
+
+@pytest.fixture
+def settings(tmp_path):
+    linear_data(tmp_path, train=640, test=64)
+    return job_settings(
+        write_model_file(tmp_path, MODEL_FILE, "linear"),
+        tmp_path / "job",
+        training=str(tmp_path / "train.npz"),
+        validation=str(tmp_path / "test.npz"),
+        minibatch_size=16,
+        num_minibatches_per_task=5,
+        num_epochs=5,
+        directory=f"s3://trained/{tmp_path.name}",
+        steps=20,
+        num_ps=2,
+    )
+
+
+def test_job_writes_to_a_url_and_the_next_one_starts_there(storage, settings, tmp_path):
+    of_another_job = write(tmp_path / "job" / "checkpoints", 99_999)
+    summary = run_master(settings, RecordingDisplay())
+    url = settings.checkpoint.directory
+    assert summary.checkpoint_path == f"{url}/version-{summary.version:08d}"
+    assert summary.checkpoints_failed == 0
+    assert list((tmp_path / "job" / "checkpoints").iterdir()) == [of_another_job]
+    newest = sorted(name for name in there(url) if name.startswith(f"version-{summary.version:08d}/server"))
+    assert len(newest) == 2
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    files.pipe_file(f"{root}/{newest[0]}", b"torn")
+    initial = replace(settings.checkpoint, directory="", directory_for_init=url)
+    (tmp_path / "second").mkdir()
+    second = replace(settings, command=Command.EVALUATE, directory=str(tmp_path / "second"), checkpoint=initial)
+    display = RecordingDisplay()
+    evaluated = run_master(second, display)
+    assert 0 < evaluated.version < summary.version
+    assert evaluated.records_evaluated == 64
+    assert any(line.startswith(f"Passed over version-{summary.version:08d}: ") for line in display.messages)
+
+
+def test_job_goes_on_while_its_storage_is_away(storage, settings):
+    class Display(RecordingDisplay):
+        """Stops the storage when training is under way, and starts it when a checkpoint could not be written."""
+
+        def message(self, text):
+            super().message(text)
+            if "Evaluation at version" in text and len(self.messages) == 1:
+                storage.stop()
+            elif "can't be written" in text:
+                storage.start()
+
+    display = Display()
+    summary = run_master(settings, display)
+    assert summary.records_per_epoch == (640,) * 5
+    assert summary.checkpoints_failed >= 1
+    failed = [line for line in display.messages if "can't be written" in line]
+    assert len(failed) == summary.checkpoints_failed
+    assert "Training goes on" in failed[0]
+    assert summary.checkpoint_path.startswith("s3://trained/")
+    assert f"version-{summary.version:08d}/manifest.json" in there(settings.checkpoint.directory)
+
+
+def test_last_checkpoint_that_can_not_be_written_is_kept_and_resume_writes_it(storage, settings, tmp_path):
+    storage.stop()
+    try:
+        with pytest.raises(CheckpointError, match=r"The last checkpoint is kept in .*elasticcb resume") as failed:
+            run_master(settings, RecordingDisplay())
+    finally:
+        storage.start()
+    (kept,) = (tmp_path / "job" / "checkpoints").glob("version-*")
+    assert verify(kept)["version"] >= 200
+    assert str(kept) in str(failed.value)
+    summary = run_master(settings, RecordingDisplay(), resumed=True)
+    assert summary.checkpoint_path == f"{settings.checkpoint.directory}/{kept.name}"
+    assert f"{kept.name}/manifest.json" in there(settings.checkpoint.directory)

@@ -1,0 +1,140 @@
+"""Jobs whose processes speak TLS, as real processes: started by the master, and by hand."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import elasticcb
+from elasticcb.access import Access
+from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.master_client import MasterClient
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
+from elasticcb.rpc import Connection
+from elasticcb.running_job import running_master
+from elasticcb.tls import diagnose
+from jobs import linear_data, number, train_flags, write_model_file
+
+MODEL = """
+import keras
+
+def custom_model():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+def loss(labels, predictions):
+    return keras.losses.mean_squared_error(labels, predictions)
+
+def optimizer():
+    return keras.optimizers.SGD(0.05)
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_model_file(tmp_path, MODEL, "linear")
+    linear_data(tmp_path, train=8_000, test=400)
+    return tmp_path
+
+
+def run_command(*arguments, cwd):
+    command = [sys.executable, "-m", "elasticcb", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
+
+
+def files_of(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def is_owners_alone(path):
+    return stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(data, start_job):
+    job = start_job("train", *train_flags(data, "linear", num_epochs=4, num_ps=2), "--tls")
+    job.wait_for_line(r"Evaluation at version|epoch 1|accuracy|loss")
+    folder = data / "job"
+    master = running_master(str(folder))
+    assert "it speaks TLS" in diagnose(master.address, None)
+    assert diagnose(master.address, master.access.tls) == ""
+
+    assert is_owners_alone(folder)
+    assert is_owners_alone(folder / "master.json")
+    assert is_owners_alone(folder / "tls" / "key.pem")
+    commands = [" ".join(child.cmdline()) for child in job.children()]
+    assert any("--tls_cert" in command for command in commands)
+    assert not [command for command in commands if master.token in command]
+
+    stranger = Connection(master.address, "the master", access=Access("guess", master.access.tls))
+    for _ in range(10):
+        with pytest.raises(ConnectionLostError, match="UNAUTHENTICATED"):
+            stranger.call(MasterStub(stranger.channel).GetSettings, pb.GetSettingsRequest())
+    stranger.close()
+
+    client = MasterClient(master.address, access=master.access)
+    assert client.scale(3) == 2
+    client.close()
+    assert job.finish() == 0, job.output
+    assert number(job.output, "records trained in epoch 4") == 8_000
+    assert re.search(r"calls refused +10 without the job's token", job.output), job.output
+    secrets = [master.token, *(folder / "tls" / "key.pem").read_text().splitlines()[1:-1]]
+    written = {path: path.read_bytes() for path in files_of(folder) if path.parent.name != "tls"}
+    assert len(written) > 5
+    assert not [path for path, content in written.items() for secret in secrets if secret.encode() in content]
+    assert not [secret for secret in secrets if secret in job.output]
+
+
+def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job):
+    flags = [flag for flag in train_flags(data, "linear", num_workers=1) if "--num_ps" not in flag]
+    job = start_job("master", *flags, "--tls")
+    lines = [job.wait_for_line("Waiting for:") for _ in range(2)]
+    commands = {words[1]: words[1:] for words in (line.split("Waiting for: ")[1].split() for line in lines)}
+    plain = run_command(*[word for word in commands["worker"] if "--tls" not in word], cwd=data)
+    assert plain.returncode == 1
+    assert re.search(
+        r"Error: No connection to the master at 127\.0\.0\.1:\d+: it speaks TLS, and this process does not\.",
+        plain.stderr,
+    ), plain.stderr
+    started = [start_job(*commands[role]) for role in ("ps", "worker")]
+    assert job.finish() == 0, job.output
+    assert number(job.output, "records trained in epoch 1") == 8_000
+    for process in started:
+        assert process.finish() == 0, process.output
+
+
+def test_mistakes_with_certificates_are_told_before_anything_starts(data):
+    flags = train_flags(data, "linear")
+    some = run_command("train", *flags, "--tls_cert=a.pem", cwd=data)
+    assert some.returncode == 2
+    assert "Error: tls_cert came without tls_key and tls_ca." in some.stderr
+    none = run_command("train", *flags, "--tls_cert=a.pem", "--tls_key=a.pem", "--tls_ca=a.pem", cwd=data)
+    assert none.returncode == 2
+    assert f"Error: tls_cert: {Path(os.path.realpath(data)) / 'a.pem'} can't be read" in none.stderr
+    worker = run_command("worker", "--master=127.0.0.1:1", "--tls_cert=a.pem", cwd=data)
+    assert worker.returncode == 2
+    assert "Error: tls_cert came without tls_key and tls_ca." in worker.stderr
+    assert not (data / "job").exists()
+
+
+def test_a_cluster_of_python_speaks_tls(tmp_path):
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((64, 4), "float32")
+    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, tls=True) as cluster:
+        history = cluster.fit(model, x, x[:, :1], epochs=2, verbose=0)
+    assert len(history.history["loss"]) == 2
+    assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+
+
+def test_a_cluster_of_python_tells_mistakes_with_certificates():
+    with pytest.raises(UsageError, match="tls_ca came without tls_cert and tls_key"):
+        elasticcb.Cluster(tls_ca="ca.pem")
+    with pytest.raises(UsageError, match=r"`tls` must be True or False\. Received: tls='yes'"):
+        elasticcb.Cluster(tls="yes")

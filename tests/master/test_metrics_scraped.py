@@ -1,0 +1,96 @@
+"""The metrics of a real master, scraped by HTTP, without any process or driving thread."""
+
+from dataclasses import replace
+
+import pytest
+
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.errors import ConnectionLostError
+from elasticcb.master.master import Master
+from elasticcb.master.roster import Role
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.measures import PUSH, Stats
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from metrics_scrapes import Scrape
+
+SETTINGS = JobSettings(
+    command=Command.TRAIN,
+    name="ratings",
+    directory="/nowhere",
+    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+    cluster=ClusterSettings(num_workers=2, num_ps=1, metrics_port=0),
+)
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def master(lines):
+    master = Master(SETTINGS.cluster, ExternalCluster(lines.append), lines.append)
+    master.begin_job(SETTINGS)
+    yield master
+    master.stop()
+
+
+def scrape(master):
+    """The value of each sample, by its name and the values of its labels."""
+    samples = Scrape(master.metrics_address).samples
+    return {(each.name, *(value for _, value in sorted(each.labels.items()))): each.value for each in samples}
+
+
+def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_moment(master, lines):
+    assert lines == [f"Metrics are served at http://{master.metrics_address}/metrics."]
+    found = scrape(master)
+    assert found["elasticcb_job_info", "train", "ratings"] == 1
+    assert found["elasticcb_ready",] == 0
+    assert found["elasticcb_processes", "worker", "planned"] == 2
+
+    worker = master.register(Role.WORKER, 0, "", 1, "here").id
+    master.queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
+    lease = master.get_task(worker, (), 0.0).lease
+    master.report_progress(worker, lease.id, 5, True, 3, None)
+    found = scrape(master)
+    assert found["elasticcb_records_total", "training"] == 5
+    assert found["elasticcb_tasks", "doing", "training"] == 1
+    assert found["elasticcb_tasks", "todo", "training"] == 2
+    assert found["elasticcb_processes", "worker", "up"] == 1
+
+
+def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
+    def join(pid, pushes):
+        worker = master.register(Role.WORKER, 0, "", pid, "here").id
+        stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10)
+        for _ in range(pushes):
+            stats.histograms[PUSH].observe(0.003)
+        stats.refused_calls = {"malformed": 2}
+        master.note_stats(worker, stats)
+        master.note_stats(worker, stats)  # said again, it counts once
+        return worker
+
+    first = join(1, pushes=3)
+    found = scrape(master)
+    assert found["elasticcb_resident_memory_bytes", "0", "worker"] == 1000
+    assert found["elasticcb_cpu_seconds_total", "0", "worker"] == 5
+    with master.changed:
+        master.processes.lost(first, "killed")
+    found = scrape(master)
+    assert ("elasticcb_resident_memory_bytes", "0", "worker") not in found
+    assert found["elasticcb_processes_lost_total", "worker"] == 1
+    join(2, pushes=4)
+    found = scrape(master)
+    assert found["elasticcb_recoveries_total", "worker"] == 1
+    assert found["elasticcb_lookup_rows_total",] == 20
+    assert found["elasticcb_exchange_duration_seconds_bucket", "push", "0.0025"] == 0
+    assert found["elasticcb_exchange_duration_seconds_bucket", "push", "0.005"] == 7
+    assert found["elasticcb_exchange_duration_seconds_count", "push"] == 7
+    assert found["elasticcb_refused_calls_total", "malformed"] == 4
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(master):
+    port = int(master.metrics_address.rpartition(":")[2])
+    settings = replace(SETTINGS.cluster, metrics_port=port)
+    with pytest.raises(ConnectionLostError, match="Choose another --metrics_port"):
+        Master(settings, ExternalCluster(print), print)

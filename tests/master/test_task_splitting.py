@@ -1,0 +1,119 @@
+"""The end of a task goes to a worker that waits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elasticcb.errors import WireError
+from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.shards import Shard
+from elasticcb.master.task_queue import TaskQueue
+
+
+def queue_of(records: int = 40, epochs: int = 1) -> TaskQueue:
+    return TaskQueue(
+        training=[("a", records)], records_per_task=20, minibatch_size=5, num_epochs=epochs, shuffle_seed=None
+    )
+
+
+def take(queue: TaskQueue, worker: int):
+    lease = queue.get_task(worker, 0.0).lease
+    assert lease is not None
+    return lease
+
+
+def test_rest_of_a_task_goes_to_a_worker_that_holds_nothing():
+    queue = queue_of(20)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    assert queue.split(1, lease.id, 10).accepted
+    assert queue.get_task(1, 1.0).kind is DecisionKind.WAIT  # it would be no quicker with it
+    assert queue.leases(1)[0].task.shard == Shard("a", 0, 10)
+    rest = take(queue, 2)
+    assert rest.task.shard == Shard("a", 10, 20)
+    assert rest.task.id != lease.task.id
+    assert queue.report_done(2, rest.id).accepted
+    assert queue.take_milestones() == []
+    assert queue.report_done(1, lease.id).accepted
+    assert [milestone.kind for milestone in queue.take_milestones()] == [
+        MilestoneKind.EPOCH_DONE,
+        MilestoneKind.TRAINING_DONE,
+    ]
+    accounting = queue.accounting
+    assert (accounting.records_trained, accounting.tasks_split) == ({0: 20}, 1)
+    assert (accounting.records_handed_out_again, accounting.tasks_taken_over) == (0, 0)
+
+
+def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_has_nothing_else():
+    queue = queue_of()
+    running, ahead = take(queue, 1), take(queue, 1)
+    assert queue.split(1, ahead.id, 0).accepted
+    assert queue.get_task(1, 1.0, [running.id]).kind is DecisionKind.WAIT
+    assert queue.report_done(1, running.id).accepted
+    again = take(queue, 1)
+    assert again.task == ahead.task
+    assert again.id != ahead.id
+    assert not queue.report_done(1, ahead.id).accepted
+    assert queue.report_done(1, again.id).accepted
+    assert queue.accounting.records_trained == {0: 40}
+    assert queue.accounting.records_handed_out_again == 0
+
+
+def test_worker_that_is_lost_after_it_agreed_leaves_its_part_alone():
+    queue = queue_of(20)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    queue.split(1, lease.id, 15)
+    assert [task.shard for task in queue.worker_lost(1)] == [Shard("a", 5, 15)]
+    shards = {(each.shard.start, each.shard.end) for each in (take(queue, 2).task, take(queue, 3).task)}
+    assert shards == {(5, 15), (15, 20)}
+    assert queue.accounting.records_handed_out_again == 10
+
+
+def test_both_parts_are_saved():
+    queue = queue_of(20)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    queue.split(1, lease.id, 10)
+    again = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
+    leases = [take(again, 1), take(again, 2)]
+    assert [lease.task.shard for lease in leases] == [Shard("a", 5, 10), Shard("a", 10, 20)]
+    for worker, lease in enumerate(leases, 1):
+        again.report_done(worker, lease.id)
+    assert again.training_done
+    assert (again.accounting.records_trained, again.accounting.tasks_split) == ({0: 20}, 1)
+
+
+def test_next_epoch_waits_for_no_part_that_is_for_an_idle_worker():
+    queue = queue_of(20, epochs=2)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    queue.split(1, lease.id, 10)
+    assert take(queue, 1).task.epoch == 1  # a worker that is busy fetches ahead
+    rest = take(queue, 2)
+    assert (rest.task.epoch, rest.task.shard) == (0, Shard("a", 10, 20))
+
+
+def test_parts_that_nobody_has_taken_are_dropped_when_training_stops():
+    queue = queue_of(20)
+    lease = take(queue, 1)
+    queue.split(1, lease.id, 10)
+    queue.stop_training("enough")
+    queue.report_done(1, lease.id)
+    assert queue.training_done
+    assert (queue.accounting.records_trained, queue.accounting.records_dropped) == ({0: 10}, {0: 10})
+
+
+def test_splits_that_can_not_be_are_refused():
+    queue = queue_of(20)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 10, 1.0)
+    for end in (-5, 0, 5, 21):
+        with pytest.raises(WireError, match=rf"wants to do the first {end} records.*from as many to 20"):
+            queue.split(1, lease.id, end)
+    assert queue.split(1, lease.id, 20).reason == "there is nothing to split off"
+    assert not queue.split(2, lease.id, 15).accepted
+    assert not queue.split(1, 99, 15).accepted
+    assert (queue.accounting.tasks_split, queue.accounting.reports_refused) == (0, 2)

@@ -1,0 +1,132 @@
+"""Servers that stop without a goodbye, and others that take their places as the master has them do."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec, block_sizes
+from elasticcb.ps.server import PSServer
+from elasticcb.ps_client import PSClient, Push
+from elasticcb.ps_control import PSControl, Source
+from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.table_spec import TableSpec
+from elasticcb.tensors import Frame
+
+INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
+SPECS = (
+    VariableSpec("first/kernel", (6,), "float32", True),
+    VariableSpec("second/kernel", (6,), "float32", True),
+    VariableSpec("norm/mean", (2,), "float32", False),
+    VariableSpec("emb/embeddings", (0, 3), "float32", True, table=TableSpec(None, INITIALIZER, 7).to_json()),
+)
+SIZES = (6, 6, 2)
+VALUES = [*(np.arange(size, dtype=np.float32) for size in SIZES), np.zeros((0, 3), np.float32)]
+IDS = np.arange(12)
+
+
+class Servers:
+    """Some servers, which write their files when they are told to, and two clients: a worker's and the master's.
+
+    Args:
+        interval: seconds between files that servers write by themselves.
+    """
+
+    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0):
+        self.settings = JobSettings(
+            command=Command.TRAIN,
+            name="test",
+            directory=str(folder),
+            model=ModelSettings(),
+            checkpoint=CheckpointSettings(interval_seconds=interval),
+            cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),
+        )
+        self.servers, self.ids, self.lost = [None] * num_ps, [0] * num_ps, set()
+        for index in range(num_ps):
+            self.start(index)
+        given = (self.addresses, SPECS, True)
+        self.master = PSControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
+        self.worker = PSClient(*given, client_id=1, ids=self.ids, find=self.find)
+        self.master.initialize(Source(VALUES))
+
+    @property
+    def addresses(self):
+        return [server.address for server in self.servers]
+
+    def find(self, index, unreachable=0):
+        return self.addresses[index], self.ids[index]
+
+    def start(self, index):
+        self.servers[index] = PSServer(self.settings, lambda count: [keras.optimizers.Adam(0.1) for _ in range(count)])
+        self.ids[index] += 1
+        self.servers[index].start()
+
+    def lose(self, *indices):
+        for index in indices:
+            self.servers[index].stop(0)
+            self.lost.add(index)
+
+    def replace(self, index=0, version=0, evaluation_round=0, learning_rate=None):
+        """As the master does it; the server is lost by then, or is lost now."""
+        if index not in self.lost:
+            self.lose(index)
+        self.start(index)
+        after, before = self.master.neighbour(index), (index - 1) % len(self.servers)
+        restored = self.master.restore(
+            index,
+            *self.find(index),
+            version,
+            lambda: Source(VALUES),
+            evaluation_round,
+            learning_rate,
+            "" if after in self.lost else self.addresses[after],
+        )
+        self.lost.discard(index)
+        if before not in self.lost:
+            self.master.set_neighbour(before, *self.find(before), self.addresses[index])
+        return restored
+
+    def push(self, step, ids=(1, 2, 5, 8), rate=None):
+        generator = np.random.default_rng(step)
+        rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
+        gradients, state = [], []
+        for slices in self.worker.partition:
+            sizes = block_sizes(SPECS, slices, True).items()
+            gradients.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
+            sizes = block_sizes(SPECS, slices, False).items()
+            state.append({dtype: np.full(size, 0.5, dtype) for dtype, size in sizes})
+        self.worker.lookup({3: np.array(ids)}, create=True)
+        return self.worker.push(Push(gradients, (0, 1), rows, state, 0.0), rate)
+
+    def answer_alone(self, index):
+        """A change reaches one server alone."""
+        request = pb.SetLearningRateRequest(learning_rate=0.1)
+        self.servers[index]._servicer.methods()["SetLearningRate"][1](Frame(request, {}))
+
+    def model(self, index):
+        return self.servers[index]._servicer._model
+
+    def write(self, index=0):
+        self.servers[index]._servicer.write_down()
+
+    def held(self):
+        weights, _ = self.master.weights(self.worker.pull())
+        return [*weights[:3], self.worker.lookup({3: IDS})[3]]
+
+    def exported(self):
+        return self.master.export().optimizer
+
+    def close(self):
+        self.worker.close()
+        self.master.close()
+        for server in self.servers:
+            server.stop(0)
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        np.testing.assert_array_equal(left, right)

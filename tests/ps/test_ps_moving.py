@@ -1,0 +1,317 @@
+"""Servers become more and fewer while clients push: each acknowledged push counts once, on every row and element."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+
+from elasticcb.access import OPEN
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec, pack
+from elasticcb.ps.server import PSServer
+from elasticcb.ps_client import PSClient, Push
+from elasticcb.ps_control import PSControl, Source
+from elasticcb.ps_link import Link, Places
+from elasticcb.server_move import ServerMove
+from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.table_spec import TableSpec
+from elasticcb.tensors import Frame
+from helpers_ps import alone
+
+IDS = 400
+SPECS = (
+    VariableSpec("users/embeddings", (0, 4), "float32", True, table=TableSpec(None, '"zeros"', 1).to_json()),
+    VariableSpec("dense/kernel", (300, 64), "float32", True),
+    VariableSpec("dense/bias", (64,), "float32", True),
+    VariableSpec("norm/moving_mean", (64,), "float32", False),
+    VariableSpec("norm/count", (), "int64", False),
+)
+
+
+class Servers:
+    """Real servers, and the master's side of their move."""
+
+    def __init__(self, count, make_optimizer, folder="", **training):
+        settings = JobSettings(
+            command=Command.TRAIN,
+            name="test",
+            directory=str(folder),
+            model=ModelSettings(zoo="", definition=""),
+            training=TrainingSettings(**training),
+        )
+        self._new = lambda: PSServer(settings, alone(make_optimizer))
+        self.servers = []
+        self.changed = threading.Condition()
+        self._start(count)
+        self.control = PSControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
+        self.control.initialize(Source(weights_of()))
+        self.places = Places([s.address for s in self.servers], self.ids, self.control.buckets)
+        self.clients = []
+
+    @property
+    def ids(self):
+        return list(range(1, len(self.servers) + 1))
+
+    def _start(self, count):
+        while len(self.servers) < count:
+            self.servers.append(self._new())
+            self.servers[-1].start()
+
+    def client(self, number):
+        def find_map(version):
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.places.buckets.version >= version, 60)
+                return self.places
+
+        def find(index, unreachable):
+            with self.changed:
+                known = zip(self.places.addresses, self.places.ids, strict=True)
+                return dict(enumerate(known)).get(index, ("", 0))
+
+        places = self.places
+        given = {"ids": places.ids, "buckets": places.buckets, "find": find, "find_map": find_map}
+        client = PSClient(places.addresses, SPECS, True, number, **given)
+        self.clients.append(client)
+        return client
+
+    def links(self, count):
+        self._start(max(count, len(self.servers)))
+        return [Link(i, s.address, i + 1, 5.0, OPEN) for i, s in enumerate(self.servers)]
+
+    def move(self, count, commit=lambda: None):
+        links = self.links(count)
+        move = ServerMove(self.control, links, count, is_up=lambda worker: True)
+        try:
+            moved = move.run(commit)
+            places = Places([s.address for s in self.servers[:count]], self.ids[:count], move.buckets)
+            self.control.follow(places)
+            with self.changed:
+                self.places = places
+                self.changed.notify_all()
+            move.write_down()
+        finally:
+            move.close()
+            for link in links:
+                link.close()
+        for server in self.servers[count:]:
+            server.stop(0)
+        del self.servers[count:]
+        return moved
+
+    def close(self):
+        for client in [*self.clients, self.control]:
+            client.close()
+        for server in self.servers:
+            server.stop(0)
+
+
+def weights_of():
+    return [np.zeros((0, 4) if spec.table else spec.shape, spec.dtype) for spec in SPECS]
+
+
+def push_of(client, ids, amount):
+    """A push whose every element is `amount`."""
+    parts = client.partition
+    dense = {1: np.full(SPECS[1].shape, amount, np.float32), 2: np.full(SPECS[2].shape, amount, np.float32)}
+    state = [np.full(spec.shape, 1, spec.dtype) for spec in SPECS]
+    return Push(
+        gradients=[pack(dense, SPECS, slices, True, dense.keys()) for slices in parts],
+        dense_variables=(1, 2),
+        rows={0: (ids, np.full((len(ids), 4), amount, np.float32))},
+        state_deltas=[pack(state, SPECS, slices, False) for slices in parts],
+        loss=0.0,
+        partition=parts,
+    )
+
+
+@pytest.fixture
+def start():
+    running = []
+
+    def start(count, make_optimizer=lambda: keras.optimizers.SGD(1.0), folder="", **training):
+        running.append(Servers(count, make_optimizer, folder, **training))
+        return running[-1]
+
+    yield start
+    for servers in running:
+        servers.close()
+
+
+def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
+    servers = start(1)
+    done, stop = {}, threading.Event()
+
+    def work(number):
+        client, random = servers.client(number), np.random.default_rng(number)
+        client.pull()
+        counts, pushes = np.zeros(IDS), 0
+        while not stop.is_set():
+            ids = np.unique(random.integers(0, IDS, 60))
+            following = np.unique(random.integers(0, IDS, 60))
+            result = client.push(push_of(client, ids, -1.0), None, pull=pushes % 3 > 0, ids={0: following})
+            assert result.status == pb.ACCEPTED
+            assert result.rows[0].shape == (len(following), 4)
+            counts[ids] += 1
+            pushes += 1
+        done[number] = counts, pushes
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    try:
+        moved = [servers.move(count) for count in (3, 2, 4, 1)]
+    finally:
+        stop.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == [1, 2, 3]
+    pushes = sum(count for _, count in done.values())
+    weights, ids = servers.control.weights()
+    expected = sum(counts for counts, _ in done.values())
+    rows = np.zeros((IDS, 4))
+    rows[ids[0]] = weights[0]
+    np.testing.assert_array_equal(rows, np.repeat(expected[:, None], 4, axis=1))
+    for value in weights[1:]:
+        np.testing.assert_array_equal(value, np.full(value.shape, pushes, value.dtype))
+    assert [each.buckets for each in moved] == [682, 341, 512, 768]
+    assert pushes > 20
+    assert str(moved[0]).startswith("The job has 3 parameter servers from now on; there were 1. Moved 682 of 1,024")
+
+
+def test_slots_and_counts_of_rows_move_along(start):
+    servers, still = (start(count, lambda: keras.optimizers.Adam(0.1)) for count in (1, 2))
+    ids = np.arange(IDS, dtype=np.int64)
+    for each in (servers, still):
+        client = each.client(1)
+        for step in range(4):
+            client.pull()
+            client.lookup({0: ids[step:]}, create=True)
+            client.push(push_of(client, ids[step * 10 :], 1.0 + step), None, pull=False)
+            if each is servers and step == 1:
+                servers.move(3)
+            elif each is servers and step == 2:
+                servers.move(2)
+    for mine, other in zip(servers.control.weights()[0], still.control.weights()[0], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    mine, other = servers.control.export(), still.control.export()
+    assert mine.optimizer.slots.keys() == other.optimizer.slots.keys()
+    for key, slot in other.optimizer.slots.items():
+        np.testing.assert_array_equal(mine.optimizer.slots[key], slot)
+    for name, value in other.optimizer.shared.items():
+        np.testing.assert_array_equal(mine.optimizer.shared[name], value)
+
+
+def test_a_move_that_fails_before_it_counts_leaves_all_as_it_was(start):
+    servers = start(2)
+    client = servers.client(1)
+    client.pull()
+    ids = np.arange(IDS, dtype=np.int64)
+    client.push(push_of(client, ids, -1.0), None)
+
+    def fail():
+        raise ElasticCBError("The disk is full.")
+
+    with pytest.raises(ElasticCBError, match="The disk is full"):
+        servers.move(3, commit=fail)
+    client.push(push_of(client, ids, -1.0), None)
+    assert client.buckets.version == 0
+    np.testing.assert_array_equal(servers.control.weights()[0][0], np.full((IDS, 4), 2.0))
+    servers.move(3)
+    client.push(push_of(client, ids, -1.0), None)
+    assert len(client.partition) == 3
+    np.testing.assert_array_equal(servers.control.weights()[0][0], np.full((IDS, 4), 3.0))
+
+
+def test_a_push_that_one_server_has_taken_is_taken_by_all_before_they_move(start):
+    servers = start(2)
+    client = servers.client(1)
+    client.pull()
+    ids = np.arange(IDS, dtype=np.int64)
+    push = push_of(client, ids, -1.0)
+    # The worker has reached server 0 alone so far.
+    client._sequence = 1
+    first = []
+    whole = client._exchange
+    client._exchange = lambda servers, frames: first.append(frames) or whole(servers[:1], frames[:1])
+    client._push(push, None, False, {})
+    client._exchange = whole
+    moving = threading.Thread(target=servers.move, args=(3,))
+    moving.start()
+    client._sequence = 0
+    client.push(push, None)  # the same push, to all of them
+    moving.join()
+    client.push(push_of(client, ids, -1.0), None)
+    weights, _ = servers.control.weights()
+    for value in weights[:3]:
+        np.testing.assert_array_equal(value, np.full(value.shape, 2.0))
+
+
+def test_a_push_cut_for_other_servers_is_cut_anew(start):
+    servers = start(2)
+    client = servers.client(1)
+    client.pull()
+    before = push_of(client, np.arange(IDS, dtype=np.int64), -1.0)
+    halved = replace(before, state_deltas=[{}, before.state_deltas[1]])
+    servers.move(3)
+    client.push(halved, None)
+    weights, _ = servers.control.weights()
+    np.testing.assert_array_equal(weights[1], np.full(SPECS[1].shape, 1.0))
+    assert weights[3].sum() + weights[4] == sum(delta.sum() for delta in before.state_deltas[1].values())
+
+
+def test_synchronous_servers_are_not_moved(start):
+    servers = start(1, use_async=False)
+    with pytest.raises(ElasticCBError, match="can't change in synchronous mode"):
+        servers.move(2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "names other variables"),
+        ({"addresses": 1}, "to 3 servers names 1 addresses"),
+    ],
+)
+def test_a_move_that_does_not_fit_what_a_server_holds_is_refused(start, changed, words):
+    servers = start(2)
+    addresses = [link.address for link in servers.links(3)][: changed.get("addresses", 3)]
+    model = pb.InitializeRequest(
+        variables=[spec.to_message() for spec in changed.get("specs", SPECS)],
+        num_ps=3,
+        split=True,
+        ps_addresses=addresses,
+        map_version=1,
+    )
+    request = pb.MoveRequest(step=pb.PREPARE, map_version=1, servers_before=2, model=model)
+    with pytest.raises(WireError, match=words):
+        servers.links(3)[0].call("Move", Frame(request, {}))
+
+
+def test_the_files_of_the_servers_before_serve_until_those_of_the_new_ones_are_written(start, tmp_path):
+    servers = start(2, folder=tmp_path)
+    client = servers.client(1)
+    client.pull()
+    ids = np.arange(IDS, dtype=np.int64)
+    client.push(push_of(client, ids, -1.0), None)
+    links = servers.links(3)
+    move = ServerMove(servers.control, links, 3, is_up=lambda worker: True)
+    move.run(lambda: None)
+    for index in range(3):  # lost before anything was written by the new map
+        for folder in (tmp_path / "recovery").glob(f"ps-{index}-map-1"):
+            (folder / "log.json").unlink(missing_ok=True)
+    servers.control.follow(Places([s.address for s in servers.servers], servers.ids, move.buckets))
+    for index, server in enumerate(servers.servers):
+        restored = servers.control.restore(index, server.address, index + 1, 1, lambda: None, 0, None)
+        assert restored.source == "its recovery files"
+    weights, _ = servers.control.weights()
+    for value in weights[:3]:
+        np.testing.assert_array_equal(value, np.full(value.shape, 1.0))
+    move.write_down()
+    folders = sorted(path.name for path in (tmp_path / "recovery").iterdir())
+    assert folders == ["ps-0-map-1", "ps-1-map-1", "ps-2-map-1"]
+    move.close()

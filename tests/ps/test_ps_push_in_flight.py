@@ -1,0 +1,87 @@
+"""Pushes of workers that die meanwhile, or were given up: a server applies them wholly, or not at all."""
+
+import json
+import multiprocessing
+import signal
+
+import faulty_process
+import keras
+import numpy as np
+import pytest
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.server import PSServer
+from elasticcb.ps_client import PSClient, Push
+from elasticcb.ps_control import PSControl, Source
+from elasticcb.settings import Command, JobSettings, ModelSettings
+from elasticcb.table_spec import TableSpec
+
+INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
+SPECS = (
+    VariableSpec("dense/kernel", (6,), "float32", True),
+    VariableSpec("norm/mean", (2,), "float32", False),
+    VariableSpec("emb/embeddings", (0, 3), "float32", True, table=TableSpec(None, INITIALIZER, 7).to_json()),
+)
+VALUES = [np.arange(6, dtype=np.float32), np.zeros(2, np.float32), np.zeros((0, 3), np.float32)]
+IDS = {2: np.array([1, 2])}
+
+
+def push(address, event, done):
+    """What a worker does that dies at an event of its push; "" for one that does not."""
+    client = PSClient([address], SPECS, True, client_id=7)
+    client.lookup(IDS, create=True)
+    client.pull()
+    if event:
+        faulty_process.arm({"event": event, "action": "kill", "nth": 1}, done)
+    rows = {2: (IDS[2], np.ones((2, 3), np.float32))}
+    gradients, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
+    client.push(Push(gradients, (0,), rows, state, 0.0), None)
+    client.close()
+
+
+def held(client):
+    client.pull()
+    return [*client.blocks[0].values(), client.lookup(IDS)[2]]
+
+
+@pytest.mark.parametrize(
+    ("event", "applied"), [("has sent half a call to a server", False), ("waits for a server's answer", True)]
+)
+def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start, tmp_path, event, applied):
+    disturbed, undisturbed = (start(lambda count: [keras.optimizers.SGD(0.5)], SPECS, num_ps=1) for _ in range(2))
+    for client in (disturbed, undisturbed):
+        client.initialize(Source(VALUES))
+        client.lookup(IDS, create=True)
+    before = held(disturbed)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=push, args=(disturbed._servers[0].link.address, event, tmp_path / "done")
+    )
+    worker.start()
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+    if applied:
+        push(undisturbed._servers[0].link.address, "", None)
+        before = held(undisturbed)
+        while disturbed.version < 1:  # the server reads it when it likes
+            disturbed.pull()
+    assert disturbed.version == applied
+    for found, expected in zip(held(disturbed), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
+    lost = set()
+    settings = JobSettings(command=Command.TRAIN, name="test", directory="", model=ModelSettings())
+    server = PSServer(settings, lambda count: [keras.optimizers.SGD(0.5)], lost_workers=lost)
+    server.start()
+    client = PSControl([server.address], SPECS, True)
+    client.initialize(Source(VALUES))
+    push(server.address, "", None)
+    lost.add(7)
+    with pytest.raises(ElasticCBError, match="gradients of worker 7 are refused: the master gave it up"):
+        push(server.address, "", None)
+    client.pull()
+    assert client.version == 1
+    client.close()
+    server.stop(0)

@@ -1,0 +1,88 @@
+"""The standard gRPC health service of a real master and a real parameter server, as a probe without a token sees it."""
+
+import socket
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from elasticcb.access import Access
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.errors import ConnectionLostError
+from elasticcb.health import HealthServer
+from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.master import Master
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.partition import VariableSpec
+from elasticcb.ps.server import PSServer
+from elasticcb.ps_control import PSControl, Source
+from elasticcb.settings import ClusterSettings, Command, JobSettings
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SETTINGS = JobSettings(command=Command.EVALUATE, name="test", directory="")
+
+
+def check(address, service):
+    with grpc.insecure_channel(address) as channel:
+        return HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=60.0).status
+
+
+def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():
+    lines = []
+    master = Master(ClusterSettings(health_port=0), ExternalCluster(lines.append), lines.append, Access("secret"))
+    try:
+        address = master.health_address
+        assert lines == [f"Health checks are answered at {address}."]
+        master.start()
+        master.begin_job(SETTINGS)
+        assert check(address, "") == SERVING
+        assert check(address, "elasticcb.Master") == NOT_SERVING
+        master.queue = TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=5)
+        assert check(address, "elasticcb.Master") == NOT_SERVING
+        master.cluster = Cluster([], [], False)
+        with master.changed:  # while it is busy
+            assert check(address, "elasticcb.Master") == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            check(address, "elasticcb.ParameterServer")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    finally:
+        master.stop()
+
+
+def test_a_parameter_server_is_ready_when_it_holds_its_part_of_the_model():
+    server = PSServer(SETTINGS, None, access=Access("secret"))
+    server.start()
+    health = HealthServer("127.0.0.1", 0, "elasticcb.ParameterServer", lambda: server.ready)
+    control = PSControl([server.address], [VariableSpec("bias", (2,), "float32", True)], False, access=Access("secret"))
+    try:
+        assert check(health.address, "") == SERVING
+        assert check(health.address, "elasticcb.ParameterServer") == NOT_SERVING
+        control.initialize(Source([[1.0, 2.0]]))
+        assert check(health.address, "elasticcb.ParameterServer") == SERVING
+    finally:
+        control.close()
+        health.stop()
+        server.stop()
+
+
+def test_a_probe_reaches_nothing_else_and_sends_no_large_message():
+    health = HealthServer("127.0.0.1", 0, "elasticcb.Master", lambda: True)
+    try:
+        with grpc.insecure_channel(health.address) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/elasticcb.Master/GetTask")(pb.GetTaskRequest().SerializeToString(), timeout=60.0)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary("/grpc.health.v1.Health/Check")(bytes(100_000), timeout=60.0)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    finally:
+        health.stop()
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConnectionLostError, match="Choose another --health_port"):
+            HealthServer("127.0.0.1", port, "elasticcb.Master", lambda: True)
