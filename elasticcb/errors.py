@@ -84,6 +84,10 @@ class JobOverError(ElasticCBError):
     """A process works on a job that is over; the next one waits for it."""
 
 
+class ImageError(ElasticCBError):
+    """A container image could not be built or pushed."""
+
+
 class LeaveRequestedError(ElasticCBError):
     """A process was asked to end while its job goes on, and has put down its work."""
 

@@ -26,6 +26,7 @@ from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
+from elasticcb.cli.zoo import zoo
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 from elasticcb.scarcity import allow_many_files, describe_scarcity, is_scarcity
 from elasticcb.sigterm import heed_sigterm
@@ -34,7 +35,7 @@ from elasticcb.sigterm import heed_sigterm
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
 @click.command_panel("Jobs", commands=["train", "resume", "status", "scale", "evaluate", "predict"])
-@click.command_panel("Jobs on Kubernetes", commands=["jobs", "logs", "stop"])
+@click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs", "logs", "stop"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -47,7 +48,7 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, resume, status, scale, evaluate, predict, jobs, logs, stop, table, master, ps, worker):
+for _command in (train, resume, status, scale, evaluate, predict, zoo, jobs, logs, stop, table, master, ps, worker):
     elasticcb.add_command(_command)
 
 

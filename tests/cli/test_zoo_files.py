@@ -1,0 +1,240 @@
+"""What `elasticcb zoo init` writes and refuses; no engine is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from zoo_engines import write_wheel
+
+from elasticcb import __version__
+from elasticcb.cli.image_advice import build_advice, push_advice
+from elasticcb.cli.image_engine import ENGINES, NOT_INSTALLED, EngineState, digest_in, problem_of, usable
+from elasticcb.cli.image_name import ImageName, parse_image
+from elasticcb.cli.main import main
+from elasticcb.cli.zoo_files import ZooImage, large_entries, unpublished_source
+from elasticcb.errors import UsageError
+
+DOCKER, PODMAN, BUILDAH = ENGINES
+DIGEST = "sha256:" + "0a" * 32
+
+
+@pytest.fixture
+def zoo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTICCB_DEBUG", raising=False)
+    folder = tmp_path / "zoo"
+    folder.mkdir()
+    (folder / "linear.py").write_text("")
+    return folder
+
+
+def test_init_writes_what_a_build_needs_and_says_what_is_next(zoo, capsys):
+    assert main(["zoo", "init", "zoo"]) == 0
+    assert sorted(path.name for path in zoo.iterdir()) == [
+        ".dockerignore",
+        "Dockerfile",
+        "linear.py",
+        "requirements.txt",
+    ]
+    text = (zoo / "Dockerfile").read_text()
+    assert re.search(r"^FROM docker\.io/library/python:3\.\d+-slim$", text, re.MULTILINE)
+    assert f"'elasticcb[kubernetes]=={__version__}'" in text
+    assert text.index("pip install") < text.index("COPY --chown=1000:1000 . /model_zoo") < text.index("USER 1000:1000")
+    assert "Next: elasticcb zoo build zoo --image=" in capsys.readouterr().out
+
+
+def test_init_again_changes_nothing_and_other_flags_replace_the_dockerfile_only_by_force(zoo, capsys):
+    assert main(["zoo", "init", "zoo"]) == 0
+    (zoo / ".dockerignore").write_text("data\n")
+    (zoo / "requirements.txt").write_text("polars\n")
+    assert main(["zoo", "init", str(zoo)]) == 0
+    before = (zoo / "Dockerfile").read_text()
+    assert main(["zoo", "init", "zoo", "--base_image=python:3.12"]) == 2
+    assert "zoo/Dockerfile is there already" in capsys.readouterr().err
+    assert (zoo / "Dockerfile").read_text() == before
+    assert main(["zoo", "init", "zoo", "--base-image=python:3.12", "--force"]) == 0
+    assert "\nFROM python:3.12\n" in (zoo / "Dockerfile").read_text()
+    assert ((zoo / ".dockerignore").read_text(), (zoo / "requirements.txt").read_text()) == ("data\n", "polars\n")
+
+
+def test_local_wheels_are_copied_into_the_zoo_and_stay_there(zoo, capsys):
+    write_wheel(zoo.parent / "dist", "words", "")
+    assert main(["zoo", "init", "zoo", "--local_pkg_dir=dist"]) == 0
+    assert (zoo / "wheels" / "words-1.0-py3-none-any.whl").exists()
+    text = (zoo / "Dockerfile").read_text()
+    assert "COPY wheels /requirements/wheels/\n" in text
+    assert main(["zoo", "init", "zoo"]) == 0
+    assert (zoo / "Dockerfile").read_text() == text
+
+
+def test_extra_index_is_quoted_for_the_shell():
+    text = ZooImage("python:3.12", extra_pypi_index="https://a.example/simple?a=1&b=$x").dockerfile()
+    assert "--extra-index-url='https://a.example/simple?a=1&b=$x' \\\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["init", "nowhere"], "There is no folder nowhere."),
+        (["init", "zoo/linear.py"], "zoo/linear.py is a file. Expected a model zoo"),
+        (["init", "data"], "data holds no Python files."),
+        (["init", "zoo", "--base_image=Python:3.12"], "names are of small letters. Expected a name such as docker.io/"),
+        (["init", "zoo", "--base_image=https://hub.docker.com/_/python"], "but a URL"),
+        (["init", "zoo", "--base_image=a\nRUN b"], "is no name of an image"),
+        (["init", "zoo", "--extra_pypi_index=packages.example"], "is no URL of a package index"),
+        (["init", "zoo", "--extra_pypi_index=https://jo:secret@packages.example"], "names a user or a password"),
+        (["init", "zoo", "--local_pkg_dir=dist"], "--local_pkg_dir=dist is no folder."),
+        (["init", "zoo", "--local_pkg_dir=data"], "a folder without wheels"),
+        (["build", "zoo"], "Missing option '--image'"),
+        (["build", "zoo", "--image=zoo:1"], "zoo has no Dockerfile. `elasticcb zoo init zoo` writes one."),
+        (["build", "zoo", "--image=Zoo:1"], "names are of small letters"),
+        (["build", "zoo", f"--image=zoo@{DIGEST}"], "has a digest, which only the registry gives"),
+        (["build", "zoo", "--image=zoo:1", "--engine=kaniko"], "'kaniko' is not one of"),
+        (["build", "zoo", "--image=zoo:1", "--engine_flags='"], "can't be split into flags"),
+        (["push", "zoo:1"], "zoo:1 names no registry to push to."),
+        (["push"], "Missing argument 'IMAGE'"),
+    ],
+)
+def test_mistake_is_told_in_words_and_nothing_is_written(arguments, words, zoo, capsys):
+    (zoo.parent / "data").mkdir()
+    assert main(["zoo", *arguments]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "secret" not in said.err
+    assert not said.out
+    assert [path.name for path in zoo.iterdir()] == ["linear.py"]
+
+
+def test_lines_of_requirements_that_an_image_can_not_install_are_named(zoo, capsys):
+    lines = [
+        "numpy>=2",
+        "-e .",
+        "elasticcb @ file:///home/jo/elasticcb",
+        "-r other.txt",
+        "../words",
+        "a # file:x",
+        "-e git+x",
+    ]
+    (zoo / "requirements.txt").write_text("\n".join(lines))
+    for command in (["init", "zoo"], ["build", "zoo", "--image=zoo:1"]):
+        (zoo / "Dockerfile").write_text("FROM python:3.12\n")
+        assert main(["zoo", *command]) == 2
+        said = capsys.readouterr().err
+        assert re.findall(r"requirements.txt:(\d+): ", said) == ["2", "3", "4", "5", "7"]
+        assert "names another file" in said.splitlines()[2]
+
+
+def test_two_wheels_of_one_package_are_refused(zoo, capsys):
+    write_wheel(zoo.parent / "dist", "my_words", "")
+    (zoo / "wheels").mkdir()
+    (zoo / "wheels" / "My.Words-0.9-py3-none-any.whl").write_bytes(b"")
+    assert main(["zoo", "init", "zoo", "--local_pkg_dir=dist"]) == 2
+    assert "are of one package" in capsys.readouterr().err
+
+
+def test_large_entries_are_those_that_dockerignore_does_not_name(zoo):
+    for name, size in (("data", 30), ("logs", 50), (".git", 70), ("small", 5)):
+        (zoo / name).mkdir()
+        (zoo / name / "a").write_bytes(b"x" * size)
+    (zoo / "model.tar").write_bytes(b"x" * 90)
+    assert large_entries(zoo, "# logs\n.git\n*.tar\n!x\n", 20) == [("logs", 50), ("data", 30)]
+    assert large_entries(zoo, "/data/\n**/logs\n.git/**\nmodel.*\n", 20) == []
+
+
+def test_source_of_this_installation_is_a_folder_or_unknown():
+    assert unpublished_source() == "" or unpublished_source().startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "full"),
+    [
+        ("zoo", ImageName("", "zoo"), "zoo"),
+        ("zoo:1", ImageName("", "zoo", "1"), "zoo:1"),
+        ("jo/zoo:1", ImageName("", "jo/zoo", "1"), "docker.io/jo/zoo:1"),
+        ("localhost/zoo", ImageName("localhost", "zoo"), "localhost/zoo"),
+        ("10.0.0.1:5000/a/b:v1.2_x", ImageName("10.0.0.1:5000", "a/b", "v1.2_x"), "10.0.0.1:5000/a/b:v1.2_x"),
+        ("[::1]:5000/zoo", ImageName("[::1]:5000", "zoo"), "[::1]:5000/zoo"),
+        (f"a.example/zoo@{DIGEST}", ImageName("a.example", "zoo", "", DIGEST), "a.example/zoo"),
+        *((bad, None, "") for bad in ("", "zoo:", "-zoo", "a b", "Zoo", "a.example/", "http://a/b", "a.io/Zoo", "b\n")),
+    ],
+)  # fmt: skip
+def test_name_of_an_image_is_read_as_registries_read_it(text, parts, full):
+    assert parse_image(text) == parts
+    assert parts is None or parts.full == full
+
+
+def test_first_engine_that_works_is_taken_and_else_all_are_told_with_their_reasons():
+    daemon = problem_of(
+        DOCKER, "Client:\n Version: 28\nCannot connect to the Docker daemon. Is the docker daemon running?\n"
+    )
+    assert usable([EngineState(DOCKER, daemon), EngineState(PODMAN), EngineState(BUILDAH)]) == [PODMAN, BUILDAH]
+    with pytest.raises(UsageError) as error:
+        usable([EngineState(DOCKER, daemon), EngineState(PODMAN, NOT_INSTALLED)])
+    assert "docker: Cannot connect to the Docker daemon. Is the docker daemon running?\n" in str(error.value)
+    assert "podman: it is not installed\nMend docker (`docker version" in str(error.value)
+    with pytest.raises(UsageError, match=r"--engine=podman can't be used: it is not installed\. Install one"):
+        usable([EngineState(PODMAN, NOT_INSTALLED)])
+    assert problem_of(BUILDAH, "\n") == "`buildah info` failed"
+
+
+def test_commands_of_engines(tmp_path):
+    image = ImageName("a.example", "zoo", "1")
+    assert DOCKER.build(tmp_path, tmp_path / "Dockerfile", image, ["--no-cache"]) == [
+        "docker", "build", "--tag=a.example/zoo:1", f"--file={tmp_path}/Dockerfile", "--no-cache", str(tmp_path),
+    ]  # fmt: skip
+    assert DOCKER.push(image, tmp_path / "digest", []) == ["docker", "push", "a.example/zoo:1"]
+    assert PODMAN.push(image, tmp_path / "digest", ["--quiet"]) == [
+        "podman", "push", f"--digestfile={tmp_path}/digest", "--quiet", "a.example/zoo:1",
+    ]  # fmt: skip
+    assert digest_in(["a: Pushed", f"1: digest: {DIGEST} size: 1365"]) == DIGEST
+    assert digest_in(["nothing"]) == ""
+    assert image.at(DIGEST) == f"a.example/zoo@{DIGEST}"
+
+
+# What engines and pip have said.
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ERROR: No matching distribution found for elasticcb==0.1.0", "Make a wheel of your checkout"),
+        ("ERROR: No matching distribution found for polar", "look at its name and version"),
+        ("/bin/sh: 1: python: not found", "no `python` with pip"),
+        ("/usr/bin/python: No module named pip", "no `python` with pip"),
+        ("error: externally-managed-environment", "takes no packages"),
+        ("ERROR: a-1.0-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform.", "for another Python"),
+        ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "loosen the versions"),
+        ("write /usr/lib/libcuda.so: no space left on device", "`docker image prune`"),
+        ("toomanyrequests: You have reached your pull rate limit.", "name a mirror"),
+        ("exec /bin/sh: exec format error", "--engine_flags=--platform"),
+        ("pull access denied for nothing, repository does not exist or may require 'docker login'", "can't be pulled"),
+        ("Error: creating build container: initializing source docker://a:1: manifest unknown", "can't be pulled"),
+        ("dial tcp: lookup registry.example on 10.0.0.2:53: no such host", "could not be reached"),
+        ('COPY failed: file not found in build context: stat wheels: file does not exist', "leaves it out"),
+        ("ERROR: failed to compute cache key: \"/wheels\": not found", "leaves it out"),
+        ("it broke", ""),
+    ],
+)  # fmt: skip
+def test_build_that_fails_comes_with_advice(line, words):
+    advice = build_advice(["STEP 1/8", line], "docker", "zoo")
+    assert words in advice
+    assert bool(words) == bool(advice)
+    assert "{" not in advice
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("http: server gave HTTP response to HTTPS client", "speaks no TLS"),
+        ("x509: certificate signed by unknown authority", "does not trust the certificate"),
+        ("dial tcp: lookup a.example: no such host", "not known"),
+        ("dial tcp 127.0.0.1:5000: connect: connection refused", "Nobody answers at a.example"),
+        ("name unknown: The repository with name 'zoo' does not exist in the registry", "make it there first"),
+        ("denied: requested access to the resource is denied", "`docker login a.example`"),
+        ("no basic auth credentials", "`docker login a.example`"),
+        ("it broke", ""),
+    ],
+)
+def test_push_that_fails_comes_with_advice(line, words):
+    advice = push_advice([line], "docker", "a.example")
+    assert words in advice
+    assert bool(words) == bool(advice)
