@@ -27,6 +27,14 @@ def tensor_of(array: Array) -> tf.Tensor:
     return tf.convert_to_tensor(array)
 
 
+def not_cached(number: float) -> Array:
+    """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
+
+    Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
+    """
+    return np.asarray(number)
+
+
 def array_of(tensor: tf.Tensor) -> Array:
     """The tensor's array, read-only, without a copy where NumPy knows the dtype."""
     array: Array

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elasticcb.blocks import Blocks
+from elasticcb.eager_tensors import not_cached
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import unwrapped
@@ -137,7 +138,7 @@ class MasterHooks:
         """The servers' base rate becomes that of the model on the master."""
         variable = self._host.learning_rate
         if variable is not None and self._host.trains:  # else servers have no optimizer
-            variable.assign(rate)
+            variable.assign(not_cached(rate))
         self.base_learning_rate = self._learning_rate()
 
     # ------------------------------------------------------------ the model
@@ -157,7 +158,8 @@ class MasterHooks:
             self._state = read_optimizers(*self._optimizers())
         elif self._host.optimizer is not None:
             # What TensorBoard calls the step; a schedule's rate comes from it, too.
-            unwrapped(self._host.optimizer)._iterations.assign(max(0, self._ps.version + self._iterations_ahead))
+            steps = max(0, self._ps.version + self._iterations_ahead)
+            unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
         """Those of the model, its variables, and by which of them each is updated."""

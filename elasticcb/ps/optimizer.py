@@ -7,6 +7,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
+from elasticcb.eager_tensors import not_cached
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizer_traits import clips_on_server
 from elasticcb.optimizer_variables import Leaf, optimizer_variables
@@ -103,7 +104,7 @@ class ServerOptimizer:
                 f"with a {schedule}, which decides on it. Make the optimizer with a number instead "
                 f"({self.kind}(learning_rate={learning_rate:g})), or leave the learning rate alone."
             )
-        self.optimizer.learning_rate = learning_rate
+        self.optimizer.learning_rate = not_cached(learning_rate)
 
     def finalize(self) -> bool:
         """Sets the final weights (their moving average, in Keras's classes); whether there was anything to set."""

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.blocks import Blocks, PlacedBlocks
-from elasticcb.eager_tensors import array_of, tensor_of
+from elasticcb.eager_tensors import array_of, not_cached, tensor_of
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
 from elasticcb.layers.lookups import Wanted, serve_tables
@@ -152,7 +152,11 @@ class Trainer:
         """
         self._follow(blocks)
         logs, states, dense, gradients, pairs, deltas, usable, served = self._run(
-            "_train", batch, _to_tensors(blocks), tf.constant(version, tf.int64), *_table_inputs(wanted, rows)
+            "_train",
+            batch,
+            _to_tensors(blocks),
+            tf.constant(not_cached(version), tf.int64),
+            *_table_inputs(wanted, rows),
         )
         logs = {name: to_number(value) for name, value in logs.items()}
         push = Push(

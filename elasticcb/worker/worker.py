@@ -16,6 +16,7 @@ from typing import Any
 from elasticcb.blocks import Blocks
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place
+from elasticcb.eager_tensors import not_cached
 from elasticcb.errors import (
     CallbackError,
     ConnectionLostError,
@@ -547,7 +548,8 @@ class Worker:
         """A new base rate (from a checkpoint, or set on the master) becomes the rate here too."""
         version = self._ps.learning_rate_version
         if version != self._learning_rate_version and _settable_learning_rate(self._model) is not None:
-            self._model.optimizer.learning_rate = self._base_learning_rate = self._ps.learning_rate
+            self._base_learning_rate = self._ps.learning_rate
+            self._model.optimizer.learning_rate = not_cached(self._base_learning_rate)
             self._learning_rate_version = version
             self._rate_is_known = False
 
