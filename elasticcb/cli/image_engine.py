@@ -71,7 +71,8 @@ def usable(states: Sequence[EngineState]) -> list[Engine]:
         return found
     reasons = "\n".join(f"  {state.engine.name}: {state.problem}" for state in states)
     if len(states) == 1:
-        raise UsageError(f"--engine={states[0].engine.name} can't be used: {states[0].problem}. {_remedy(states)}")
+        problem = states[0].problem + ("" if states[0].problem.endswith("?") else ".")
+        raise UsageError(f"--engine={states[0].engine.name} can't be used: {problem} {_remedy(states)}")
     raise UsageError(f"There is nothing here that works with container images.\n{reasons}\n{_remedy(states)}")
 
 

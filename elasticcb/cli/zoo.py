@@ -35,7 +35,7 @@ from elasticcb.cli.zoo_files import (
 from elasticcb.errors import ImageError, UsageError
 
 _EXAMPLE = "registry.example.org/team/zoo:1"
-_SHOWN_LINES = 10  # of an engine that failed
+_SHOWN_LINES = 5  # of an engine that failed, which has said the rest above
 
 _folder_argument = click.argument("folder", metavar="[DIR]", default=".")
 _engine_option = click.option(
@@ -155,7 +155,7 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
     check_zoo(directory)
     dockerfile = directory / DOCKERFILE
     if not dockerfile.exists():
-        raise UsageError(f"{directory} has no Dockerfile. `elasticcb zoo init {shlex.quote(folder)}` writes one.")
+        raise UsageError(f"There is no Dockerfile in {folder}. `elasticcb zoo init {shlex.quote(folder)}` writes one.")
     requirements = directory / REQUIREMENTS
     if requirements.exists():
         check_requirements(_read(requirements), str(requirements))

@@ -87,7 +87,7 @@ def test_extra_index_is_quoted_for_the_shell():
         (["init", "zoo", "--local_pkg_dir=dist"], "--local_pkg_dir=dist is no folder."),
         (["init", "zoo", "--local_pkg_dir=data"], "a folder without wheels"),
         (["build", "zoo"], "Missing option '--image'"),
-        (["build", "zoo", "--image=zoo:1"], "zoo has no Dockerfile. `elasticcb zoo init zoo` writes one."),
+        (["build", "zoo", "--image=zoo:1"], "There is no Dockerfile in zoo. `elasticcb zoo init zoo` writes one."),
         (["build", "zoo", "--image=Zoo:1"], "names are of small letters"),
         (["build", "zoo", f"--image=zoo@{DIGEST}"], "has a digest, which only the registry gives"),
         (["build", "zoo", "--image=zoo:1", "--engine=kaniko"], "'kaniko' is not one of"),
