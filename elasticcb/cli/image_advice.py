@@ -57,6 +57,11 @@ _BUILD = (
         "name a mirror by --base_image of `elasticcb zoo init`.",
     ),
     Advice(
+        r"error running container: |creating container for|crun: |runc create failed",
+        "{engine} can start no containers here, as within another container. In the environment, "
+        "BUILDAH_ISOLATION=chroot has podman and buildah do without.",
+    ),
+    Advice(
         r"(?i)exec format error",
         "The base image is for another kind of machine; --engine_flags=--platform=linux/amd64 names one.",
     ),

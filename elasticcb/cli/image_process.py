@@ -56,6 +56,8 @@ def show(command: Sequence[str]) -> Outcome:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 last.append(line.rstrip())
+            if last and not line.endswith("\n"):
+                print()
         except BaseException:
             process.terminate()
             raise

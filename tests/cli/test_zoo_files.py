@@ -205,6 +205,7 @@ def test_commands_of_engines(tmp_path):
         ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "loosen the versions"),
         ("write /usr/lib/libcuda.so: no space left on device", "`docker image prune`"),
         ("toomanyrequests: You have reached your pull rate limit.", "name a mirror"),
+        ("error running container: from /usr/bin/crun creating container for [/bin/sh]", "BUILDAH_ISOLATION=chroot"),
         ("exec /bin/sh: exec format error", "--engine_flags=--platform"),
         ("pull access denied for nothing, repository does not exist or may require 'docker login'", "can't be pulled"),
         ("Error: creating build container: initializing source docker://a:1: manifest unknown", "can't be pulled"),

@@ -1,0 +1,54 @@
+"""The Dockerfile of the project: what it copies is there, and its versions are those of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def arguments() -> dict[str, str]:
+    """The build arguments by name; each has one default."""
+    found = set(re.findall(r"^ARG (\w+)=(\S+)$", TEXT, re.MULTILINE))
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def test_all_that_the_wheel_is_made_from_is_copied_and_nothing_else_reaches_the_build():
+    copied = {
+        name.rstrip("/")
+        for sources in re.findall(r"^COPY (?!--)(.+) \S+$", TEXT, re.MULTILINE)
+        for name in sources.split()
+    }
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"pyproject.toml", "setup.py", "proto", "elasticcb", PROJECT["readme"], *PROJECT["license-files"]} <= copied
+
+
+def test_default_tensorflow_python_and_extras_are_supported():
+    given = arguments()
+    (tensorflow,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == "tensorflow")
+    assert given["TENSORFLOW_VERSION"] in tensorflow.specifier
+    (python,) = re.findall(r"python:(3\.\d+)-slim$", given["PYTHON_IMAGE"])
+    assert python in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert set(given["EXTRAS"].split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_documentation_names_each_build_argument_with_its_default():
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)` \|", page, re.MULTILINE)) == arguments()
+
+
+def test_image_runs_as_the_user_of_pods():
+    assert TEXT.rindex("\nUSER 1000:1000\n") > TEXT.rindex("\nFROM ")
