@@ -1,0 +1,236 @@
+"""Leases that are over, taken back or never came to their worker: the next worker goes on."""
+
+from __future__ import annotations
+
+import pytest
+from task_queues import EPOCH_DONE, TRAINING_DONE, make_queue, reached, take
+
+from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import TaskState, TaskType
+
+# ---------------------------------------------------------------- taking over
+
+
+def test_task_of_a_dead_worker_is_handed_out_again():
+    queue = make_queue()
+    lease = take(queue)
+    assert queue.worker_lost(1) == [lease.task]
+    again = take(queue, worker=2)
+    assert again.task == lease.task
+    assert again.id != lease.id
+
+
+def test_task_taken_over_starts_behind_the_reported_records():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 0.0)
+    assert queue.worker_lost(1)[0].shard == Shard("a", 10, 20)
+    again = take(queue, worker=2)
+    assert again.task.id == lease.task.id
+    queue.report_progress(2, again.id, 5, 0.0)
+    queue.worker_lost(2)
+    last = take(queue, worker=3)
+    assert last.task.shard == Shard("a", 15, 20)
+    queue.report_done(3, last.id)
+    accounting = queue.accounting
+    assert accounting.records_trained == {0: 20}
+    assert accounting.records_handed_out_again == 10 + 5
+    assert accounting.tasks_taken_over == 2
+
+
+def test_what_a_worker_hands_back_counts_neither_as_a_loss_nor_as_trained_twice():
+    queue = make_queue(training=[("a", 20)])
+    for worker in range(1, 9):  # more often than `max_losses`
+        lease = take(queue, worker)
+        queue.report_progress(worker, lease.id, 2, 0.0)
+        assert queue.worker_left(worker)[0].shard == Shard("a", 2 * worker, 20)
+    last = take(queue, worker=9)
+    queue.report_done(9, last.id)
+    assert queue.accounting.records_trained == {0: 20}
+    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.tasks_taken_over == 8
+
+
+def test_records_of_a_worker_that_can_not_tell_which_are_done_may_be_trained_twice():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 0.0, True)
+    queue.worker_left(1)
+    take(queue, worker=2)
+    assert queue.accounting.records_handed_out_again == 20
+
+
+def test_late_progress_report_does_not_take_records_back():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 15, 0.0)
+    assert queue.report_progress(1, lease.id, 10, 0.0).accepted
+    assert queue.worker_lost(1)[0].shard == Shard("a", 15, 20)
+    assert queue.accounting.records_trained == {0: 15}
+
+
+@pytest.mark.parametrize("kind", ["training", "prediction"])
+def test_task_whose_records_were_all_reported_is_done_when_its_worker_is_lost(kind):
+    queue = make_queue(**{"training": (), kind: [("a", 20)]})
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 20, 0.0)
+    assert reached(queue) == []
+    queue.worker_lost(1)
+    expected = {
+        "training": [(EPOCH_DONE, 0), (TRAINING_DONE, 0)],
+        "prediction": [(MilestoneKind.PREDICTION_DONE, 0)],
+    }
+    assert reached(queue) == expected[kind]
+    assert queue.counts()[TaskType(kind.upper())][TaskState.DONE] == 1
+    queue.finish()
+    assert queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
+
+
+def test_prediction_task_taken_over_starts_behind_the_reported_records():
+    queue = make_queue(training=(), prediction=[("p", 20)])
+    queue.report_progress(1, take(queue).id, 10, 0.0)
+    queue.worker_lost(1)
+    assert take(queue, worker=2).task.shard == Shard("p", 10, 20)
+
+
+def test_evaluation_task_taken_over_starts_at_its_beginning():
+    queue = make_queue()
+    queue.add_evaluation(1, [("v", 20)])
+    lease = take(queue)
+    assert queue.report_progress(1, lease.id, 20, 0.0).accepted
+    queue.worker_lost(1)
+    assert take(queue, worker=2).task == lease.task
+    assert queue.accounting.records_handed_out_again == 0
+
+
+def test_tasks_taken_back_come_before_new_ones_in_their_order():
+    queue = make_queue(training=[("a", 200)])
+    first, second = take(queue), take(queue)
+    queue.worker_lost(1)
+    assert [take(queue, 2).task, take(queue, 2).task] == [first.task, second.task]
+
+
+def test_a_lost_worker_gets_no_task_any_more():
+    queue = make_queue()
+    queue.worker_lost(1)
+    decision = queue.get_task(1, 0.0)
+    assert decision.kind is DecisionKind.FINISHED
+    assert "lost" in decision.reason
+
+
+# ---------------------------------------------------------------- lost answers
+
+
+def test_lease_whose_answer_got_lost_is_put_back():
+    queue = make_queue()
+    lease = take(queue, held=[])
+    again = take(queue, held=[])
+    assert again.task == lease.task
+    assert again.id != lease.id
+    assert queue.accounting.answers_lost == 1
+    assert queue.accounting.records_handed_out_again == 0
+
+
+def test_lease_that_the_worker_names_stays_with_it():
+    queue = make_queue()
+    first = take(queue, held=[])
+    second = take(queue, held=[first.id])
+    assert first.task != second.task
+    assert len(queue.leases(1)) == 2
+
+
+def test_lease_that_the_worker_spoke_of_is_not_put_back():
+    queue = make_queue()
+    first = take(queue, held=[])
+    queue.report_progress(1, first.id, 0, 0.0)
+    assert take(queue, held=[]).task != first.task
+    assert queue.report_done(1, first.id).accepted
+
+
+def test_lost_answers_are_no_attempts():
+    queue = make_queue(training=[("a", 20)], max_losses=0, max_retries=0)
+    for _ in range(5):
+        lease = take(queue, held=[])
+    assert queue.report_done(1, lease.id).accepted
+    assert queue.failure is None
+
+
+# ---------------------------------------------------------------- leases and time
+
+
+def test_lease_without_progress_is_over_after_its_time():
+    queue = make_queue()
+    lease = take(queue, now=100.0)
+    assert lease.deadline == queue.next_deadline == 160.0
+    assert queue.expire(159.9) == []
+    assert queue.expire(160.0) == [lease]
+    assert take(queue, worker=2, now=160.0).task == lease.task
+    assert queue.next_deadline == 220.0
+
+
+def test_progress_keeps_a_lease_alive_and_repeating_it_does_not():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 50.0)
+    queue.report_progress(1, lease.id, 10, 100.0)
+    assert queue.expire(109.0) == []
+    assert queue.expire(110.0) == [lease]
+
+
+def test_worker_that_can_not_tell_which_records_are_done_keeps_its_lease_alive_by_saying_that_it_got_on():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 50.0, progressed=True)
+    assert queue.expire(109.0) == []
+    assert queue.expire(110.0) == [lease]
+    assert queue.accounting.records_trained == {}
+
+
+def test_all_workers_that_hang_lose_their_leases():
+    queue = make_queue()
+    leases = [take(queue, 1), take(queue, 2)]
+    assert queue.expire(60.0) == leases
+
+
+def test_evaluation_progress_keeps_the_lease_alive():
+    queue = make_queue()
+    queue.add_evaluation(1, [("v", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 50.0)
+    assert queue.expire(100.0) == []
+
+
+def test_prefetched_task_lives_on_the_progress_of_the_one_before_it():
+    queue = make_queue()
+    first, second = take(queue, now=0.0), take(queue, now=1.0)
+    queue.report_progress(1, first.id, 10, 50.0)
+    assert queue.expire(100.0) == []
+    queue.report_done(1, first.id)
+    assert queue.expire(159.0) == []
+    assert queue.expire(160.0) == [second]
+
+
+def test_hung_worker_loses_all_its_leases_at_once():
+    queue = make_queue()
+    first, second = take(queue, now=0.0), take(queue, now=59.0)
+    assert queue.expire(60.0) == [first, second]
+
+
+def test_hung_worker_that_wakes_up_is_refused_and_may_take_tasks_again():
+    queue = make_queue()
+    lease = take(queue)
+    queue.expire(60.0)
+    assert not queue.report_progress(1, lease.id, 10, 61.0).accepted
+    again = take(queue, now=61.0)
+    assert again.task == lease.task
+    assert not queue.report_done(1, lease.id).accepted
+    assert queue.report_done(1, again.id).accepted
+
+
+def test_task_without_records_is_kept_alive_by_any_report():
+    queue = make_queue(training=())
+    queue.add_train_end()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 50.0)
+    assert queue.expire(100.0) == []

@@ -1,0 +1,219 @@
+"""What workers report of their tasks: done, failed, got on."""
+
+from __future__ import annotations
+
+import pytest
+from task_queues import drain, make_queue, take
+
+from elasticcb.errors import JobFailedError, WireError
+from elasticcb.master.answers import DecisionKind
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task_record import IllegalTransitionError, TaskRecord
+
+
+def test_duplicate_report_of_a_done_lease_is_accepted_without_effect():
+    queue = make_queue()
+    lease = take(queue)
+    assert not queue.report_done(1, lease.id).duplicate
+    before = queue.accounting, queue.counts()
+    again = queue.report_done(1, lease.id)
+    assert again.accepted
+    assert again.duplicate
+    assert again.task == lease.task
+    assert (queue.accounting, queue.counts()) == before
+
+
+def test_duplicate_report_of_a_failed_lease_uses_up_no_second_retry():
+    queue = make_queue(max_retries=1)
+    lease = take(queue)
+    assert queue.report_failed(1, lease.id, "boom", "").accepted
+    assert queue.report_failed(1, lease.id, "boom", "").duplicate
+    assert queue.failure is None
+    assert queue.accounting.tasks_retried == 1
+
+
+def test_late_report_of_a_lost_worker_is_refused_and_counted():
+    queue = make_queue()
+    lease = take(queue)
+    queue.worker_lost(1)
+    outcome = queue.report_done(1, lease.id)
+    assert not outcome.accepted
+    assert "lost" in outcome.reason
+    assert not queue.report_progress(1, lease.id, 10, 1.0).accepted
+    assert not queue.report_failed(1, lease.id, "boom", "").accepted
+    assert queue.accounting.reports_refused == 3
+    assert queue.accounting.records_trained == {}
+
+
+def test_done_report_after_a_failed_report_of_the_same_lease_is_refused():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_failed(1, lease.id, "boom", "")
+    assert not queue.report_done(1, lease.id).accepted
+
+
+def test_report_on_the_lease_of_another_worker_is_refused():
+    queue = make_queue()
+    lease = take(queue, worker=1)
+    outcome = queue.report_done(2, lease.id)
+    assert not outcome.accepted
+    assert "belongs to worker 1" in outcome.reason
+    assert queue.report_done(1, lease.id).accepted
+
+
+def test_records_reported_while_a_task_runs_are_not_counted_again_when_it_is_done():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 0.0)
+    assert queue.accounting.records_trained == {0: 10}
+    queue.report_done(1, lease.id)
+    assert queue.accounting.records_trained == {0: 20}
+
+
+def test_progress_beyond_the_shard_is_an_error_in_words():
+    queue = make_queue()
+    lease = take(queue)
+    with pytest.raises(WireError, match="21 records"):
+        queue.report_progress(1, lease.id, 21, 0.0)
+
+
+def test_transition_that_is_not_in_the_table_is_refused_with_the_story_of_the_task():
+    record = TaskRecord(Task(7, TaskType.TRAINING, Shard("data.csv", 0, 20)))
+    with pytest.raises(IllegalTransitionError, match=r"task 7 .*data\.csv.* is TODO"):
+        record.move(TaskEvent.REPORTED_DONE)
+
+
+# ---------------------------------------------------------------- failing
+
+
+def test_failed_task_that_may_not_be_retried_is_not_said_to_have_used_up_its_retries():
+    queue = make_queue(training=[("data.csv", 20)], max_retries=0)
+    queue.report_failed(1, take(queue, 1).id, "ValueError: row 1", "")
+    assert str(queue.failure).endswith("failed on worker 1: ValueError: row 1")
+
+
+def test_failed_task_is_tried_again_until_its_retries_are_used_up():
+    queue = make_queue(training=[("data.csv", 20)], max_retries=2)
+    for worker in (1, 2):
+        outcome = queue.report_failed(worker, take(queue, worker).id, f"ValueError: row {worker}", "")
+        assert outcome.accepted
+        assert queue.failure is None
+    lease = take(queue, worker=3)
+    queue.report_progress(3, lease.id, 10, 0.0)
+    queue.report_failed(3, lease.id, "ValueError: row 3", "Traceback of worker 3")
+    failure = queue.failure
+    assert failure is not None
+    assert (failure.shard, failure.worker) == (Shard("data.csv", 0, 20), 3)
+    assert failure.event is TaskEvent.RETRIES_USED_UP
+    assert [attempt.worker for attempt in failure.attempts] == [1, 2, 3]
+    story = str(failure)
+    for part in ("'data.csv'", "[0, 20)", "worker 3", "row 3", "row 1", "row 2", "max_task_retries"):
+        assert part in story
+    error = failure.to_error("on host a")
+    assert isinstance(error, JobFailedError)
+    assert error.user_traceback == "Traceback of worker 3"
+    assert queue.accounting.tasks_retried == 2
+    assert queue.counts()[TaskType.TRAINING][TaskState.FAILED] == 1
+
+
+def test_after_a_failure_nothing_is_handed_out():
+    queue = make_queue(max_retries=0)
+    other = take(queue, worker=2)
+    queue.report_failed(1, take(queue).id, "boom", "")
+    decision = queue.get_task(2, 0.0)
+    assert decision.kind is DecisionKind.FINISHED
+    assert "failed" in decision.reason
+    assert queue.report_done(2, other.id).accepted
+
+
+def test_fatal_failure_is_not_tried_again():
+    queue = make_queue()
+    queue.report_failed(1, take(queue).id, "bad model file", "", fatal=True)
+    assert queue.failure is not None
+    assert queue.failure.event is TaskEvent.REPORTED_FATAL
+
+
+def test_fatal_failure_behind_the_last_record_still_ends_the_job():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 20, 0.0)
+    queue.report_failed(1, lease.id, "bad", "", fatal=True)
+    assert queue.failure is not None
+
+
+def test_failure_behind_the_last_record_leaves_nothing_to_do():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 20, 0.0)
+    assert queue.report_failed(1, lease.id, "late", "").accepted
+    assert queue.training_done
+    assert queue.accounting.tasks_retried == 0
+
+
+def test_failed_task_goes_on_behind_the_reported_records():
+    queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 10, 0.0)
+    queue.report_failed(1, lease.id, "boom", "")
+    assert take(queue).task.shard == Shard("a", 10, 20)
+
+
+def test_first_failure_is_the_one_that_is_told():
+    queue = make_queue(max_retries=0)
+    first, second = take(queue, 1), take(queue, 2)
+    queue.report_failed(1, first.id, "first", "")
+    queue.report_failed(2, second.id, "second", "")
+    assert queue.failure is not None
+    assert queue.failure.error == "first"
+
+
+def test_lost_workers_do_not_use_up_retries():
+    queue = make_queue(training=[("a", 20)], max_retries=0, max_losses=10)
+    for worker in range(10):
+        take(queue, worker)
+        queue.worker_lost(worker)
+    assert queue.failure is None
+    assert len(drain(queue, 99)) == 1
+
+
+def test_task_that_takes_every_worker_down_ends_the_job():
+    queue = make_queue(training=[("a", 20)], max_losses=3)
+    for worker in range(4):
+        assert queue.failure is None
+        take(queue, worker)
+        queue.worker_lost(worker)
+    assert queue.failure is not None
+    assert queue.failure.event is TaskEvent.LOSSES_USED_UP
+    assert "4 times" in str(queue.failure)
+
+
+def test_task_that_hangs_every_worker_ends_the_job():
+    queue = make_queue(training=[("a", 20)], max_losses=1)
+    for now in (0.0, 100.0):
+        take(queue, now=now)
+        queue.expire(now + 60)
+    assert queue.failure is not None
+    assert "no progress for 60 s" in queue.failure.error
+
+
+def test_losses_of_a_task_that_gets_on_do_not_add_up():
+    queue = make_queue(training=[("a", 20)], max_losses=1)
+    for worker in range(15):
+        queue.report_progress(worker, take(queue, worker).id, 1, 0.0)
+        queue.worker_lost(worker)
+    assert queue.failure is None
+    assert take(queue, 99).task.shard == Shard("a", 15, 20)
+
+
+def test_prefetched_task_is_not_blamed_for_the_loss_of_its_worker():
+    queue = make_queue(max_losses=2)
+    deadly = take(queue, 0).task
+    prefetched = take(queue, 0).task
+    queue.worker_lost(0)
+    for worker in (1, 2):
+        assert take(queue, worker).task == deadly
+        assert take(queue, worker).task == prefetched
+        queue.worker_lost(worker)
+    assert queue.failure is not None
+    assert queue.failure.task == deadly
