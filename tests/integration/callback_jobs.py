@@ -2,7 +2,7 @@
 
 import json
 
-from test_model_files import RECORDS, write_arrays
+from model_file_jobs import RECORDS, write_arrays
 
 from elasticcb.settings import Command
 from jobs import job_settings, write_model_file

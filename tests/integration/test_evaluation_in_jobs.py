@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from test_model_files import load_module
+from model_file_jobs import load_module
 
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file

@@ -1,0 +1,174 @@
+"""One synchronous worker in a job with a model file, and plain Keras, on the same batches in the same order."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from model_file_jobs import RECORDS, final_weights, load_module, weights_saver, write_arrays
+
+from elasticcb.master.task_queue import TaskQueue
+from jobs import job_settings, run_job, write_model_file
+
+COMPILED = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    def custom_model(units):
+        keras.utils.set_random_seed(4)
+        frozen = keras.layers.Dense(6, trainable=False, name="frozen")
+        model = keras.Sequential([
+            frozen,
+            keras.layers.Dense(units, activation="relu", kernel_regularizer="l2"),
+            keras.layers.BatchNormalization(momentum=0.7),
+            keras.layers.Dense(1, activation="sigmoid", activity_regularizer="l1"),
+        ])  # without input shape: built with the first batch
+        model.compile("adam", "binary_crossentropy", metrics=["accuracy", "AUC"], weighted_metrics=["mae"])
+        return model
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda record: (record["x"], record["y"], record["weight"]))
+
+    class KeepLogs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open("FOLDER/logs", "a") as file:
+                file.write(json.dumps(logs) + "\\n")
+
+    import json
+
+    def callbacks():
+        return [SaveWeights(), KeepLogs()]
+"""
+
+
+def test_compiled_model_with_weights_regularizers_and_moving_statistics(tmp_path):
+    weight = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
+    data = write_arrays(tmp_path / "data.npz", weight=weight)
+    text = COMPILED.replace("FOLDER", str(tmp_path)) + weights_saver(tmp_path)
+    path = write_model_file(tmp_path, text, "compiled_file")
+    settings = job_settings(
+        path,
+        tmp_path / "job",
+        training=data,
+        validation=data,
+        minibatch_size=16,
+        num_minibatches_per_task=2,
+        num_epochs=2,
+        use_async=False,
+        shuffle_seed=2,
+    )
+    settings = with_params(settings, units=5)
+    order = []
+    run_job(settings)
+
+    model = load_module(path).custom_model(units=5)
+    arrays = np.load(data)
+    x, y = arrays["x"], arrays["y"]
+    model.build((None, 6))
+    history = []
+    for epoch in range(2):
+        starts = task_order(data, 32, settings.training.shuffle_seed, epoch)
+        order = np.concatenate([np.arange(start, start + 32) for start in starts])
+        result = model.fit(
+            x[order],
+            y[order],
+            sample_weight=weight[order],
+            batch_size=16,
+            shuffle=False,
+            validation_data=(x, y, weight),
+            validation_batch_size=16,
+            verbose=0,
+        )
+        history.append({name: values[0] for name, values in result.history.items()})
+    logs = [json.loads(line) for line in (tmp_path / "logs").read_text().splitlines()]
+    for ours, theirs in zip(logs, history, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    for ours, theirs in zip(final_weights(tmp_path), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+
+
+SUBCLASS = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    class Net(keras.Model):
+        def __init__(self, rate=0.0, width=4):
+            super().__init__()
+            keras.utils.set_random_seed(5)
+            self.hidden = keras.layers.Dense(width, activation="tanh")
+            self.unused = keras.layers.Dense(3)
+            self.drop = keras.layers.Dropout(rate)
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x, training=False):
+            self.unused(x)
+            return self.out(self.drop(self.hidden(x), training=training))
+
+    def loss(labels, predictions, weights):
+        squares = tf.square(labels - predictions)[:, 0]
+        return tf.reduce_sum(squares * weights) / tf.reduce_sum(weights)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.1)
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda record: (record["x"], record["y"], record["weight"]))
+
+    def callbacks():
+        return [SaveWeights()]
+"""
+
+
+def test_subclass_named_as_model_with_loss_of_three_arguments(tmp_path):
+    weight = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
+    data = write_arrays(tmp_path / "data.npz", weight=weight)
+    path = write_model_file(tmp_path, SUBCLASS + weights_saver(tmp_path), "subclass_file")
+    settings = job_settings(
+        path,
+        tmp_path / "job",
+        training=data,
+        minibatch_size=16,
+        num_minibatches_per_task=RECORDS // 16,
+        use_async=False,
+    )
+    run_job(with_params(settings, definition="subclass_file.Net", width=7))
+
+    module = load_module(path)
+    model, optimizer, arrays = module.Net(width=7), module.optimizer(), np.load(data)
+    for start in range(0, RECORDS, 16):
+        batch = slice(start, start + 16)
+        with tf.GradientTape() as tape:
+            value = module.loss(arrays["y"][batch], model(arrays["x"][batch], training=True), weight[batch])
+        gradients = tape.gradient(value, model.trainable_weights)
+        pairs = [pair for pair in zip(gradients, model.trainable_weights, strict=True) if pair[0] is not None]
+        optimizer.apply_gradients(pairs)
+    assert model.unused.weights[0].path in {v.path for v in model.trainable_weights}
+    for ours, theirs in zip(final_weights(tmp_path), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def with_params(settings, definition="", **params):
+    model = dataclasses.replace(settings.model, params=params)
+    if definition:
+        model = dataclasses.replace(model, definition=definition)
+    return dataclasses.replace(settings, model=model)
+
+
+def task_order(source, records, seed, epoch):
+    """The starts of the tasks of one source in an epoch, as the task queue shuffles them."""
+    queue = TaskQueue(
+        training=[(source, RECORDS)],
+        records_per_task=records,
+        minibatch_size=records,
+        num_epochs=epoch + 1,
+        shuffle_seed=seed,
+    )
+    starts = []
+    while (lease := queue.get_task(0, 0.0).lease) is not None:
+        if lease.task.epoch == epoch:
+            starts.append(lease.task.shard.start)
+        queue.report_done(0, lease.id)
+    return starts
