@@ -23,9 +23,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and exports it
 	$(BIN)/elasticcb train --config model_zoo/digits/job.yaml
 
-# Half of the time of a test of processes is waiting: two run at once. TESTS="tests/ps -x" names some.
+# Half of the time of a test of processes is waiting: two run at once, in the order of tests/conftest.py.
+# TESTS="tests/ps -x" names some.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(TESTS)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

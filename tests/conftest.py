@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,20 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # A shell makes what it starts in the background ignore SIGINT, and so would the jobs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_LONG = 20  # times as long as others take tests that start jobs as processes, or have a time limit of their own
+
+
+def pytest_collection_modifyitems(config, items):
+    """Puts the longest files first when several run at once (Makefile), so that none runs alone at the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    lengths = Counter()
+    for item in items:
+        starts_jobs = {"start_job", "program"} & set(item.fixturenames)
+        lengths[item.path] += _LONG if starts_jobs or item.get_closest_marker("timeout") else 1
+    items.sort(key=lambda item: -lengths[item.path])
 
 
 @pytest.fixture(scope="session")

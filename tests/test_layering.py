@@ -10,6 +10,7 @@ errors, settings, tensors, proto
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name}
 
 
-def imports_of(module: str, at_import_only: bool = False) -> set[str]:
+@functools.cache
+def imports_of(module: str, at_import_only: bool = False) -> frozenset[str]:
     """Names of the modules that `module` imports; `at_import_only` leaves out what its functions import."""
     path = FILES[module]
     found = set()
@@ -99,7 +101,7 @@ def imports_of(module: str, at_import_only: bool = False) -> set[str]:
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
                 found.add(inner if is_module(inner) else base)
-    return found
+    return frozenset(found)
 
 
 def is_module(name: str) -> bool:
@@ -211,3 +213,12 @@ def test_reader_of_imports_sees_all_kinds(tmp_path, monkeypatch):
     always = {"os.path", "elasticcb.errors", "elasticcb.master.task", "elasticcb", "elasticcb.settings", "json"}
     assert imports_of("elasticcb.sample", at_import_only=True) == always
     assert imports_of("elasticcb.sample") == always | {"keras", "time"}
+
+
+def test_no_two_files_of_the_tests_have_one_name():
+    # pytest imports them by it, and helpers are found by it, wherever they are.
+    paths: dict[str, list[str]] = {}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        if path.name != "conftest.py":
+            paths.setdefault(path.name, []).append(str(path))
+    assert not [same for same in paths.values() if len(same) > 1]
