@@ -58,7 +58,10 @@ def walk(seed: int) -> None:
     for rule in machine._initialize_rules_to_run:
         follow(rule)
     for _ in range(EVENTS):
-        follow(chance.choice([rule for rule in machine.rules if all(met(machine) for met in rule.preconditions)]))
+        rule = chance.choice(machine.rules)
+        while not all(met(machine) for met in rule.preconditions):
+            rule = chance.choice(machine.rules)
+        follow(rule)
         for invariant in machine.invariants:
             invariant.function(machine)
     machine.teardown()
