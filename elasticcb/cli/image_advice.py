@@ -15,8 +15,13 @@ class Advice:
     words: str
 
 
+_UNKNOWN_FLAG = Advice(
+    r"unknown (shorthand )?flag",
+    "{engine} does not know a flag of --engine_flags; its --help lists those that it has.",
+)
 # The first one that fits counts.
 _BUILD = (
+    _UNKNOWN_FLAG,
     Advice(
         r"No matching distribution found for elasticcb",
         "No package index has this elasticcb for the base image's Python. Make a wheel of your checkout, "
@@ -82,6 +87,7 @@ _BUILD = (
     ),
 )
 _PUSH = (
+    _UNKNOWN_FLAG,
     Advice(
         r"server gave HTTP response to HTTPS client",
         "The registry {registry} speaks no TLS. podman and buildah take --engine_flags=--tls-verify=false; docker takes"

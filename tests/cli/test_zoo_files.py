@@ -232,6 +232,7 @@ def test_build_that_fails_comes_with_advice(line, words):
         ("name unknown: The repository with name 'zoo' does not exist in the registry", "make it there first"),
         ("denied: requested access to the resource is denied", "`docker login a.example`"),
         ("no basic auth credentials", "`docker login a.example`"),
+        ("unknown shorthand flag: 'q' in -q", "of --engine_flags"),
         ("it broke", ""),
     ],
 )

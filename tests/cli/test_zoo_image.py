@@ -79,6 +79,7 @@ def test_image_is_built_and_pushed_and_the_registry_has_it_under_the_digest_that
     request = urllib.request.Request(f"http://{address}/v2/team/{engine.name}/manifests/{digest}", headers=headers)
     with urllib.request.urlopen(request) as answer:
         assert len(json.load(answer)["layers"]) == 1
+    engine.run("rmi", image)  # docker's store is not the test's own
 
 
 def test_user_of_a_zoos_image_reads_the_models_and_imports_what_they_need(command, engine, zoo, tmp_path):
