@@ -1,4 +1,5 @@
-"""Broken messages on the wire, to every servicer: a master, and two parameter servers, each in a process of its own.
+"""Broken messages on the wire, to every servicer: a master with its health service, and two parameter servers, in
+processes of their own.
 
     python tests/fuzzing/fuzz.py --minutes=10 [--seed=0]
 
@@ -14,6 +15,7 @@ import argparse
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ps"))
 
 import psutil
 
+import health_calls
 import master_calls
 import server_calls
 
@@ -40,14 +43,14 @@ def serve(kind: str, folder: Path, found: Any) -> None:
     if kind == "master":
         with master_calls.serving() as master:
             master_calls.begin_job(master)
-            found.put([master.address])
+            found.put([master.address, master.health_address])
             while True:
                 time.sleep(_JOB_SECONDS)
                 master_calls.begin_job(master)
     with server_calls.serving(folder / "job") as addresses:
         found.put(addresses)
         while True:
-            time.sleep(3600.0)
+            signal.pause()
 
 
 def start(kind: str, folder: Path) -> tuple[psutil.Process, list[str]]:
@@ -65,10 +68,11 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        master, (address,) = start("master", folder)
+        master, (address, health) = start("master", folder)
         servers, addresses = start("servers", folder)
         fuzzers: dict[str, Any] = {
             "master": master_calls.MasterFuzzer(arguments.seed, address),
+            "health service of the master": health_calls.HealthFuzzer(arguments.seed, health),
             "parameter servers": server_calls.ServerFuzzer(arguments.seed, addresses, folder / "checkpoint"),
         }
         begun = time.monotonic()
@@ -78,9 +82,9 @@ def main() -> int:
                 fuzzer.run(100)
             if time.monotonic() - told > _REPORT_SECONDS:
                 told = time.monotonic()
-                tell(told - begun, fuzzers, [master, servers])
-        tell(time.monotonic() - begun, fuzzers, [master, servers])
-        serves = fuzzers["parameter servers"].still_serves() and fuzzers["master"].still_serves()
+                tell(told - begun, fuzzers, [master, master, servers])
+        tell(time.monotonic() - begun, fuzzers, [master, master, servers])
+        serves = all(fuzzer.still_serves() for fuzzer in fuzzers.values())
     surprises = sorted(surprise for fuzzer in fuzzers.values() for surprise in fuzzer.surprises)
     print("still serve" if serves else "do not serve any more")
     for fuzzer in fuzzers.values():

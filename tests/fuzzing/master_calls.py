@@ -24,7 +24,7 @@ _TENSOR = pb.Tensor(dtype="float32", shape=[2], content=b"\0" * 8, name="x")
 @contextlib.contextmanager
 def serving() -> Iterator[Master]:
     """A master without a job."""
-    cluster = ClusterSettings(num_workers=4, num_ps=1)
+    cluster = ClusterSettings(num_workers=4, num_ps=1, health_port=0)
     master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
     master.start()
     try:
