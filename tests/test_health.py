@@ -4,8 +4,7 @@ import socket
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import HealthStub
+from health_probe import NOT_SERVING, SERVING, check
 
 from elasticcb.access import Access
 from elasticcb.cluster.external import ExternalCluster
@@ -20,13 +19,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.ps_control import PSControl, Source
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SETTINGS = JobSettings(command=Command.EVALUATE, name="test", directory="")
-
-
-def check(address, service):
-    with grpc.insecure_channel(address) as channel:
-        return HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=60.0).status
 
 
 def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():

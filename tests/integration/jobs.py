@@ -30,8 +30,37 @@ from elasticcb.status import JobStatus, Summary
 
 TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
 
+_ROWS_METRIC = """
+    class Rows(keras.metrics.Sum):
+        "Counts the records that were evaluated."
+
+        def update_state(self, labels, predictions, sample_weight=None):
+            super().update_state(keras.ops.ones_like(labels))
+"""
+
+# For records of `linear_data`.
+LINEAR_MODEL = (
+    """
+    import keras
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def eval_metrics_fn():
+        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
+"""
+    + _ROWS_METRIC
+)
+
 # A linear function with an offset for each id, which an embedding table learns.
-OFFSETS_MODEL = """
+OFFSETS_MODEL = (
+    """
     import elasticcb
     import keras
 
@@ -56,12 +85,24 @@ OFFSETS_MODEL = """
 
     def eval_metrics_fn():
         return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
+"""
+    + _ROWS_METRIC
+)
 
-    class Rows(keras.metrics.Sum):
-        "Counts the records that were evaluated."
+# Held at a version of the model until `open_gate`; to be formatted.
+GATE = """
+    import os
+    import time
 
-        def update_state(self, labels, predictions, sample_weight=None):
-            super().update_state(keras.ops.ones_like(labels))
+    class Gate(keras.callbacks.Callback):
+        "Lets nobody train further before the test has made a file."
+
+        def on_train_batch_begin(self, version, logs=None):
+            while version >= {version} and not os.path.exists(os.path.join(os.path.dirname(__file__), "go_on")):
+                time.sleep(0.05)
+
+    def callbacks():
+        return [Gate()]
 """
 
 
@@ -90,6 +131,11 @@ def write_model_file(folder: Path, text: str, name: str = "model_file") -> Path:
     path = folder / f"{name}.py"
     path.write_text(textwrap.dedent(text))
     return path
+
+
+def open_gate(folder: Path) -> None:
+    """Lets the workers of a job train on whose model file is in `folder`, and has a `GATE`."""
+    (folder / "go_on").touch()
 
 
 def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAIN, **parts) -> JobSettings:
@@ -132,10 +178,11 @@ def linear_data(folder: Path, **records: int) -> None:
         np.savez(folder / f"{name}.npz", x=x, y=(x @ TRUE_WEIGHTS).astype("float32")[:, None])
 
 
-def offsets_job(folder: Path, ids: int, **records: int) -> None:
+def offsets_job(folder: Path, ids: int, gate: int | None = None, **records: int) -> None:
     """Writes offsets.py, and NAME.npz for each name. The error is some 1.6 before training, and 0.8 when no offset is
-    learned."""
-    write_model_file(folder, OFFSETS_MODEL, "offsets")
+    learned. `gate` is the version at which it has a `GATE`."""
+    text = OFFSETS_MODEL if gate is None else OFFSETS_MODEL + GATE.format(version=gate)
+    write_model_file(folder, text, "offsets")
     generator = np.random.default_rng(0)
     offsets = generator.normal(size=ids)
     for name, count in records.items():

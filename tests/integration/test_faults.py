@@ -5,48 +5,28 @@ import signal
 
 import pytest
 
-from jobs import linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
-MODEL_FILE = """
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-
-    def eval_metrics_fn():
-        return {"rows": Rows()}
-
-    class Rows(keras.metrics.Sum):
-        "Counts the records that were evaluated."
-
-        def update_state(self, labels, predictions, sample_weight=None):
-            super().update_state(keras.ops.ones_like(labels))
-
+PROCESSOR = """
     class PredictionOutputsProcessor:
         def process(self, predictions, worker_id):
             pass
 """
 pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
 
-RECORDS, EVALUATED = 12_000, 1_000
+RECORDS, EVALUATED = 6_000, 400
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
 
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, MODEL_FILE, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + PROCESSOR, "linear")
     linear_data(tmp_path, train=RECORDS, test=EVALUATED)
     return tmp_path
 
 
 def flags(folder, **more):
-    small = {"num_epochs": 1, "evaluation_steps": 400, "checkpoint_interval": 0.2}
+    small = {"num_epochs": 1, "evaluation_steps": 200, "checkpoint_interval": 0.2}
     return train_flags(folder, "linear", **{**small, **more})
 
 
@@ -128,7 +108,7 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_
 
 
 def test_a_master_that_dies_between_a_report_and_its_answer_counts_it_once(data, start_job, faults):
-    happened = faults.fail_at("master", 0, "has taken a report", nth=20)
+    happened = faults.fail_at("master", 0, "has taken a report", nth=10)
     job = start_job("train", *flags(data))
     assert_complete(job)
     assert happened()
@@ -140,7 +120,7 @@ def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(dat
         faults.fail_at("ps", 0, "has written recovery files", nth=3),
         faults.fail_at("ps", 0, "has written its part of a checkpoint"),
     ]
-    job = start_job("train", *flags(data, num_ps=2, checkpoint_dir=data / "c"))
+    job = start_job("train", *flags(data, num_ps=2, num_epochs=2, checkpoint_dir=data / "c"))
     for _ in happened:
         job.wait_for_line(IS_BACK)
     assert_complete(job)

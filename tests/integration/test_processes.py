@@ -7,32 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from health_probe import SERVING, check
 
 from elasticcb.cli.main import main as elasticcb_main
-from jobs import linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 from metrics_scrapes import Scrape, unanswered
 
-MODEL_FILE = """
+CALLBACKS = """
     import os
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-
-    def eval_metrics_fn():
-        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
-
-    class Rows(keras.metrics.Sum):
-        "Counts the records that were evaluated."
-
-        def update_state(self, labels, predictions, sample_weight=None):
-            super().update_state(keras.ops.ones_like(labels))
 
     class Farewell(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
@@ -47,18 +29,19 @@ MODEL_FILE = """
             with open(os.environ["PREDICTIONS"], "a") as file:
                 file.write("".join(f"{value:.6f}\\n" for value in predictions.reshape(-1)))
 """
+RECORDS, TESTED = 6_000, 400
 
 
 @pytest.fixture
 def data(tmp_path):
-    """12,000 records of a linear function, and a model file for them."""
-    write_model_file(tmp_path, MODEL_FILE, "linear")
-    linear_data(tmp_path, train=12_000, test=1_000)
+    """Records of a linear function, and a model file for them."""
+    write_model_file(tmp_path, LINEAR_MODEL + CALLBACKS, "linear")
+    linear_data(tmp_path, train=RECORDS, test=TESTED)
     return tmp_path
 
 
 def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
-    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 200, "output": data / "model", "metrics_port": 0}
+    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 100, "output": data / "model", "metrics_port": 0}
     job = start_job("train", *train_flags(data, "linear", **flags))
     metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
@@ -68,21 +51,21 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     assert Scrape(metrics).find("elasticcb_processes_lost_total", role="worker") == 1
     assert job.finish() == 0, job.output
 
-    assert number(job.output, "records trained in epoch 1") == 12_000
-    assert number(job.output, "records trained in epoch 2") == 12_000
+    assert number(job.output, "records trained in epoch 1") == RECORDS
+    assert number(job.output, "records trained in epoch 2") == RECORDS
     assert number(job.output, "workers lost") == 1
     assert number(job.output, "records trained more than once") <= 2 * 200  # two leases at most
     rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
     assert len(rows) > 5
-    assert set(rows) == {1_000}
+    assert set(rows) == {TESTED}
     assert len((data / "job" / "train_end").read_text().split()) == 1
     assert (data / "model" / "saved_model.pb").is_file()
     job.assert_no_orphans()
 
     assert before.find("elasticcb_ready") == 1
-    assert before.find("elasticcb_model_version") >= 200
+    assert before.find("elasticcb_model_version") >= 100
     assert before.find("elasticcb_records_total", type="training") > 0
-    assert before.find("elasticcb_records_total", type="evaluation") >= 1_000
+    assert before.find("elasticcb_records_total", type="evaluation") >= TESTED
     assert before.find("elasticcb_exchange_duration_seconds_count", call="push") > 0
     assert before.find("elasticcb_gradient_staleness_versions_count") > 0
     for role, index in (("worker", "0"), ("worker", "1"), ("master", "0")):
@@ -95,7 +78,7 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
 
 
 def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
-    flags = {"num_epochs": 2, "evaluation_steps": 200, "max_staleness": 1, "max_worker_restarts": 0}
+    flags = {"num_epochs": 2, "evaluation_steps": 100, "max_staleness": 1, "max_worker_restarts": 0}
     job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
     job.kill("worker", 1, signal.SIGTERM)
@@ -103,17 +86,17 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
     assert job.finish() == 0, job.output
 
     for label in ("records trained in epoch 1", "records trained in epoch 2"):
-        assert number(job.output, label) == 12_000
+        assert number(job.output, label) == RECORDS
     assert number(job.output, "records trained more than once") == 0
     assert "workers lost                      1" in job.output
     rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
-    assert set(rows) == {1_000}
+    assert set(rows) == {TESTED}
     assert len((data / "job" / "train_end").read_text().split()) == 1
     job.assert_no_orphans()
 
 
 def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
-    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=5, evaluation_steps=500))
+    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=8, evaluation_steps=500))
     job.wait_for_line(r"Evaluation at version")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
     assert "has 3 workers from now on; there were 1" in capsys.readouterr().out
@@ -130,16 +113,16 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert "can't have 1000 workers" in capsys.readouterr().err
     assert job.finish() == 0, job.output
 
-    for epoch in range(1, 6):
-        assert number(job.output, f"records trained in epoch {epoch}") == 12_000
+    for epoch in range(1, 9):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "records trained more than once") == 0
     assert number(job.output, "workers lost") == 0
-    assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {1_000}
+    assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
     job.assert_no_orphans()
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
     assert "is not the folder of a job that runs" in capsys.readouterr().err
     assert elasticcb_main(["status", str(data / "job")]) == 0
-    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 5/5, 100% (60,000/60,000 records)")
+    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 8/8, 100% (48,000/48,000 records)")
 
 
 def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
@@ -164,8 +147,8 @@ def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint
     common = [f"--model_zoo={data}", "--model_def=linear.custom_model", f"--checkpoint_dir_for_init={data / 'ckpt'}"]
     evaluation = start_job("evaluate", *common, f"--validation_data={data / 'test.npz'}", "--num_workers=2")
     assert evaluation.finish() == 0, evaluation.output
-    assert number(evaluation.output, "records evaluated, once each") == 1_000
-    assert re.search(r"rows +1,?000", evaluation.output)
+    assert number(evaluation.output, "records evaluated, once each") == TESTED
+    assert re.search(rf"rows +{TESTED}\b", evaluation.output)
 
     monkeypatch.setenv("PREDICTIONS", str(data / "predictions.txt"))
     flags = [f"--prediction_data={data / 'test.npz'}", "--num_workers=2", "--num_ps=3"]
@@ -173,7 +156,7 @@ def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint
     assert prediction.finish() == 0, prediction.output
     predicted = np.sort(np.loadtxt(data / "predictions.txt"))
     expected = np.sort(np.load(data / "test.npz")["y"].reshape(-1))
-    assert len(predicted) == 1_000
+    assert len(predicted) == TESTED
     np.testing.assert_allclose(predicted, expected, atol=1.0)
 
 
@@ -204,10 +187,14 @@ def test_processes_started_by_hand_join_an_external_job(data, start_job):
     job = start_job("train", *train_flags(data, "linear", num_epochs=1, num_workers=1, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
     address = re.search(r"--master (\S+)", line)[1]
-    server = start_job("ps", "--master", address)
+    server = start_job("ps", "--master", address, "--health_port=0")
+    health = re.search(r"answered at (\S+)", server.wait_for_line("Health checks are answered at"))[1].rstrip(".")
+    assert check(health, "") == SERVING
     worker = start_job("worker", "--master", address)
+    job.wait_for_line(r"training: epoch 1/1")
+    assert check(health, "elasticcb.ParameterServer") == SERVING
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 1") == 12_000
+    assert number(job.output, "records trained in epoch 1") == RECORDS
     assert worker.finish() == 0, worker.output
     assert server.finish() == 0, server.output
 

@@ -8,14 +8,15 @@ import psutil
 import pytest
 
 from elasticcb import checkpoint
-from jobs import number, offsets_job, train_flags
+from jobs import number, offsets_job, open_gate, train_flags
 
-RECORDS, IDS, EPOCHS = 6_000, 400, 12
+RECORDS, IDS, EPOCHS = 6_000, 400, 6
+LAST_EPOCH = (EPOCHS - 1) * RECORDS // 8  # the version at which it begins, when the servers have been moved
 
 
 @pytest.fixture
 def data(tmp_path):
-    offsets_job(tmp_path, IDS, train=RECORDS, test=1_000)
+    offsets_job(tmp_path, IDS, gate=LAST_EPOCH, train=RECORDS, test=400)
     return tmp_path
 
 
@@ -48,6 +49,7 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     assert all(each() for each in died)
     job.kill("ps", 1)
     job.wait_for_line(r"Parameter server 1 is back after [\d.]+ s, from its recovery files")
+    open_gate(data)
     assert job.finish() == 0, job.output
     for epoch in range(1, EPOCHS + 1):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
@@ -71,6 +73,7 @@ def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it
         job.wait_for_line(r"The master is back")
         assert died()
     assert "has 2 parameter servers already" in scale(data, "--ps=2").stdout
+    open_gate(data)
     assert job.finish() == 0, job.output
     for epoch in range(1, EPOCHS + 1):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS

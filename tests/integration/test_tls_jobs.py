@@ -19,25 +19,12 @@ from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
 from elasticcb.rpc import Connection
 from elasticcb.running_job import running_master
 from elasticcb.tls import diagnose
-from jobs import linear_data, number, train_flags, write_model_file
-
-MODEL = """
-import keras
-
-def custom_model():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-def loss(labels, predictions):
-    return keras.losses.mean_squared_error(labels, predictions)
-
-def optimizer():
-    return keras.optimizers.SGD(0.05)
-"""
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, MODEL, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
     linear_data(tmp_path, train=8_000, test=400)
     return tmp_path
 
