@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs import linear_data, number, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'elasticcb[ray]'")
 
@@ -20,38 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 HEAD, NODES = "127.0.0.2", ("127.0.0.3", "127.0.0.4")  # Ray hangs at 127.0.0.1
 
 FLAGS = {"cluster": "ray", "evaluation_steps": 50, "num_minibatches_per_task": 5}
-
-MODEL_FILE = """
-    import os
-    import time
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-
-    def eval_metrics_fn():
-        return {"error": keras.metrics.MeanAbsoluteError(), "rows": Rows()}
-
-    class Rows(keras.metrics.Sum):
-        def update_state(self, labels, predictions, sample_weight=None):
-            super().update_state(keras.ops.ones_like(labels))
-
-    class Gate(keras.callbacks.Callback):
-        "Lets nobody train further before the test has made a file."
-
-        def on_train_batch_begin(self, version, logs=None):
-            while version >= 150 and not os.path.exists(os.path.join(os.path.dirname(__file__), "go_on")):
-                time.sleep(0.05)
-
-    def callbacks():
-        return [Gate()]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +50,7 @@ def cluster():
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    write_model_file(tmp_path, MODEL_FILE, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + GATE.format(version=150), "linear")
     linear_data(tmp_path, train=4_000, test=200)
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", secrets.token_hex(16))
     return tmp_path
@@ -112,7 +80,7 @@ def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_t
     waits = r"Not started yet: worker \d, worker \d \(no node of Ray has a CPU free\)"
     if not re.search(waits, job.output):
         job.wait_for_line(waits)
-    (data / "go_on").touch()
+    open_gate(data)
     assert job.finish() == 0, job.output
 
     assert number(job.output, "records trained in epoch 1") == 4_000

@@ -8,33 +8,15 @@ import sys
 
 import pytest
 
-from jobs import linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
-MODEL_FILE = """
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-
-    def feed(dataset, mode, metadata):
-        return dataset.map(lambda record: (record["x"], record["y"]))
-
-    def eval_metrics_fn():
-        return {"error": keras.metrics.MeanAbsoluteError()}
-"""
 RECORDS = 4_000
 
 
 @pytest.fixture
 def data(tmp_path):
     linear_data(tmp_path, train=RECORDS, test=100)
-    write_model_file(tmp_path, MODEL_FILE, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
     return tmp_path
 
 
