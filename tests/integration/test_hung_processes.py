@@ -5,23 +5,10 @@ import signal
 
 import pytest
 
-from jobs import linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
-MODEL_FILE = """
+CALLBACKS = """
     import os
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-
-    def eval_metrics_fn():
-        return {"error": keras.metrics.MeanAbsoluteError()}
 
     class Gate(keras.callbacks.Callback):
         "Holds the master at the end of an evaluation round, until the test lets it go on."
@@ -35,14 +22,14 @@ MODEL_FILE = """
     def callbacks():
         return [Gate()]
 """
-RECORDS = 12_000
+RECORDS = 6_000
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
 
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, MODEL_FILE, "linear")
-    linear_data(tmp_path, train=RECORDS, test=1_000)
+    write_model_file(tmp_path, LINEAR_MODEL + CALLBACKS, "linear")
+    linear_data(tmp_path, train=RECORDS, test=400)
     return tmp_path
 
 
@@ -50,7 +37,7 @@ def test_a_server_that_is_stopped_is_replaced_while_the_master_itself_waits_for_
     gate = data / "job" / "gate"
     gate.parent.mkdir()
     os.mkfifo(gate)
-    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 400, "silence_seconds": 6, "checkpoint_interval": 0.2}
+    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 200, "silence_seconds": 6, "checkpoint_interval": 0.2}
     job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
     workers = [process.pid for process in job.children("worker")]
