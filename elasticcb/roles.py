@@ -35,10 +35,10 @@ from elasticcb.errors import (
     user_traceback,
 )
 from elasticcb.health import HealthServer
+from elasticcb.health_names import PS_SERVICE
 from elasticcb.job_ca import make_certificates
 from elasticcb.logs import native_messages_to, setup_logging
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps_link import SERVICE
 from elasticcb.running_job import RunningMaster, published, running_master
 from elasticcb.scarcity import allow_many_files
 from elasticcb.settings import (
@@ -144,7 +144,7 @@ def running_cluster(
         failure: BaseException | None = None
 
         def run(settings: JobSettings) -> Summary:
-            job = Job(settings, master, display, journal=opened, takeover=takeover)
+            job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=_resumed_by(settings))
             try:
                 return job.run()
             finally:
@@ -166,6 +166,17 @@ def running_cluster(
                 master.shut_down(STOP_SECONDS)
             if failure is None:
                 shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _resumed_by(settings: JobSettings) -> str:
+    """The command that goes on with a job, where it is not that for a folder; else ""."""
+    if settings.cluster.kind is not ClusterKind.KUBERNETES:
+        return ""
+    from elasticcb.cluster.kubernetes import runs_in_pod
+
+    if not runs_in_pod():
+        return ""
+    return f"elasticcb resume {settings.name} --namespace={settings.cluster.kubernetes.namespace}"
 
 
 def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
@@ -192,7 +203,9 @@ def _make_master(
 
     if backend.taken_over:
         try:
-            if journal is None or journal.damaged:
+            if journal is None:
+                raise JobFailedError("This job keeps no journal.")
+            if journal.damaged:
                 raise JobFailedError("The journal is damaged.")
             if not journal.memory.servers:
                 raise JobFailedError("Training had not begun.")
@@ -271,7 +284,7 @@ def run_ps(
     server: PSServer | None = None
     health: HealthServer | None = None
     if health_port is not None:
-        health = HealthServer(host, health_port, SERVICE, lambda: server is not None and server.ready)
+        health = HealthServer(host, health_port, PS_SERVICE, lambda: server is not None and server.ready)
         logger.info("Health checks are answered at %s", health.address)
     from elasticcb.master_client import MasterClient
     from elasticcb.program import open_spec

@@ -59,8 +59,8 @@ def run_job(command: Command, given: Given, session: Session) -> None:
         UsageError: before anything has started.
         ElasticCBError: the job failed or was interrupted.
     """
-    if is_to_be_submitted(given) and command is Command.TRAIN:
-        end_with(submit(given))
+    if is_to_be_submitted(given):
+        end_with(submit(command, given))
     else:
         run_settings(build_settings(command, given), session)
 

@@ -31,9 +31,8 @@ def check_kubernetes(command: Command, given: Given) -> Iterator[str]:
             if option.name in given.explicit - given.from_config:
                 yield f"{given.flag(option.name, with_value=True)} means nothing without --cluster=kubernetes."
         return
-    if command is not Command.TRAIN:
-        yield f"--cluster=kubernetes trains; `{command.value}` runs with --cluster=local, from the checkpoint."
-        return
+    if given["follow"]:
+        yield "--follow evaluates on this machine, one checkpoint after another: leave out --cluster=kubernetes."
     try:
         kubernetes_api.check_installed()
     except UsageError as error:
@@ -78,7 +77,7 @@ def _check_resources(given: Given) -> Iterator[str]:
 
 def check_paths(given: Given) -> Iterator[str]:
     """Paths in pods, that a job's flags name: they are absolute."""
-    for option in options_of([Command.TRAIN]):
+    for option in options_of(Command):
         value = given[option.name]
         if option.name not in given or option.name in LOCAL_FILES or not value:
             continue

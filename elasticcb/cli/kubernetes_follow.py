@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ class _Follower:
                     continue
                 name = pod["metadata"]["name"]
                 waits = time.monotonic() - begun > _EVENTS_SECONDS
-                found = verdict(pod, self._api.events_of(name) if waits else ())
+                found = verdict(pod, self._api.events_of(name, pod) if waits else ())
                 if found.fate is Fate.RUNNING or found.fate in ENDED:
                     code = self._follow(name, _restarts(pod), lines)
                     if code is not None:
@@ -99,6 +100,8 @@ class _Follower:
         if found.fate is Fate.COMPLETED:
             return 0
         if found.fate is Fate.FAILED and code in FAILED_CODES:
+            with contextlib.suppress(KubernetesError):  # releases before 1.26 would start others, which fail likewise
+                self._api.patch("Job", self._name, {"spec": {"backoffLimit": 0}})
             return code
         _say(f"The master's pod {pod}: {found.words}. Another one goes on with the job.")
         return None
@@ -111,11 +114,11 @@ class _Follower:
             except KubernetesError as error:
                 if error.status != 404:
                     raise
-                return verdict({}, self._api.events_of(name), gone=True), 0
+                return verdict({}, self._api.events_of(name, {}), gone=True), 0
             status = (pod["status"].get("containerStatuses") or [{}])[0]
             if _restarts(pod) > restarts:  # it runs again
                 status["state"] = status.get("lastState", {})
-            found = verdict(pod, self._api.events_of(name) if "deletionTimestamp" in pod["metadata"] else ())
+            found = verdict(pod, self._api.events_of(name, pod) if "deletionTimestamp" in pod["metadata"] else ())
             if found.fate in ENDED:
                 return found, (status.get("state", {}).get("terminated") or {}).get("exitCode", 0)
             time.sleep(_PAUSE_SECONDS)

@@ -62,7 +62,7 @@ class KubernetesJob:
             labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
             found = verdict(pod)
             if found.fate not in (Fate.RUNNING, Fate.COMPLETED):
-                found = verdict(pod, self.api.events_of(name))
+                found = verdict(pod, self.api.events_of(name, pod))
             place = int(labels.get(INDEX_LABEL, 0)), int(labels.get(NUMBER_LABEL, 0))
             lines.append(PodLine(name, labels[ROLE_LABEL], *place, pod["spec"].get("nodeName", ""), found))
         return sorted(lines, key=lambda each: (_ROLES.index(each.role), each.index, each.number))

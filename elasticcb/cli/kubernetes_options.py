@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticcb.cli.option import TRAIN, Kind, Option
+from elasticcb.cli.option import Kind, Option
 
 KUBERNETES = "Kubernetes"
 
@@ -18,7 +18,6 @@ def _option(name: str, value: str, help: str, kind: Kind = Kind.TEXT, field: str
         kind=kind,
         value=value,
         help=help,
-        commands=TRAIN,
         **more,  # type: ignore[arg-type]
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticcb.cluster.kubernetes import check_rights
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, POD_NAME, ROLE_LABEL
+from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 
@@ -38,7 +38,8 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
     except (JobInterrupted, LostServerError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
-        _say(f"{str(error).splitlines()[0]} The next pod of the master goes on with the job.")
+        what = str(error).splitlines()[0].partition(" To go on:")[0]
+        _say(f"{what} The next pod of the master goes on with the job.")
         sys.exit(GO_ON)
 
 
@@ -49,7 +50,8 @@ def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
     job = own["metadata"]["labels"][JOB_LABEL]
     _check_not_failed(api, job, own["metadata"]["name"])
     owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
-    resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"])
+    before = own["metadata"].get("annotations", {}).get(RESUMES, "")
+    resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"], before)
     run(resumed, time.monotonic() - _age_seconds(own))
 
 
@@ -62,12 +64,12 @@ def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
                 raise JobFailedError(f"The job has failed: kubectl logs -n {api.namespace} {pod['metadata']['name']}")
 
 
-def _is_ours(folder: Path, uid: str) -> bool:
-    """Whether a master of the same Job has written the journal in a folder; marks it."""
+def _is_ours(folder: Path, uid: str, before: str) -> bool:
+    """Whether a master of the same Job, or of the one before it, has written the journal in a folder; marks it."""
     mark = folder / _MARK
     try:
-        same = json.loads(mark.read_text(encoding="utf-8")) == {"job": uid}
-    except (OSError, ValueError):
+        same = json.loads(mark.read_text(encoding="utf-8"))["job"] in (uid, before or uid)
+    except (OSError, ValueError, LookupError, TypeError):
         same = False
     mark.write_text(json.dumps({"job": uid}), encoding="utf-8")
     return same and (folder / JOURNAL_FILE).exists()

@@ -8,6 +8,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, Session
 from elasticcb.cli.job import end_with, run_settings
+from elasticcb.cli.kubernetes_again import make_again
 from elasticcb.cli.kubernetes_follow import follow_job
 from elasticcb.cli.kubernetes_job import KubernetesJob
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
@@ -22,7 +23,7 @@ from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 def resume(session: Session, job: str, namespace: str | None) -> None:
     """Go on with a training job that was interrupted, failed, or was killed with its machine.
 
-    JOB is the job's folder, or on Kubernetes the name of one that `elasticcb stop` has stopped. Tasks that were
+    JOB is the job's folder, or on Kubernetes the name of one that was stopped or has failed. Tasks that were
     reported as done are not done again; parameter servers go on from what they wrote down last. The job runs with the
     settings that it began with.
 
@@ -38,12 +39,15 @@ def resume(session: Session, job: str, namespace: str | None) -> None:
 
 
 def _resume_on_kubernetes(job: KubernetesJob) -> int:
-    if job.state != "stopped":
+    if job.state == "stopped":
+        job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
+    elif job.state == "failed":
+        make_again(job)
+    else:
         raise UsageError(
             f"The job {job.name} is {job.state}, not stopped. `elasticcb logs {job.name} "
             f"--namespace={job.api.namespace}` shows what it says."
         )
-    job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
     return follow_job(job.api, job.name, from_now=True)
 
 

@@ -1,4 +1,4 @@
-"""What `train --cluster=kubernetes` does beside submitting the job."""
+"""What `--cluster=kubernetes` does beside submitting the job."""
 
 from __future__ import annotations
 

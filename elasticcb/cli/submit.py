@@ -1,4 +1,4 @@
-"""Submits a training job to Kubernetes: its flags and secrets as objects there, and the Job of its master."""
+"""Submits a job to Kubernetes: its flags and secrets as objects there, and the Job of its master."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from elasticcb.access import TOKEN_VARIABLE, token_of_environment
 from elasticcb.cli.given import Given
 from elasticcb.cli.kubernetes_checks import LOCAL_FILES, check_paths, read_cluster_spec
 from elasticcb.cli.kubernetes_follow import follow_job
+from elasticcb.cli.kubernetes_options import KUBERNETES_OPTIONS
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.child import common_environment
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_flags import safe_name
-from elasticcb.cluster.pods import FILES, POD_IP, PORT, PodPlan
+from elasticcb.cluster.pods import FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, PodPlan
 from elasticcb.errors import UsageError
 from elasticcb.job_ca import make_certificates
 from elasticcb.remote_files import is_url
@@ -43,19 +44,19 @@ def is_to_be_submitted(given: Given) -> bool:
     return given["cluster"] == ClusterKind.KUBERNETES.value and given["master_pod"] is not False and not runs_in_pod()
 
 
-def submit(given: Given) -> int:
+def submit(command: Command, given: Given) -> int:
     """Submits a job and follows it; the exit code.
 
     Raises:
         UsageError: with all that is wrong with the flags.
         KubernetesError: the API server refused it; what was made is gone again.
     """
-    validate_flags(Command.TRAIN, given, check_paths)
+    validate_flags(command, given, check_paths)
     settings = kubernetes_settings(given)
     name = given["job_name"] or unlike_others(given["model_def"])
     directory = given["job_dir"] or f"{_PRIVATE_FOLDER}/{name}"
     plan = PodPlan(name, settings, common_environment(given["log_level"]), TOKEN_VARIABLE)
-    manifests = job_manifests(given, plan, directory)
+    manifests = job_manifests(command, given, plan, directory)
     kept = kept_paths(manifests[-1])
     _check_kept(given, kept)
     if given["yaml"]:
@@ -71,7 +72,7 @@ def submit(given: Given) -> int:
         return 0
     create_all(api, manifests)
     _say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")
-    if not any(_is_below(directory, path) for path in kept):
+    if command is Command.TRAIN and not any(_is_below(directory, path) for path in kept):
         _say(
             "Its folder lies on no volume: if the master's pod is lost, training begins anew, and a lost parameter "
             "server comes back as the newest checkpoint has it. --job_dir below a --volume that all pods share "
@@ -85,7 +86,7 @@ def kubernetes_settings(given: Given) -> KubernetesSettings:
     prefix = "cluster.kubernetes."
     values = {
         option.field.removeprefix(prefix): given[option.name]
-        for option in options_of([Command.TRAIN])
+        for option in KUBERNETES_OPTIONS
         if option.field.startswith(prefix) and given[option.name] is not None and option.name in given
     }
     if "cluster_spec" in values:
@@ -99,20 +100,21 @@ def unlike_others(definition: str) -> str:
     return f"{safe_name('-'.join(parts), _NAME_SIGNS)}-{secrets.token_hex(3)}"
 
 
-def job_manifests(given: Given, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
+def job_manifests(command: Command, given: Given, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
     """The objects of a job in the order in which they are made; the Job is the last."""
     token = token_of_environment() or secrets.token_hex(16)
     names, certificates = _certificates(given)
-    config = _config(given, plan.job, directory)
+    config = _config(command, given, plan.job, directory)
+    ports = config["metrics_port"], config["health_port"]
     files = {CONFIG: yaml.safe_dump(config, sort_keys=False)}
     if plan.settings.cluster_spec:
         files[SPEC] = yaml.safe_dump(dict(plan.settings.cluster_spec), sort_keys=False)
-    arguments = ["train", f"--config={FILES}/{CONFIG}", f"--host=$({POD_IP})", f"--port={PORT}", *names]
+    arguments = [command.value, f"--config={FILES}/{CONFIG}", f"--host=$({POD_IP})", f"--port={PORT}", *names]
     return [
         plan.secret(token, certificates),
         plan.config(files),
         plan.service(),
-        plan.master_job(arguments, files),
+        plan.master_job(arguments, files, *ports),
     ]
 
 
@@ -167,12 +169,14 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _config(given: Given, name: str, directory: str) -> dict[str, Any]:
+def _config(command: Command, given: Given, name: str, directory: str) -> dict[str, Any]:
     """The flags of the job, as the master reads them from its config file."""
     left_out = LOCAL_FILES | {"dry_run", "tls", "tls_name", "host", "port", "job_name", "job_dir"}
-    explicit = [option.name for option in options_of([Command.TRAIN]) if option.name in given]
+    explicit = [option.name for option in options_of([command]) if option.name in given]
     config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
     config |= {"job_name": name, "job_dir": directory}
+    for port, usual in (("metrics_port", METRICS_PORT), ("health_port", HEALTH_PORT)):
+        config[port] = config.get(port) or usual  # 0, any that is free, is as good: all are
     if given["cluster_spec"]:
         config["cluster_spec"] = f"{FILES}/{SPEC}"
     return config

@@ -26,6 +26,7 @@ from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fat
 from elasticcb.cluster.pod_flags import safe_name
 from elasticcb.cluster.pods import (
     FILES,
+    HEALTH_PORT,
     INDEX_LABEL,
     JOB_LABEL,
     NUMBER_LABEL,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 _WATCH_SECONDS = 20  # until the pods are listed anew
 _HELD_UP_SECONDS = 15.0  # after which a pod that is on its way may have a reason not to be there
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds, before a call is tried again
+_GRPC_PROBES = (1, 24)  # the release of Kubernetes that made them usual
 _GONE_SECONDS = 60.0  # for the pods of another master to be gone
 
 Place = tuple[str, int]
@@ -124,7 +126,8 @@ class KubernetesCluster(ClusterBackend):
             self._job = pod["metadata"]["labels"][JOB_LABEL]
             owner = _owner_of(pod)
             self._address = self._service_address()
-        self._plan = PodPlan(self._job, self._settings, self._environment, TOKEN_VARIABLE, owner)
+        probes = self._api.version() >= _GRPC_PROBES
+        self._plan = PodPlan(self._job, self._settings, self._environment, TOKEN_VARIABLE, owner, probes)
         if self._submitted:
             self._find_earlier()
         else:
@@ -144,8 +147,10 @@ class KubernetesCluster(ClusterBackend):
             number = self._numbers.get(place, 0)
             self._numbers[place] = number + 1
             tls = () if self.access.tls is None else _files_in_pod(self.access.tls).flags
-            host = ("--host", f"$({POD_IP})") if role == "ps" else ()
-            arguments = (role, "--master", self._address or master_address, "--index", str(index), *host, *tls)
+            own: tuple[str, ...] = ("--host", f"$({POD_IP})") if role == "ps" else ()
+            if own and not self._plan.shares_network:
+                own += ("--health_port", str(HEALTH_PORT))
+            arguments = (role, "--master", self._address or master_address, "--index", str(index), *own, *tls)
             manifest = self._plan.pod(role, index, number, arguments, self._ooms.get(place, 0))
             name = manifest["metadata"]["name"]
             self._places[place] = self._last[place] = name
@@ -281,7 +286,7 @@ class KubernetesCluster(ClusterBackend):
         found = verdict(seen, (), gone)
         late = found.fate is Fate.WAITING and time.monotonic() - pod.made > _HELD_UP_SECONDS
         if found.fate is Fate.DELETED or late:
-            found = verdict(seen, self._api.events_of(name), gone)
+            found = verdict(seen, self._api.events_of(name, seen), gone)
         if found.fate in ENDED:
             self._end(name, pod, found)
         elif found.fate is Fate.RUNNING:

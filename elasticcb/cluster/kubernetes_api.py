@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +90,16 @@ class KubernetesAPI:
         self._core = client.CoreV1Api(self._client)
         self._batch = client.BatchV1Api(self._client)
 
+    def version(self) -> tuple[int, int]:
+        """Of the API server, as (1, 31); (0, 0) when it does not tell."""
+        from kubernetes import client
+
+        with self._told("ask for its version"):
+            found = self._json(client.VersionApi(self._client).get_code(**self._options()))
+        numbers = [re.match(r"\d+", found.get(part, "")) for part in ("major", "minor")]
+        major, minor = (0 if number is None else int(number[0]) for number in numbers)
+        return major, minor
+
     # ------------------------------------------------------------ objects
 
     def create(self, manifest: Manifest, dry_run: bool = False) -> dict[str, Any]:
@@ -136,10 +147,12 @@ class KubernetesAPI:
                 **self._options(),
             )
 
-    def events_of(self, pod: str) -> Sequence[Manifest]:
-        """The events of a pod; none where they may not be read."""
+    def events_of(self, name: str, pod: Manifest) -> Sequence[Manifest]:
+        """The events of a pod, if it was seen not of others that had its name; none where they may not be read."""
+        uid = pod.get("metadata", {}).get("uid")
+        one = f",involvedObject.uid={uid}" if uid else ""
         try:
-            return self.list("Event", fields=f"involvedObject.kind=Pod,involvedObject.name={pod}")["items"]
+            return self.list("Event", fields=f"involvedObject.kind=Pod,involvedObject.name={name}{one}")["items"]
         except KubernetesError as error:
             logger.info("%s", error)
             return ()

@@ -24,16 +24,21 @@ from elasticcb.cluster.pod_flags import (
     parse_tolerations,
     parse_volumes,
 )
+from elasticcb.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
 
-PORT = 50051  # of the master, in a pod of its own
+PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; the first two are of the master
 POD_NAME, POD_IP = "ELASTICCB_POD_NAME", "ELASTICCB_POD_IP"  # environment variables
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
+RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it goes on with
 FILES = "/etc/elasticcb"  # the job's certificates, and the patch of its pods
 TOKEN_KEY = "token"  # in the job's Secret
 FAILED_CODES = (1, 2)  # exit codes of a master that another would not do better than
 GO_ON_CODE = 75
 _USER = 1000
+_START_SECONDS = 600  # for a master to listen, on the busiest node
+_DEAF_SECONDS = 180  # after which a master that answers nothing is killed
+_PROBE_SECONDS = 10
 _GRACE_SECONDS = 60  # to put down one's work
 _MOST_MASTERS = 10
 _MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # times, after a pod ran out of it
@@ -50,6 +55,7 @@ class PodPlan:
         environment: variables of every process.
         token_variable: the environment variable for the job's token.
         owner: an `ownerReferences` entry, with whose end a pod is removed.
+        grpc_probes: the cluster makes gRPC health checks, as Kubernetes does from 1.24 on.
     """
 
     job: str
@@ -57,6 +63,7 @@ class PodPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     token_variable: str = ""
     owner: Mapping[str, Any] | None = None
+    grpc_probes: bool = False
 
     def labels(self, role: str) -> dict[str, str]:
         return {
@@ -74,7 +81,7 @@ class PodPlan:
             arguments: of the `elasticcb` command.
             ooms: how many of those ran out of memory.
         """
-        manifest = self._template(role, index, arguments, ooms)
+        manifest = self._template(role, index, arguments, ooms, probes=self._server_probes() if role == "ps" else {})
         metadata = manifest["metadata"]
         metadata["name"] = f"{self.job}-{role}-{index}" + (f"-{number}" if number else "")
         metadata["namespace"] = self.settings.namespace
@@ -83,13 +90,25 @@ class PodPlan:
             metadata["ownerReferences"] = [dict(self.owner)]
         return {"apiVersion": "v1", "kind": "Pod", **manifest}
 
-    def master_job(self, arguments: Sequence[str], extra: Mapping[str, str]) -> dict[str, Any]:
+    def master_job(
+        self,
+        arguments: Sequence[str],
+        extra: Mapping[str, str],
+        metrics_port: int = METRICS_PORT,
+        health_port: int = HEALTH_PORT,
+    ) -> dict[str, Any]:
         """The Job that keeps the master's pod.
 
         Args:
             extra: files by name, for `FILES`, beside those of the Secret.
+            metrics_port, health_port: those of the master.
         """
-        template = self._template("master", 0, arguments, 0, bool(extra))
+        template = self._template("master", 0, arguments, 0, bool(extra), _master_probes(metrics_port, health_port))
+        scraped = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
+        metadata = template["metadata"]
+        metadata["annotations"] = {f"prometheus.io/{key}": value for key, value in scraped.items()} | metadata.get(
+            "annotations", {}
+        )
         policy = self.settings.restart_policy
         spec: dict[str, Any] = {"backoffLimit": _MOST_MASTERS, "completions": 1, "parallelism": 1, "template": template}
         template["spec"]["restartPolicy"] = policy
@@ -135,7 +154,13 @@ class PodPlan:
         return {"name": self.job, "namespace": self.settings.namespace, "labels": self.labels(role)}
 
     def _template(
-        self, role: str, index: int, arguments: Sequence[str], ooms: int, configured: bool = False
+        self,
+        role: str,
+        index: int,
+        arguments: Sequence[str],
+        ooms: int,
+        configured: bool = False,
+        probes: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         settings = self.settings
         volumes: list[dict[str, Any]] = [
@@ -165,8 +190,7 @@ class PodPlan:
         }
         if settings.image_pull_policy:
             container["imagePullPolicy"] = settings.image_pull_policy
-        if role == "master":
-            container["ports"] = [{"name": "grpc", "containerPort": PORT, "protocol": "TCP"}]
+        container |= probes or {}
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
@@ -193,6 +217,23 @@ class PodPlan:
         for part in ("all", role):
             manifest = patched(manifest, settings.cluster_spec.get(part) or {})
         return manifest
+
+    @property
+    def shares_network(self) -> bool:
+        """Whether servers have the network of their node, where others may hold their ports."""
+        spec = patched(*(self.settings.cluster_spec.get(part) or {} for part in ("all", "ps"))).get("spec") or {}
+        return bool(spec.get("hostNetwork"))
+
+    def _server_probes(self) -> dict[str, Any]:
+        """The master sees by itself whether a server lives; what Kubernetes learns is whether it holds its part of the
+        model, which disruption budgets count by."""
+        if self.shares_network:
+            return {}
+        probes: dict[str, Any] = {"ports": [_port("health", HEALTH_PORT)]}
+        if self.grpc_probes:
+            check = {"grpc": {"port": HEALTH_PORT, "service": PS_SERVICE}}
+            probes["readinessProbe"] = check | {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}
+        return probes
 
     def _file_sources(self, configured: bool) -> list[dict[str, Any]]:
         sources: list[dict[str, Any]] = [{"secret": {"name": self.job}}]
@@ -254,6 +295,27 @@ def patched(manifest: Any, patch: Any) -> Any:
 
 def _all_named(entries: Sequence[Any]) -> bool:
     return all(isinstance(each, Mapping) and "name" in each for each in entries)
+
+
+def _master_probes(metrics_port: int, health_port: int) -> dict[str, Any]:
+    """By HTTP, which every release of Kubernetes does. Nobody else would miss a master that hangs."""
+
+    def probe(path: str, seconds: int) -> dict[str, Any]:
+        every = {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}
+        return {
+            "httpGet": {"path": path, "port": "metrics"}, **every, "failureThreshold": seconds // _PROBE_SECONDS,
+        }  # fmt: skip
+
+    return {
+        "ports": [_port("grpc", PORT), _port("metrics", metrics_port), _port("health", health_port)],
+        "startupProbe": probe(LIVE_PATH, _START_SECONDS),
+        "livenessProbe": probe(LIVE_PATH, _DEAF_SECONDS),
+        "readinessProbe": probe(READY_PATH, _PROBE_SECONDS),
+    }
+
+
+def _port(name: str, number: int) -> dict[str, Any]:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
 def _mount(name: str, volume: Volume) -> dict[str, Any]:

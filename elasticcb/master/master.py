@@ -22,6 +22,7 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
 from elasticcb.health import HealthServer
+from elasticcb.health_names import MASTER_SERVICE
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.changes import Changes
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 _LARGEST_MESSAGE = 2**31 - 1  # bytes; protobuf takes no more
 _TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
 _LATE = "it is of a job that is over"
-HEALTH_SERVICE = "elasticcb.Master"
 
 
 class Master:
@@ -94,7 +94,7 @@ class Master:
             say(f"Metrics are served at http://{self._metrics.address}/metrics{exposed}.")
         self._health: HealthServer | None = None
         if cluster.health_port is not None:
-            self._health = HealthServer(host, cluster.health_port, HEALTH_SERVICE, lambda: self.ready)
+            self._health = HealthServer(host, cluster.health_port, MASTER_SERVICE, lambda: self.ready)
             say(f"Health checks are answered at {self._health.address}.")
 
     def _reset(self) -> None:

@@ -1,17 +1,19 @@
-"""Serves the job's metrics to Prometheus by HTTP."""
+"""Serves the job's metrics to Prometheus by HTTP, and says whether the master lives and is ready."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import ConnectionLostError
+from elasticcb.health_names import LIVE_PATH, READY_PATH
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master
 
 
 class MetricsServer:
-    """Answers scrapes from now on, in threads of its own.
+    """Answers scrapes from now on, in threads of its own, and the checks at `LIVE_PATH` and `READY_PATH`.
 
     Args:
         master: whose present job the metrics are of.
@@ -39,7 +41,18 @@ class MetricsServer:
                 f"Metrics can't be served on {host}:{port}: {error}. Choose another --metrics_port, or 0 for any that "
                 "is free."
             ) from error
+        self._metrics = self._server.get_app()
+        self._checks: dict[str, Callable[[], bool]] = {LIVE_PATH: lambda: True, READY_PATH: lambda: master.ready}
+        self._server.set_app(self._answer)
         self.address = f"{host}:{self._server.server_port}"
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        check = self._checks.get(environ["PATH_INFO"])
+        if check is None:
+            return self._metrics(environ, start_response)  # type: ignore[misc]
+        good = check()  # it waits for no lock
+        start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [b"ok\n" if good else b"not ready\n"]
 
     def stop(self) -> None:
         """Ends scrapes under way."""

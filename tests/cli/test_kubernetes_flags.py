@@ -106,9 +106,26 @@ def test_what_can_not_be_is_told_in_one_sentence(workplace, complaint, more, wor
     assert not (workplace.root / "out.yaml").exists()
 
 
-def test_only_training_runs_on_kubernetes(workplace, complaint):
-    message = complaint("evaluate", *workplace.evaluate, "--cluster=kubernetes")
-    assert "--cluster=kubernetes trains; `evaluate` runs with --cluster=local" in message
+@pytest.mark.parametrize(("command", "data"), [("evaluate", "validation_data"), ("predict", "prediction_data")])
+def test_evaluation_and_prediction_are_jobs_as_well(workplace, command, data, capsys):
+    given = {name: value for name, value in FLAGS.items() if name != "training_data"}
+    given |= {data: "/data/test.csv", "checkpoint_dir_for_init": "/data/checkpoints", "yaml": "out.yaml"}
+    assert main([command, *(f"--{name}={value}" for name, value in given.items())]) == 0, capsys.readouterr().err
+    *_, job = yaml.safe_load_all((workplace.root / "out.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][0] == command
+
+
+def test_a_folder_of_checkpoints_is_followed_on_this_machine(workplace, complaint):
+    message = complaint("evaluate", *workplace.evaluate, "--cluster=kubernetes", "--image=zoo:1", "--follow")
+    assert "--follow evaluates on this machine" in message
+
+
+def test_the_master_is_probed_and_scraped_at_the_ports_that_it_is_told(written):
+    found = written(metrics_port=9000)
+    config = yaml.safe_load(found["ConfigMap"]["data"]["job.yaml"])
+    assert (config["metrics_port"], config["health_port"]) == (9000, 9465)
+    (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]}["metrics"] == 9000
 
 
 def test_without_a_cluster_it_is_told_where_one_is_looked_for(workplace, complaint, monkeypatch):

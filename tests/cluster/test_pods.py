@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kubernetes_validate
 import pytest
 
@@ -42,6 +44,7 @@ def manifests():
     return [
         PLAN.pod("worker", 0, 0, ["worker"]),
         PLAN.pod("ps", 1, 3, ["ps"], ooms=1),
+        replace(PLAN, grpc_probes=True).pod("ps", 0, 0, ["ps"]),
         PLAN.secret("word", {"ca.pem": b"x"}),
         PLAN.config({"job.yaml": "a: 1"}),
         PLAN.service(),
@@ -117,6 +120,30 @@ def test_kubernetes_does_not_start_a_master_again_that_failed_by_itself():
     rules = PLAN.master_job([], {})["spec"]["podFailurePolicy"]["rules"]
     by_action = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     assert by_action == {"Ignore": [75], "FailJob": [1, 2]}
+
+
+def test_the_master_is_probed_by_http_and_scraped_and_a_server_by_grpc_where_there_is_such_a_probe():
+    template = PLAN.master_job([], {}, metrics_port=9000, health_port=9001)["spec"]["template"]
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == "9000"
+    (master,) = template["spec"]["containers"]
+    assert {port["name"]: port["containerPort"] for port in master["ports"]} == {
+        "grpc": 50051, "metrics": 9000, "health": 9001,
+    }  # fmt: skip
+    assert master["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert master["livenessProbe"]["failureThreshold"] * master["livenessProbe"]["periodSeconds"] == 180
+    assert master["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    old, new = (replace(PLAN, grpc_probes=each).pod("ps", 0, 0, [])["spec"]["containers"][0] for each in (False, True))
+    assert "readinessProbe" not in old
+    assert new["readinessProbe"]["grpc"] == {"port": 9465, "service": "elasticcb.ParameterServer"}
+    assert "livenessProbe" not in new  # the master replaces servers that hang
+    assert "ports" not in PLAN.pod("worker", 0, 0, [])["spec"]["containers"][0]
+
+
+def test_servers_in_the_network_of_their_node_hold_no_port_that_others_may_have():
+    shared = replace(PLAN, settings=replace(SETTINGS, cluster_spec={"ps": {"spec": {"hostNetwork": True}}}))
+    assert shared.shares_network
+    assert not PLAN.shares_network
+    assert "ports" not in shared.pod("ps", 0, 0, [])["spec"]["containers"][0]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,18 @@ import re
 import secrets
 import shutil
 import sys
+import time
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
 
+from elasticcb.cli.kubernetes_job import KubernetesJob
 from elasticcb.cli.main import main
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.cluster.pods import JOB_LABEL, ROLE_LABEL
+from elasticcb.cluster.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL
 from jobs import linear_data, number, write_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +28,7 @@ PYTHON = ["/usr", "/lib", "/lib64", sys.base_prefix, sys.prefix, str(ROOT)]  # w
 
 pytestmark = [
     pytest.mark.skipif(not KUBECONFIG, reason="ELASTICCB_TEST_KUBECONFIG names no cluster"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(600),
 ]
 
 MODEL_FILE = """
@@ -40,17 +44,30 @@ MODEL_FILE = """
     def optimizer():
         return keras.optimizers.SGD(0.01)
 
-    class Crash(keras.callbacks.Callback):
-        "Ends the master as if it was killed, once, when a test has asked for it."
+    class Asked(keras.callbacks.Callback):
+        "Does something once, when a test has asked for it by a file in the job's folder."
 
+        def is_asked(self, name):
+            try:
+                os.remove(os.path.join(self.params["job_directory"], name))
+            except FileNotFoundError:
+                return False
+            return True
+
+    class OnTheMaster(Asked):
         def on_epoch_end(self, epoch, logs=None):
-            asked = os.path.join(self.params["job_directory"], "crash")
-            if os.path.exists(asked):
-                os.remove(asked)
+            if self.is_asked("crash"):
                 os._exit(137)
+            if self.is_asked("fail"):
+                raise RuntimeError("no more of this")
+
+    class OnAWorker(Asked):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.is_asked("hog"):
+                print(len(b"x" * 2**32))
 
     def callbacks():
-        return [Crash()]
+        return [OnTheMaster(), OnAWorker()]
 """
 
 
@@ -71,6 +88,20 @@ def api(monkeypatch):
             utils.create_from_dict(everything, manifest, namespace=name)
     yield KubernetesAPI(name)
     core.delete_namespace(name, grace_period_seconds=0)
+
+
+@pytest.fixture
+def classes(api):
+    """Two PriorityClasses, the lower one first."""
+    from kubernetes import client
+
+    scheduling = client.SchedulingV1Api(api._client)
+    names = [f"{api.namespace}-{each}" for each in ("low", "high")]
+    for name, value in zip(names, (-1000, 1000), strict=True):  # other pods have 0
+        scheduling.create_priority_class({"metadata": {"name": name}, "value": value})
+    yield names
+    for name in names:
+        scheduling.delete_priority_class(name)
 
 
 @pytest.fixture
@@ -107,7 +138,7 @@ def flags(api, folder, **more):
 
 def linear_flags(api, folder, epochs, **more):
     write_model_file(folder, MODEL_FILE, "linear")
-    linear_data(folder, train=12_000)
+    linear_data(folder, train=2_000)
     return flags(
         api,
         folder,
@@ -163,9 +194,14 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     assert float(re.search(r"auc +([\d.]+)", job.output)[1]) > 0.8
 
 
-def test_a_lost_master_is_followed_by_another_that_goes_on_and_a_stopped_job_by_itself(api, folder, start_job, capsys):
-    job = start_job("train", *linear_flags(api, folder, epochs=12, output=folder / "model"))
-    job.wait_for_line(r"epoch [2-9]/12.*workers 1/1")
+def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_failed_goes_on(
+    api, folder, start_job, capsys
+):
+    job = start_job("train", *linear_flags(api, folder, epochs=1000, output=folder / "model"))
+    job.wait_for_line(r"epoch \d+/.*workers 1/1")
+    address = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"][0]["status"]["podIP"]
+    with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/readyz", timeout=10) as answer:
+        assert answer.status == 200
     (folder / "job" / "crash").touch()
     job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
     job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
@@ -177,24 +213,120 @@ def test_a_lost_master_is_followed_by_another_that_goes_on_and_a_stopped_job_by_
     assert re.search(r"job +running +\d +1 ", shown)
     assert re.search(r"job-worker-0 +localhost +it runs", shown)
     job.wait_for_line(r"workers 2/2")
+    assert main(["scale", "job", here, "--workers=1"]) == 0
+    job.wait_for_line(r"workers 1/1")
     assert main(["stop", "job", here]) == 0
     job.wait_for_line(r"The master's pod .*: .*")
     assert job.process.poll() is None
     job.interrupt()
     assert job.finish() == 0
     assert "Detached; the job goes on" in job.output
-    again = start_job("resume", "job", here)
-    assert again.finish() == 0, again.output
-    assert "Parameter server 0 goes on from its recovery files; 0 updates" in again.output
-    assert (folder / "model" / "saved_model.pb").exists()
+
+    stopped = start_job("resume", "job", here)
+    stopped.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    stopped.wait_for_line(r"epoch \d+/.*workers 1/1")
+    (folder / "job" / "fail").touch()
+    assert stopped.finish() == 1
+    assert "RuntimeError: no more of this" in stopped.output
+    give_up = time.monotonic() + 60
+    while KubernetesJob(api, "job").state != "failed":
+        assert time.monotonic() < give_up
+        time.sleep(0.5)
+
+    failed = start_job("resume", "job", here)
+    failed.wait_for_line(r"epoch \d+/.*workers 1/1")
+    assert main(["stop", "job", here, "--delete"]) == 0
+    assert failed.finish() == 1
+    assert "The job job was deleted" in failed.output
 
 
-def test_a_worker_that_finds_no_room_does_not_stop_the_job(api, folder, start_job):
-    more_than_half = f"cpu={600 * (os.cpu_count() or 1)}m,memory=300Mi"
-    flags = linear_flags(api, folder, epochs=2, num_workers=2, worker_resource_request=more_than_half)
-    job = start_job("train", *flags)
-    job.wait_for_line(r"Not started yet: worker 1 \(it waits for room: .*Insufficient cpu")
+def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_back(api, folder, start_job, classes):
+    low, high = classes
+    cores = os.cpu_count() or 1
+    job = start_job(
+        "train",
+        *linear_flags(
+            api,
+            folder,
+            epochs=1000,
+            num_workers=2,
+            worker_resource_request=f"cpu={200 * cores}m,memory=300Mi",
+            worker_resource_limit="memory=1200Mi",
+            worker_pod_priority=low,
+            restart_policy="OnFailure",
+        ),
+    )
+    job.wait_for_line(r"epoch \d+/.*workers 2/2")
+    (folder / "job" / "hog").touch()
+    lost = job.wait_for_line(r"worker \d .*was lost: it ran out of memory")
+    assert "of which it may have 1200Mi (OOMKilled); the next one may have 1800Mi" in lost
+    job.wait_for_line(r"epoch \d+/.*workers 2/2")
+
+    api._core.create_namespaced_resource_quota(
+        api.namespace, {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "2"}}}
+    )
+    evicted = newest_pod(api, "worker")
+    eviction = {"metadata": {"name": evicted}, "deleteOptions": {}}
+    api._core.create_namespaced_pod_eviction(evicted, api.namespace, eviction)
+    job.wait_for_line(r"worker \d .*leaves: it was asked to end")
+    job.wait_for_line(r"Not started yet: worker \d \(The quota of the namespace .* is used up: .*exceeded quota: few")
+    api._core.delete_namespaced_resource_quota("few", api.namespace)
+    job.wait_for_line(r"epoch \d+/.*workers 2/2")
+
+    api.create(pod_that_sleeps("important", high, f"{600 * cores}m"))
+    job.wait_for_line(r"worker \d .*leaves: it was asked to end")
+    job.wait_for_line(r"Not started yet: worker \d \(it waits for room: .*Insufficient cpu")
+    api.delete("Pod", "important", 0)
+    job.wait_for_line(r"epoch \d+/.*workers 2/2")
+    assert "which left: it was preempted" in job.output
+
+    (folder / "job" / "crash").touch()
+    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
+    job.wait_for_line(r"The master is back after .*2 workers and 1 parameter server went on meanwhile")
+    assert len(api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"]) == 1  # its container was restarted
+    api.delete("Job", "job")
+    assert job.finish() == 1
+
+
+def newest_pod(api, role):
+    pods = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}={role}", "status.phase=Running")["items"]
+    return max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
+
+
+def pod_that_sleeps(name, priority, cpu):
+    container = {"name": "sleep", "image": IMAGE, "command": ["sleep", "600"], "imagePullPolicy": "Never"}
+    container["resources"] = {"requests": {"cpu": cpu}}
+    spec = {"priorityClassName": priority, "containers": [container]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+
+def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api, folder, start_job):
+    checkpoints = {"checkpoint_dir": folder / "checkpoints", "checkpoint_steps": 1000}
+    given = {"master_pod": "false", "host": urllib.parse.urlparse(api.server).hostname, **checkpoints}
+    job = start_job("train", *linear_flags(api, folder, 1, service_account=None, **given))
     assert job.finish() == 0, job.output
+    assert not api.list("Pod", f"{ROLE_LABEL} in (worker,ps)", "status.phase=Running")["items"]
+    given = {
+        "job_name": "evaluation",
+        "job_dir": None,
+        "model_zoo": folder,
+        "model_def": "linear.custom_model",
+        "validation_data": folder / "train.npz",
+        "checkpoint_dir_for_init": folder / "checkpoints",
+    }
+    for path in (folder / "checkpoints").rglob("*"):
+        path.chmod(0o755)
+    (folder / "checkpoints").chmod(0o755)
+    job = start_job("evaluate", *flags(api, folder, **given))
+    assert job.finish() == 0, job.output
+    assert re.search(r"loss +[\d.]", job.output)
+
+
+def test_a_dry_run_has_all_checked_and_makes_nothing(api, folder, capsys):
+    assert main(["train", *linear_flags(api, folder, 1), "--dry_run"]) == 0
+    said = "Kubernetes takes the job job: Secret, ConfigMap, Service, Job. Nothing was started."
+    assert said in capsys.readouterr().err
+    assert not api.list("Job")["items"]
 
 
 def test_an_image_that_is_not_there_is_told_and_the_job_removed(api, folder, start_job):

@@ -1,5 +1,7 @@
 """The metrics of a real master, scraped by HTTP, without any process or driving thread."""
 
+import urllib.error
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -87,6 +89,19 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     assert found["elasticcb_exchange_duration_seconds_bucket", "push", "0.005"] == 7
     assert found["elasticcb_exchange_duration_seconds_count", "push"] == 7
     assert found["elasticcb_refused_calls_total", "malformed"] == 4
+
+
+def test_probes_are_answered_beside_the_metrics(master, monkeypatch):
+    def ask(path):
+        try:
+            with urllib.request.urlopen(f"http://{master.metrics_address}{path}", timeout=10) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert (ask("/healthz"), ask("/readyz")) == (200, 503)
+    monkeypatch.setattr(Master, "ready", True)
+    assert ask("/readyz") == 200
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(master):

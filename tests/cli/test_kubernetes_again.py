@@ -1,0 +1,41 @@
+"""The manifests of a job that is made anew, from its objects as Kubernetes has them."""
+
+from __future__ import annotations
+
+import json
+
+import kubernetes_validate
+
+from elasticcb.cli.kubernetes_again import as_submitted
+from elasticcb.cli.pod_master import _is_ours
+from elasticcb.cluster.pods import PodPlan
+from elasticcb.settings import JOURNAL_FILE, KubernetesSettings
+
+PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1"), {"A": "1"}, "TOKEN")
+
+
+def test_what_kubernetes_has_added_is_left_out():
+    added = {"uid": "1", "resourceVersion": "5", "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": []}
+    secret, service, job = PLAN.secret("word", {}), PLAN.service(), PLAN.master_job(["train"], {})
+    for manifest in (secret, service, job):
+        expected = json.loads(json.dumps(manifest))
+        found = manifest | {"metadata": manifest["metadata"] | added, "status": {}}
+        if manifest is service:
+            found["spec"] = manifest["spec"] | {"clusterIP": "10.0.0.7", "clusterIPs": ["10.0.0.7"]}
+        if manifest is job:
+            template = manifest["spec"]["template"]
+            labels = template["metadata"]["labels"] | {"controller-uid": "1", "batch.kubernetes.io/job-name": "census"}
+            more = {"selector": {"matchLabels": {"controller-uid": "1"}}}
+            metadata = template["metadata"] | {"labels": labels, "creationTimestamp": None}
+            found["spec"] = manifest["spec"] | more | {"template": template | {"metadata": metadata}}
+        assert as_submitted(found) == expected
+        kubernetes_validate.validate(as_submitted(found), "1.31", strict=True)
+
+
+def test_a_journal_is_that_of_the_same_job_or_of_the_one_it_goes_on_with(tmp_path):
+    assert not _is_ours(tmp_path, "first", "")
+    (tmp_path / JOURNAL_FILE).touch()
+    assert _is_ours(tmp_path, "first", "")
+    assert _is_ours(tmp_path, "second", "first")
+    assert _is_ours(tmp_path, "second", "first")
+    assert not _is_ours(tmp_path, "third", "")
