@@ -155,6 +155,8 @@ class KubernetesCluster(ClusterBackend):
             name = manifest["metadata"]["name"]
             self._places[place] = self._last[place] = name
             self._pods[name] = _Pod(place, time.monotonic())
+            # The end of a pod before it, such as one that waited in vain for this master, is none of the new one's.
+            self._exits = [exit for exit in self._exits if (exit.role, exit.index) != place]
         if before is not None:  # it has said goodbye, and may still be there
             self._asked.put(lambda: self._delete(before))
         self._asked.put(lambda: self._create(name, manifest))

@@ -301,7 +301,10 @@ def pod_that_sleeps(name, priority, cpu):
 
 
 def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api, folder, start_job):
-    checkpoints = {"checkpoint_dir": folder / "checkpoints", "checkpoint_steps": 1000}
+    own = {"runAsUser": os.getuid(), "runAsGroup": os.getgid(), "runAsNonRoot": False}  # they share folders with it
+    spec = {"containers": [{"name": "elasticcb", "command": COMMAND}], "securityContext": own}
+    (folder / "spec.yaml").write_text(yaml.safe_dump({"all": {"spec": spec}}))
+    checkpoints = {"checkpoint_dir": folder / "checkpoints", "checkpoint_steps": 100}
     given = {"master_pod": "false", "host": urllib.parse.urlparse(api.server).hostname, **checkpoints}
     job = start_job("train", *linear_flags(api, folder, 1, service_account=None, **given))
     assert job.finish() == 0, job.output
@@ -314,9 +317,6 @@ def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api,
         "validation_data": folder / "train.npz",
         "checkpoint_dir_for_init": folder / "checkpoints",
     }
-    for path in (folder / "checkpoints").rglob("*"):
-        path.chmod(0o755)
-    (folder / "checkpoints").chmod(0o755)
     job = start_job("evaluate", *flags(api, folder, **given))
     assert job.finish() == 0, job.output
     assert re.search(r"loss +[\d.]", job.output)
