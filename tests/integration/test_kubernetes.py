@@ -152,6 +152,14 @@ def linear_flags(api, folder, epochs, **more):
     )
 
 
+def wait_until(condition):
+    """For what the API server is asked for, for at most a minute."""
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.5)
+
+
 def delete_pod(api, role, grace_seconds=None):
     pods = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}={role}", "status.phase=Running")["items"]
     name = min(pod["metadata"]["name"] for pod in pods)
@@ -228,10 +236,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     (folder / "job" / "fail").touch()
     assert stopped.finish() == 1
     assert "RuntimeError: no more of this" in stopped.output
-    give_up = time.monotonic() + 60
-    while KubernetesJob(api, "job").state != "failed":
-        assert time.monotonic() < give_up
-        time.sleep(0.5)
+    wait_until(lambda: KubernetesJob(api, "job").state == "failed")
 
     failed = start_job("resume", "job", here)
     failed.wait_for_line(r"epoch \d+/.*workers 1/1")
@@ -308,7 +313,7 @@ def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api,
     given = {"master_pod": "false", "host": urllib.parse.urlparse(api.server).hostname, **checkpoints}
     job = start_job("train", *linear_flags(api, folder, 1, service_account=None, **given))
     assert job.finish() == 0, job.output
-    assert not api.list("Pod", f"{ROLE_LABEL} in (worker,ps)", "status.phase=Running")["items"]
+    wait_until(lambda: not api.list("Pod", f"{ROLE_LABEL} in (worker,ps)")["items"])
     given = {
         "job_name": "evaluation",
         "job_dir": None,
