@@ -7,6 +7,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.kubernetes_job import KubernetesJob, namespace_option
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
+from elasticcb.cluster.pods import JOB_LABEL
 from elasticcb.errors import UsageError
 
 
@@ -27,6 +28,8 @@ def stop(job: str, namespace: str, delete: bool) -> None:
     found = KubernetesJob(KubernetesAPI(namespace), job)
     if delete:
         found.api.delete("Job", job)
+        # A master that has its minute would ask for processes again that are removed before it.
+        found.api.delete_pods(f"{JOB_LABEL}={job}")
         print(f"The job {job} is removed.")
         return
     if found.state != "running":
