@@ -1,22 +1,12 @@
 """The number of workers follows the throughput of a real job."""
 
 from elasticcb.cli.main import main as elasticcb_main
-from jobs import linear_data, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
 
-MODEL_FILE = """
+CALLBACKS = """
     import fcntl
     import os
     import time
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.001)
 
     class OneAtATime(keras.callbacks.Callback):
         "All workers share something that one batch at a time can use."
@@ -26,7 +16,7 @@ MODEL_FILE = """
             fcntl.flock(self.file, fcntl.LOCK_EX)
 
         def on_train_batch_end(self, batch, logs=None):
-            time.sleep(0.05)
+            time.sleep(0.1)  # most of a batch's time, however busy the machine is
             self.file.close()
 
     def callbacks():
@@ -35,7 +25,7 @@ MODEL_FILE = """
 
 
 def test_worker_that_brings_nothing_is_given_back(tmp_path, start_job, monkeypatch, capsys):
-    write_model_file(tmp_path, MODEL_FILE, "shared")
+    write_model_file(tmp_path, LINEAR_MODEL + CALLBACKS, "shared")
     linear_data(tmp_path, train=200_000)
     monkeypatch.setenv("SHARED", str(tmp_path / "lock"))
     flags = [flag for flag in train_flags(tmp_path, "shared", autoscale="1..2") if "validation" not in flag]
