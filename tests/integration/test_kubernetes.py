@@ -192,8 +192,8 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     delete_pod(api, "worker")
     job.wait_for_line(r"worker 0 .*leaves: it was asked to end")
     job.wait_for_line(r"epoch \d/4.*workers 2/2")
-    delete_pod(api, "ps", 0)
-    job.wait_for_line(r"parameter server 0 .* was lost: its pod was deleted")
+    delete_pod(api, "ps", 0)  # the node may still ask it to end before it kills it
+    job.wait_for_line(r"parameter server 0 .* (was lost: its pod was deleted|leaves: it was asked to end)")
     job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")
     assert job.finish() == 0, job.output
     assert (folder / "model" / "saved_model.pb").exists()
