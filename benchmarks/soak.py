@@ -11,6 +11,7 @@ and 20 MB, or has more files open.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -52,8 +53,8 @@ def main() -> int:
     if code != 128 + signal.SIGINT:
         print(output[-5000:])
         wrong.append(f"The job ended with {code}")
-    epochs = output.count("records trained in epoch")
-    about = f"{machine()}; {arguments.minutes:g} minutes, {epochs} epochs, a sample each {arguments.interval:g} s:"
+    versions = re.findall(r"version ([\d,]+)", output)[-1]
+    about = f"{machine()}; {arguments.minutes:g} minutes, {versions} updates, a sample each {arguments.interval:g} s:"
     publish("soak", f"{about}\n\n{text}", arguments.into)
     for line in wrong:
         print(f"WRONG: {line}")
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def watch(job: subprocess.Popen[bytes], output: Path, seconds: float, interval: float) -> dict[str, list[list[float]]]:
-    """Memory in MB (unique to the process, and resident), descriptors and threads of each process, from epoch 1 on."""
+    """Memory in MB (its own, and resident), descriptors and threads of each process, from epoch 1 on."""
     while "epoch 1" not in output.read_text():
         if job.poll() is not None:
             raise SystemExit(output.read_text()[-5000:])
@@ -73,11 +74,18 @@ def watch(job: subprocess.Popen[bytes], output: Path, seconds: float, interval: 
     while time.monotonic() < end:
         for label, process in zip(names, processes, strict=True):
             with process.oneshot():
-                memory = process.memory_full_info()
-                row = [memory.uss / MB, memory.rss / MB, process.num_fds(), process.num_threads()]
-            samples[label].append(row)
+                memory = process.memory_info().rss / MB
+                samples[label].append([own_memory(process.pid), memory, process.num_fds(), process.num_threads()])
         time.sleep(interval)
     return samples
+
+
+def own_memory(pid: int) -> float:
+    """MB that the process has written to and shares with nobody. Pages of libraries, which count as its own as soon as
+    the last other program that has them open ends, are left out."""
+    found = re.search(r"Private_Dirty: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
+    assert found
+    return int(found[1]) * 1024 / MB
 
 
 def name(process: psutil.Process, launcher: int) -> str:
