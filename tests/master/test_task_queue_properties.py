@@ -81,7 +81,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.rounds: dict[int, list] = {}
         self.milestones: list = []
         self.stopped = False
-        self.split_off: set = set()  # (epoch, source, end) of ranges that were counted with their first task
+        self.split_off: set = set()  # (epoch, source, end) of both parts, which were counted with their first task
 
     # ---- what happens
 
@@ -178,7 +178,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
         shorter = replace(task, shard=Shard(task.shard.name, task.shard.start, task.shard.start + end))
         self.held[place][at] = replace(lease, task=shorter)
         if end < records:
-            self.split_off.add((task.epoch, task.shard.name, task.shard.end))
+            ends = (task.shard.end, shorter.shard.end)
+            self.split_off.update((task.epoch, task.shard.name, shard_end) for shard_end in ends)
         if again:
             assert self.queue.split(self.ids[place], lease.id, end).accepted
 
