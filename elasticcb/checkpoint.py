@@ -322,12 +322,34 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
     """
     if (Path(directory) / MANIFEST).is_file():
         return Path(directory)
+
+    def checked(name: str) -> Path:
+        folder = Path(directory) / name
+        verify(folder)
+        return folder
+
+    return newest_usable([folder.name for folder in _finished_versions(directory)], checked, directory, warn)
+
+
+def newest_usable(
+    versions: Sequence[str], checked: Callable[[str], Path], directory: str | Path, warn: Callable[[str], None]
+) -> Path:
+    """The folder of the newest version that `checked` takes.
+
+    Args:
+        versions: names, oldest first.
+        checked: the folder of a version on a disk; raises `CheckpointError` when it is damaged.
+        directory: that holds them, for the error.
+        warn: as of `find_undamaged`.
+
+    Raises `CheckpointError` when there is none: it names each version with its fault.
+    """
     faults = []
-    for folder in reversed(_finished_versions(directory)):
+    for name in reversed(versions):
         try:
-            verify(folder)
+            folder = checked(name)
         except CheckpointError as error:
-            faults.append(f"{folder.name}: {error}")
+            faults.append(f"{name}: {error}")
             continue
         for fault in faults:
             warn(f"Passed over {fault}")

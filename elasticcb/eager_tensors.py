@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from elasticcb.tensors import SHARED_ALIGNMENT, Array
 
@@ -33,6 +34,15 @@ def not_cached(number: float) -> Array:
     Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
     """
     return np.asarray(number)
+
+
+def forget_kernels() -> None:
+    """Frees what TensorFlow keeps of each operation on a variable for as long as the process lives.
+
+    For when many variables are gone for good: some 70 kB for each small model that there was. What is called again is
+    made again. Keras's `clear_session` does the same, and forgets its own settings of all threads besides.
+    """
+    context.context().clear_kernel_cache()
 
 
 def array_of(tensor: tf.Tensor) -> Array:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint import MANIFEST, verify
+from elasticcb.checkpoint import MANIFEST, newest_usable, verify
 from elasticcb.errors import CheckpointError, describe
 from elasticcb.remote_files import is_url, opened
 
@@ -77,19 +77,7 @@ def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
             raise CheckpointError(
                 f"There is no whole checkpoint in {url}: a folder version-… with a {MANIFEST} was expected."
             )
-        faults = []
-        for name in reversed(versions):
-            try:
-                folder = _fetched(files, posixpath.join(root, name), to / name)
-            except CheckpointError as error:
-                faults.append(f"{name}: {error}")
-                continue
-            for fault in faults:
-                warn(f"Passed over {fault}")
-            return folder
-    raise CheckpointError(
-        f"No checkpoint in {url} can be used. Name another folder, or begin without one.\n" + "\n".join(faults)
-    )
+        return newest_usable(versions, lambda name: _fetched(files, posixpath.join(root, name), to / name), url, warn)
 
 
 @contextlib.contextmanager

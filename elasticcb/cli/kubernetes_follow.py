@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elasticcb.cli.kubernetes_job import state_of
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, Fate, Verdict, verdict
 from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
@@ -103,8 +104,19 @@ class _Follower:
             with contextlib.suppress(KubernetesError):  # releases before 1.26 would start others, which fail likewise
                 self._api.patch("Job", self._name, {"spec": {"backoffLimit": 0}})
             return code
-        _say(f"The master's pod {pod}: {found.words}. Another one goes on with the job.")
+        sequel = " Another one goes on with the job." if self._goes_on() else ""
+        _say(f"The master's pod {pod}: {found.words}.{sequel}")
         return None
+
+    def _goes_on(self) -> bool:
+        """Whether the job was neither stopped nor deleted."""
+        try:
+            job = self._api.read("Job", self._name)
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return False
+        return "deletionTimestamp" not in job["metadata"] and state_of(job) == "running"
 
     def _end_of(self, name: str, restarts: int) -> tuple[Verdict, int]:
         """How a container ended whose log has ended."""

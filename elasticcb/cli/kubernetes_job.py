@@ -9,11 +9,10 @@ from typing import Any
 import rich_click as click
 import yaml
 
-from elasticcb.cli.submit import CONFIG
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_fate import CONTAINER, ENDED, Fate, Verdict, verdict
 from elasticcb.cluster.pod_flags import parse_name
-from elasticcb.cluster.pods import INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
+from elasticcb.cluster.pods import CONFIG, INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
 from elasticcb.errors import UsageError
 
 _ROLES = ("master", "ps", "worker")

@@ -24,7 +24,7 @@ from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.child import common_environment
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_flags import safe_name
-from elasticcb.cluster.pods import FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, PodPlan
+from elasticcb.cluster.pods import CONFIG, FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, SPEC, PodPlan
 from elasticcb.errors import UsageError
 from elasticcb.job_ca import make_certificates
 from elasticcb.remote_files import is_url
@@ -32,7 +32,6 @@ from elasticcb.settings import ClusterKind, Command, KubernetesSettings
 from elasticcb.tls import FILES as TLS_FLAGS
 from elasticcb.tls import TLS, TLSFiles, tls_files
 
-CONFIG, SPEC = "job.yaml", "cluster_spec.yaml"  # in `FILES`, in the master's pod
 _PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
 _NAME_SIGNS = 33  # and seven more that make it unlike any other's
 

@@ -69,6 +69,7 @@ class KubernetesAPI:
 
     def __init__(self, namespace: str) -> None:
         check_installed()
+        import urllib3
         from kubernetes import client, config
 
         configuration = client.Configuration()
@@ -84,6 +85,8 @@ class KubernetesAPI:
                 f"No cluster is known: {error}. Expected a kubeconfig (~/.kube/config, or the file that KUBECONFIG "
                 "names), or a process in a pod with a service account."
             ) from None
+        if not configuration.verify_ssl:  # as the kubeconfig wants it; urllib3 would warn at each call
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         configuration.retries = 2  # of connections that were idle; what else is worth it is tried again by the callers
         self.namespace, self.server = namespace, configuration.host
         self._client = client.ApiClient(configuration)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from elasticcb import checkpoint
 from elasticcb.access import OPEN, Access
 from elasticcb.buckets import BucketMap
+from elasticcb.eager_tensors import forget_kernels
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -244,7 +245,9 @@ class Servicer:
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self._lock:
-            self._model = model
+            followed, self._model = self._model, model
+        if followed is not None:
+            forget_kernels()
         self._keep_files(model, log, saved if continues else None)
         logger.info(
             "Holds %d slices of %d variables, %d of %d servers, version %d",

@@ -223,6 +223,10 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     job.wait_for_line(r"workers 2/2")
     assert main(["scale", "job", here, "--workers=1"]) == 0
     job.wait_for_line(r"workers 1/1")
+    deleted = delete_pod(api, "master")
+    job.wait_for_line(rf"The master's pod {deleted}: .*Another one goes on with the job")
+    job.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    job.wait_for_line(r"epoch \d+/.*workers 1/1")
     assert main(["stop", "job", here]) == 0
     job.wait_for_line(r"The master's pod .*: .*")
     assert job.process.poll() is None
