@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource
-from elasticcb.data.feed_steps import check_feed, explain, keeps_order, told_of
-from elasticcb.errors import DataError, ModelFileError, user_traceback
+from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.errors import DataError, ModelFileError
 from elasticcb.settings import JobSettings
 from elasticcb.spec import Spec
 
@@ -174,10 +174,7 @@ class FeedPipeline:
             yield from self.dataset
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            raise DataError(
-                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {explain(error)}",
-                user_traceback(error),
-            ) from error
+            raise batch_error(error, name, start, end) from error
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, to build a model with."""

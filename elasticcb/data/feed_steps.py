@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from elasticcb.errors import ModelFileError
+from elasticcb.errors import DataError, ModelFileError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -60,15 +60,21 @@ def keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
-def explain(error: tf.errors.OpError) -> str:
-    """TensorFlow's message without the names of nodes and operations, and what to do where that is known."""
-    message = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
+def batch_error(error: tf.errors.OpError, name: str, start: int, end: int) -> DataError:
+    """What is raised when records [start, end) of a source can't be turned into batches.
+
+    In TensorFlow's words, without the names of nodes and operations, and what to do where that is known. Without a
+    traceback: a pipeline runs where Python has none.
+    """
+    message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip()
     if "different shapes" in error.message or "add tensor to the batch" in error.message:
         message += (
             " `feed` must give every example the same shape, which the batch then stacks: pad them, or end it with "
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
-    return message
+    if start == 0 and "Field" in message and "is not a valid" in message:
+        message += " If the first line names the columns, say so: --data_reader_params='header=true'."
+    return DataError(f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {message}")
 
 
 def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

@@ -124,6 +124,19 @@ def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: P
         Records(reader, 3)  # type: ignore[arg-type]
 
 
+def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "songs.csv").write_text("user,plays\n1,0.5\n")
+    reader = open_reader(tmp_path / "songs.csv")
+
+    def feed(dataset: tf.data.Dataset, *_: object) -> tf.data.Dataset:
+        return dataset.map(lambda line: tuple(tf.io.decode_csv(line, [0, 0.0])))
+
+    with pytest.raises(DataError, match="Field 0 in record 0 is not a valid int32: user If the first line") as raised:
+        adapted(Records(reader, feed), tmp_path).first_batch()
+    assert "--data_reader_params='header=true'" in str(raised.value)
+    assert "[[" not in str(raised.value)
+
+
 def test_labels_beside_a_reader_are_refused_in_the_words_of_keras(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`y` should not be passed. Instead, the targets should be included"):
         adapt(reader, np.zeros(15), purpose="fit", folder=tmp_path, seed=1)

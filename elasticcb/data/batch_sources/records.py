@@ -15,11 +15,11 @@ import tensorflow as tf
 from elasticcb import Mode
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
-from elasticcb.data.feed_steps import check_feed, explain, keeps_order, told_of
+from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
 from elasticcb.data.files import FileReader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
-from elasticcb.errors import DataError, ElasticCBError, ModelFileError, user_traceback
+from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
@@ -173,10 +173,7 @@ class _Pipeline:
             yield from self._dataset
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            raise DataError(
-                f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {explain(error)}",
-                user_traceback(error),
-            ) from error
+            raise batch_error(error, name, start, end) from error
 
 
 class _RecordsPickler(cloudpickle.CloudPickler):
