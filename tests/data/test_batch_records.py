@@ -126,7 +126,7 @@ def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: P
 
 def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "songs.csv").write_text("user,plays\n1,0.5\n")
-    reader = open_reader(tmp_path / "songs.csv")
+    reader = open_reader(str(tmp_path / "songs.csv"))
 
     def feed(dataset: tf.data.Dataset, *_: object) -> tf.data.Dataset:
         return dataset.map(lambda line: tuple(tf.io.decode_csv(line, [0, 0.0])))
