@@ -271,12 +271,14 @@ def run_ps(
     parent_pid: int | None = None,
     access: Access | None = None,
     health_port: int | None = None,
+    port: int = 0,
 ) -> None:
     """Joins the cluster of the master at `master_address` as a parameter server, until it is ended.
 
     Args:
         access: as for `run_worker`.
         health_port: where it answers health checks, from now on; 0: any free port, None: it does not.
+        port: where it listens; 0: any free one.
 
     Raises `ConnectionLostError` when a port is taken.
     """
@@ -318,6 +320,7 @@ def run_ps(
                             settings,
                             make_optimizers,
                             host,
+                            port,
                             access=client.access,
                             warn=warn,
                             lost_workers=client.lost_workers,

@@ -8,11 +8,10 @@ from typing import Any
 
 from elasticcb.cli.kubernetes_job import KubernetesJob
 from elasticcb.cli.submit import create_all
-from elasticcb.cluster.kubernetes_api import KubernetesError
+from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pods import JOB_LABEL, RESUMES
 from elasticcb.errors import UsageError
 
-_KINDS = ("Secret", "ConfigMap", "Service", "Job")
 _GONE_SECONDS = 90.0  # for pods to end
 _PAUSE_SECONDS = 0.5
 _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first part of which may have a domain
@@ -26,14 +25,18 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    before = [api.read(kind, job.name) for kind in _KINDS]
+    objects = [
+        *(("Secret", job.name), ("ConfigMap", job.name)),
+        *(("Service", job.name), ("Service", f"{job.name}-ps"), ("Job", job.name)),
+    ]
+    before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]
     annotations = manifests[-1]["spec"]["template"]["metadata"].setdefault("annotations", {})
     annotations[RESUMES] = before[-1]["metadata"]["uid"]
     api.delete("Job", job.name)
     give_up = time.monotonic() + _GONE_SECONDS
     while True:
-        left = [f"{kind} {job.name}" for kind in _KINDS if _is_there(job, kind)]
+        left = [f"{kind} {name}" for kind, name in objects if _is_there(api, kind, name)]
         left += [f"Pod {pod['metadata']['name']}" for pod in api.list("Pod", f"{JOB_LABEL}={job.name}")["items"]]
         if not left:
             break
@@ -54,7 +57,8 @@ def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
     manifest |= {key: found[key] for key in ("type", "data") if key in found}
     if "spec" in found:
         spec = manifest["spec"] = dict(found["spec"])
-        for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIP", "clusterIPs"):
+        added = ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIP", "clusterIPs")
+        for key in added if spec.get("clusterIP") != "None" else ("clusterIPs",):
             spec.pop(key, None)
         if "template" in spec:
             template = spec["template"]
@@ -69,9 +73,9 @@ def _own(labels: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in labels.items() if name.rpartition("/")[2] not in _MADE_BY_KUBERNETES}
 
 
-def _is_there(job: KubernetesJob, kind: str) -> bool:
+def _is_there(api: KubernetesAPI, kind: str, name: str) -> bool:
     try:
-        job.api.read(kind, job.name)
+        api.read(kind, name)
     except KubernetesError as error:
         if error.status != 404:
             raise

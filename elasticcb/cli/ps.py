@@ -20,6 +20,13 @@ from elasticcb.cli.tls import access, tls_options
     help="Address of this machine to listen on; one that the master and the workers reach.",
 )
 @click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=0,
+    help="Port to listen on; 0, the default: any that is free.",
+)
+@click.option(
     "--health_port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
@@ -28,7 +35,13 @@ from elasticcb.cli.tls import access, tls_options
 @tls_options
 @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
 def ps(
-    master_address: str, index: int, host: str, health_port: int | None, parent_pid: int | None, **tls: str | None
+    master_address: str,
+    index: int,
+    host: str,
+    port: int,
+    health_port: int | None,
+    parent_pid: int | None,
+    **tls: str | None,
 ) -> None:
     """Run one parameter server, which holds its part of the model until the job is over.
 
@@ -40,4 +53,4 @@ def ps(
     """
     from elasticcb.roles import run_ps
 
-    run_ps(master_address, index, host, parent_pid, access(tls), health_port)
+    run_ps(master_address, index, host, parent_pid, access(tls), health_port, port)

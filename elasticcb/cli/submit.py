@@ -113,6 +113,7 @@ def job_manifests(command: Command, given: Given, plan: PodPlan, directory: str)
         plan.secret(token, certificates),
         plan.config(files),
         plan.service(),
+        plan.server_names(),
         plan.master_job(arguments, files, *ports),
     ]
 

@@ -149,7 +149,7 @@ class KubernetesCluster(ClusterBackend):
             tls = () if self.access.tls is None else _files_in_pod(self.access.tls).flags
             own: tuple[str, ...] = ("--host", f"$({POD_IP})") if role == "ps" else ()
             if own and not self._plan.shares_network:
-                own += ("--health_port", str(HEALTH_PORT))
+                own += ("--port", str(PORT), "--health_port", str(HEALTH_PORT))
             arguments = (role, "--master", self._address or master_address, "--index", str(index), *own, *tls)
             manifest = self._plan.pod(role, index, number, arguments, self._ooms.get(place, 0))
             name = manifest["metadata"]["name"]

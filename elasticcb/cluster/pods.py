@@ -27,7 +27,7 @@ from elasticcb.cluster.pod_flags import (
 from elasticcb.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
 
-PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; the first two are of the master
+PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; metrics are of the master
 POD_NAME, POD_IP = "ELASTICCB_POD_NAME", "ELASTICCB_POD_IP"  # environment variables
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
 RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it goes on with
@@ -89,6 +89,8 @@ class PodPlan:
         metadata["labels"] |= {INDEX_LABEL: str(index), NUMBER_LABEL: str(number)}
         if self.owner is not None:
             metadata["ownerReferences"] = [dict(self.owner)]
+        if role == "ps":
+            manifest["spec"] = {"hostname": f"{self.job}-ps-{index}", "subdomain": f"{self.job}-ps"} | manifest["spec"]
         return {"apiVersion": "v1", "kind": "Pod", **manifest}
 
     def master_job(
@@ -132,6 +134,23 @@ class PodPlan:
             "spec": {
                 "selector": {JOB_LABEL: self.job, ROLE_LABEL: "master"},
                 "ports": [{"name": "grpc", "port": PORT, "targetPort": PORT, "protocol": "TCP"}],
+                "publishNotReadyAddresses": True,
+            },
+        }
+
+    def server_names(self) -> dict[str, Any]:
+        """Gives each server the name JOB-ps-N.JOB-ps.NAMESPACE.svc, whichever pod is in its place."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._metadata("ps") | {"name": f"{self.job}-ps"},
+            "spec": {
+                "clusterIP": "None",
+                "selector": {JOB_LABEL: self.job, ROLE_LABEL: "ps"},
+                "ports": [
+                    {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
+                    for name, port in (("grpc", PORT), ("health", HEALTH_PORT))
+                ],
                 "publishNotReadyAddresses": True,
             },
         }
@@ -230,7 +249,7 @@ class PodPlan:
         model, which disruption budgets count by."""
         if self.shares_network:
             return {}
-        probes: dict[str, Any] = {"ports": [_port("health", HEALTH_PORT)]}
+        probes: dict[str, Any] = {"ports": [_port("grpc", PORT), _port("health", HEALTH_PORT)]}
         if self.grpc_probes:
             check = {"grpc": {"port": HEALTH_PORT, "service": PS_SERVICE}}
             probes["readinessProbe"] = check | {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}

@@ -48,6 +48,7 @@ def manifests():
         PLAN.secret("word", {"ca.pem": b"x"}),
         PLAN.config({"job.yaml": "a: 1"}),
         PLAN.service(),
+        PLAN.server_names(),
         PLAN.master_job(["train"], {"job.yaml": ""}),
     ]
 
@@ -81,6 +82,17 @@ def test_pod_has_a_name_of_its_own_an_owner_and_labels_by_which_it_is_found():
         "job": "census-1", "role": "worker", "index": "2", "number": "1",
     }  # fmt: skip
     assert not first["spec"]["automountServiceAccountToken"]  # only the master asks the API server for anything
+
+
+def test_a_server_has_the_name_of_its_place_unless_a_patch_gives_another():
+    first, next_one = PLAN.pod("ps", 1, 0, []), PLAN.pod("ps", 1, 4, [])
+    service = PLAN.server_names()
+    for pod in (first, next_one):
+        assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("census-1-ps-1", service["metadata"]["name"])
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    renamed = replace(SETTINGS, cluster_spec={"ps": {"spec": {"hostname": "mine"}}})
+    assert replace(PLAN, settings=renamed).pod("ps", 0, 0, [])["spec"]["hostname"] == "mine"
+    assert "hostname" not in PLAN.pod("worker", 0, 0, [])["spec"]
 
 
 def test_half_of_the_workers_have_the_high_priority_and_all_servers_theirs():

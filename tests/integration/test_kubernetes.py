@@ -210,6 +210,8 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     address = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"][0]["status"]["podIP"]
     with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/readyz", timeout=10) as answer:
         assert answer.status == 200
+    (server,) = api._core.read_namespaced_endpoints("job-ps", api.namespace).subsets[0].addresses
+    assert server.hostname == "job-ps-0"  # of the name job-ps-0.job-ps, where there is DNS
     (folder / "job" / "crash").touch()
     job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
     job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
