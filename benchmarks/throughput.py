@@ -49,7 +49,7 @@ class Plan:
 
 
 FULL = Plan(windows=5, steps=100, seconds=1.0, longest_seconds=20.0, warm_up_steps=200, warm_up_seconds=20.0)
-QUICK = Plan(windows=3, steps=100, seconds=0.5, longest_seconds=8.0, warm_up_steps=60, warm_up_seconds=10.0)
+QUICK = Plan(windows=3, steps=100, seconds=0.5, longest_seconds=20.0, warm_up_steps=60, warm_up_seconds=10.0)
 
 
 @dataclass
