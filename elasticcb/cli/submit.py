@@ -67,7 +67,8 @@ def submit(command: Command, given: Given) -> int:
     if given["dry_run"]:
         for manifest in manifests:
             api.create(manifest, dry_run=True)
-        _say(f"Kubernetes takes the job {name}: {', '.join(each['kind'] for each in manifests)}. Nothing was started.")
+        kinds = ", ".join(dict.fromkeys(each["kind"] for each in manifests))
+        _say(f"Kubernetes takes the job {name}: {kinds}. Nothing was started.")
         return 0
     create_all(api, manifests)
     _say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")

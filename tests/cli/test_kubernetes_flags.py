@@ -25,15 +25,15 @@ def flags(**more):
 
 @pytest.fixture
 def written(workplace, capsys):
-    """The manifests that flags become, by kind."""
+    """The manifests that flags become, by kind; the last one of it."""
 
     def write(**more):
         assert main(flags(yaml="out.yaml", **more)) == 0, capsys.readouterr().err
         assert (workplace.root / "out.yaml").stat().st_mode & 0o777 == 0o600  # it holds the token
-        found = {each["kind"]: each for each in yaml.safe_load_all((workplace.root / "out.yaml").read_text())}
-        for manifest in found.values():
+        found = list(yaml.safe_load_all((workplace.root / "out.yaml").read_text()))
+        for manifest in found:
             kubernetes_validate.validate(manifest, "1.31", strict=True)
-        return found
+        return {each["kind"]: each for each in found}
 
     return write
 
@@ -45,9 +45,8 @@ def test_a_job_is_written_as_manifests_that_hold_its_flags_and_its_secrets(writt
         volume="claim_name=data,mount_path=/data", output="/data/model", job_dir="/data/job",
     )  # fmt: skip
     assert list(found) == ["Secret", "ConfigMap", "Service", "Job"]
-    assert {(each["metadata"]["name"], each["metadata"]["namespace"]) for each in found.values()} == {
-        ("census", "training")
-    }
+    assert [each["metadata"]["name"] for each in found.values()] == ["census", "census", "census-ps", "census"]
+    assert {each["metadata"]["namespace"] for each in found.values()} == {"training"}
     config = yaml.safe_load(found["ConfigMap"]["data"]["job.yaml"])
     assert config["model_params"] == {"a": 1, "b": "x"}
     assert config["num_workers"] == 3
