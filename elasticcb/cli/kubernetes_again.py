@@ -12,6 +12,8 @@ from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pods import JOB_LABEL, RESUMES
 from elasticcb.errors import UsageError
 
+# Kind, and what follows the job's name; in the order in which they are made.
+_OBJECTS = (("Secret", ""), ("ConfigMap", ""), ("Service", ""), ("Service", "-ps"), ("Job", ""))
 _GONE_SECONDS = 90.0  # for pods to end
 _PAUSE_SECONDS = 0.5
 _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first part of which may have a domain
@@ -25,10 +27,7 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    objects = [
-        *(("Secret", job.name), ("ConfigMap", job.name)),
-        *(("Service", job.name), ("Service", f"{job.name}-ps"), ("Job", job.name)),
-    ]
+    objects = [(kind, job.name + suffix) for kind, suffix in _OBJECTS]
     before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]
     annotations = manifests[-1]["spec"]["template"]["metadata"].setdefault("annotations", {})

@@ -153,8 +153,8 @@ def linear_flags(api, folder, epochs, **more):
 
 
 def wait_until(condition):
-    """For what the API server is asked for, for at most a minute."""
-    give_up = time.monotonic() + 60
+    """For what the API server is asked for, for at most two minutes."""
+    give_up = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.5)
