@@ -708,4 +708,6 @@ def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"

@@ -326,7 +326,9 @@ class Master:
         if totals:
             for role in Role:
                 self.roster.count_earlier(role, *totals.pop(role.name))
-            self.recoveries = Recoveries(**totals.pop("recoveries"))
+            earlier = Recoveries(**totals.pop("recoveries"))
+            self.recoveries.seconds += earlier.seconds
+            self.recoveries.updates_lost += earlier.updates_lost
             self.totals = Totals(**totals)
         for epoch, tasks in memory.states.items():
             for states in tasks:

@@ -131,7 +131,7 @@ def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
     def feed(dataset: tf.data.Dataset, *_: object) -> tf.data.Dataset:
         return dataset.map(lambda line: tuple(tf.io.decode_csv(line, [0, 0.0])))
 
-    with pytest.raises(DataError, match="Field 0 in record 0 is not a valid int32: user If the first line") as raised:
+    with pytest.raises(DataError, match=r"int32: user\. If the first line") as raised:
         adapted(Records(reader, feed), tmp_path).first_batch()
     assert "--data_reader_params='header=true'" in str(raised.value)
     assert "[[" not in str(raised.value)

@@ -125,6 +125,8 @@ def test_all_processes_start_anew_when_the_one_that_forks_is_killed_and_then_the
     for epoch in (1, 2, 3):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "workers lost") == 1  # as the first master saw
+    lost = sum(map(int, re.findall(r"; (\d+) updates of its part of the model are lost", job.output)))
+    assert (number(job.output, "updates lost with them") if lost else 0) == lost
     job.assert_no_orphans()
 
 

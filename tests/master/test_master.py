@@ -79,6 +79,7 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
         master.queue, master.journal = make_queue(), Journal(tmp_path / "journal.log")
         if master.journal.memory.queue is not None:
             master.roster.next_id = master.journal.memory.next_id
+            master.recoveries.updates_lost = 2  # servers that began with files of others
             master.resume(master.journal.memory)
         return master
 
@@ -95,7 +96,7 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
         assert master.totals.gradients_rejected == 2 * number
         assert (master.totals.batches_skipped, master.totals.callback_errors) == (number, 3 * number)
         assert master.roster.lost_count(Role.WORKER) == number
-        assert (max(master.recoveries.seconds), master.recoveries.updates_lost) == (3.0, 7 * number)
+        assert (max(master.recoveries.seconds), master.recoveries.updates_lost) == (3.0, 9 * number - 2)
         master.journal.close()
 
 
