@@ -66,7 +66,8 @@ def batch_error(error: tf.errors.OpError, name: str, start: int, end: int) -> Da
     In TensorFlow's words, without the names of nodes and operations, and what to do where that is known. Without a
     traceback: a pipeline runs where Python has none.
     """
-    message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message).strip(" .\n\t") + "."
+    message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message)
+    message = message.strip(" .\n\t") + "."
     if "different shapes" in error.message or "add tensor to the batch" in error.message:
         message += (
             " `feed` must give every example the same shape, which the batch then stacks: pad them, or end it with "
