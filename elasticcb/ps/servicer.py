@@ -245,9 +245,7 @@ class Servicer:
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self._lock:
-            followed, self._model = self._model, model
-        if followed is not None:
-            forget_kernels()
+            self._model = model
         self._keep_files(model, log, saved if continues else None)
         logger.info(
             "Holds %d slices of %d variables, %d of %d servers, version %d",
@@ -286,6 +284,7 @@ class Servicer:
         parameters: Parameters,
         answered: Answered[Verdict],
     ) -> ServedModel:
+        forget_kernels()  # of models that are gone
         training = self._training
         use_peers = request.index == 0 and not training.use_async
         if use_peers and len(request.ps_addresses) != request.num_ps:
