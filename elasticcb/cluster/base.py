@@ -76,6 +76,9 @@ class ClusterBackend(ABC):
     def stop(self, grace_seconds: float) -> None:
         """Ends all processes, whose work nobody goes on with, within `grace_seconds`."""
 
+    def note(self, text: str) -> None:  # noqa: B027 -- most have no such place
+        """Keeps a line that the user was shown where others look for what befell a job."""
+
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         """The last lines that a process wrote; "" if they can't be had."""
         return ""

@@ -7,6 +7,7 @@ not stop the job: its process joins when it runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,19 @@ class KubernetesCluster(ClusterBackend):
             return self._api.log(name, lines).rstrip("\n") if name else ""
         except KubernetesError:
             return ""
+
+    def note(self, text: str) -> None:
+        """As an event of the job: `kubectl describe job` shows it."""
+        if self._plan is not None and self._plan.owner is not None:
+            now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+            event = self._plan.event(text, secrets.token_hex(8), now)
+            self._asked.put(functools.partial(self._post, event))
+
+    def _post(self, event: Mapping[str, Any]) -> None:
+        try:
+            self._api.create(event)
+        except KubernetesError as error:
+            logger.info("%s", error)
 
     # ------------------------------------------------------------ what is asked for
 

@@ -44,6 +44,15 @@ _GRACE_SECONDS = 60  # to put down one's work
 _MOST_MASTERS = 10
 _MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # times, after a pod ran out of it
 _COMMAND = ["python", "-m", "elasticcb"]
+_LONGEST_EVENT = 1024  # characters
+_REASONS = (  # what a line holds, and the reason and type of its event
+    (" was lost: ", "ProcessLost", "Warning"),
+    (" leaves: ", "ProcessLost", "Warning"),
+    ("Not started yet: ", "ProcessesWait", "Warning"),
+    (" is a straggler: ", "Straggler", "Warning"),
+    (" is back after ", "ServerRecovered", "Normal"),
+    (" from now on; there were ", "Scaled", "Normal"),
+)
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,28 @@ class PodPlan:
     def config(self, files: Mapping[str, str]) -> dict[str, Any]:
         """What else the master reads."""
         return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata("config"), "data": dict(files)}
+
+    def event(self, text: str, name: str, now: str) -> dict[str, Any]:
+        """What befell the job, for those who look at what its pods belong to.
+
+        Args:
+            name: that no other event of the job has.
+            now: in UTC, by ISO 8601.
+        """
+        reason, kind = next((found for sign, *found in _REASONS if sign in text), ("Told", "Normal"))
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{self.job}.{name}", "namespace": self.settings.namespace},
+            "involvedObject": {**(self.owner or {}), "namespace": self.settings.namespace},
+            "reason": reason,
+            "type": kind,
+            "message": text[:_LONGEST_EVENT],
+            "source": {"component": "elasticcb"},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
 
     def _metadata(self, role: str) -> dict[str, Any]:
         return {"name": self.job, "namespace": self.settings.namespace, "labels": self.labels(role)}

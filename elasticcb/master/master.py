@@ -66,14 +66,14 @@ class Master:
     def __init__(self, cluster: ClusterSettings, backend: ClusterBackend, say: Any, access: Access = OPEN) -> None:
         self.changed = Changes()
         self.access = access
-        self.say = say
+        self._show = say
         self._cluster_settings = cluster
         self._backend = backend
         self._jobs = 0
         self._program = b""
         self.datasets: dict[int, bytes] = {}  # functions that make per-worker datasets, pickled; for all jobs
         self.roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
-        self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, say)
+        self.processes = Processes(self.roster, backend, self._worker_lost, self._ps_lost, self.say)
         # Each worker may have a long poll under way and two more calls; so may each server.
         threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
         host = cluster.host or backend.host
@@ -159,6 +159,11 @@ class Master:
     def patience_seconds(self) -> float:
         """Of calls to a server."""
         return self._cluster_settings.patience_seconds
+
+    def say(self, text: str) -> None:
+        """Shows the user a line about the job."""
+        self._show(text)
+        self._backend.note(text)
 
     def start(self) -> None:
         self._server.start()

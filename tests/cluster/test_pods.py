@@ -36,6 +36,7 @@ SETTINGS = KubernetesSettings(
     tolerations="spot=true:NoSchedule,gpu",
     cluster_spec={"all": {"spec": {"hostNetwork": False}}, "ps": {"metadata": {"annotations": {"a": "b"}}}},
 )
+NOW = "2026-11-22T12:00:00Z"
 OWNER = {"apiVersion": "batch/v1", "kind": "Job", "name": "census-1", "uid": "5a1b"}
 PLAN = PodPlan("census-1", SETTINGS, {"PYTHONUNBUFFERED": "1"}, "TOKEN", OWNER)
 
@@ -93,6 +94,19 @@ def test_a_server_has_the_name_of_its_place_unless_a_patch_gives_another():
     renamed = replace(SETTINGS, cluster_spec={"ps": {"spec": {"hostname": "mine"}}})
     assert replace(PLAN, settings=renamed).pod("ps", 0, 0, [])["spec"]["hostname"] == "mine"
     assert "hostname" not in PLAN.pod("worker", 0, 0, [])["spec"]
+
+
+def test_lines_about_a_job_are_events_of_what_owns_its_pods():
+    lost = PLAN.event("[census] worker 1 (id 4) was lost: out of memory; restart 1 of 10", "a", NOW)
+    told = PLAN.event("Training goes on. " * 100, "b", NOW)
+    for event in (lost, told):
+        kubernetes_validate.validate(event, "1.31", strict=True)
+        assert event["involvedObject"] == {**OWNER, "namespace": "training"}
+    assert [(event["reason"], event["type"]) for event in (lost, told)] == [
+        ("ProcessLost", "Warning"), ("Told", "Normal"),
+    ]  # fmt: skip
+    assert len(told["message"]) == 1024
+    assert (lost["metadata"]["name"], lost["lastTimestamp"]) == ("census-1.a", NOW)
 
 
 def test_half_of_the_workers_have_the_high_priority_and_all_servers_theirs():

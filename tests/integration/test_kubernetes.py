@@ -195,6 +195,10 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     delete_pod(api, "ps", 0)  # the node may still ask it to end before it kills it
     job.wait_for_line(r"parameter server 0 .* (was lost: its pod was deleted|leaves: it was asked to end)")
     job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")
+    events = api.list("Event", fields="involvedObject.kind=Job,involvedObject.name=job")["items"]
+    told = {(event["reason"], event["type"]): event["message"] for event in events}
+    assert " from its recovery files; " in told["ServerRecovered", "Normal"]
+    assert ("ProcessLost", "Warning") in told
     assert job.finish() == 0, job.output
     assert (folder / "model" / "saved_model.pb").exists()
     assert number(job.output, "workers lost") == 1

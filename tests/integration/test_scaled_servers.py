@@ -55,7 +55,7 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "workers lost") == 0
     assert re.search(r"parameter servers lost +3, of them replaced: 3", job.output)
-    error = float(re.findall(r"Evaluation at version .*error ([\d.]+)", job.output)[-1])
+    error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start
     newest = checkpoint.find_latest(data / "ckpt")
     assert len(checkpoint.verify(newest)["files"]) == 2
@@ -78,6 +78,6 @@ def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it
     for epoch in range(1, EPOCHS + 1):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "workers lost") == 0
-    error = float(re.findall(r"Evaluation at version .*error ([\d.]+)", job.output)[-1])
+    error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start
     job.assert_no_orphans()

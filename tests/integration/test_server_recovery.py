@@ -42,7 +42,7 @@ def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_j
     assert re.search(r"parameter servers lost +3, of them replaced: 3", job.output)
     assert number(job.output, "workers lost") == 0
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
-    error = float(re.findall(r"Evaluation at version .*error ([\d.]+)", job.output)[-1])
+    error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start, 0.8 with offsets that are not learned
     job.assert_no_orphans()
 
