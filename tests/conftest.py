@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_BEGUN = time.monotonic()
 _LONG = 20  # times as long as others take tests that start jobs as processes, or have a time limit of their own
 
 
@@ -29,6 +31,13 @@ def pytest_collection_modifyitems(config, items):
         starts_jobs = {"start_job", "program"} & set(item.fixturenames)
         lengths[item.path] += _LONG if starts_jobs or item.get_closest_marker("timeout") else 1
     items.sort(key=lambda item: -lengths[item.path])
+
+
+def pytest_runtest_setup(item):
+    """Skips what is left when ELASTICCB_TEST_MINUTES are over, so that a slow machine has a result, too."""
+    minutes = os.environ.get("ELASTICCB_TEST_MINUTES")
+    if minutes and time.monotonic() - _BEGUN > 60 * float(minutes):
+        pytest.skip(f"ELASTICCB_TEST_MINUTES={minutes} are over.")
 
 
 @pytest.fixture(scope="session")
