@@ -9,11 +9,9 @@ from typing import Any
 from elasticcb.cli.kubernetes_job import KubernetesJob
 from elasticcb.cli.submit import create_all
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pods import JOB_LABEL, RESUMES
+from elasticcb.cluster.pods import JOB_LABEL, RESUMES, names_of_servers
 from elasticcb.errors import UsageError
 
-# Kind, and what follows the job's name; in the order in which they are made.
-_OBJECTS = (("Secret", ""), ("ConfigMap", ""), ("Service", ""), ("Service", "-ps"), ("Job", ""))
 _GONE_SECONDS = 90.0  # for pods to end
 _PAUSE_SECONDS = 0.5
 _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first part of which may have a domain
@@ -27,7 +25,8 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    objects = [(kind, job.name + suffix) for kind, suffix in _OBJECTS]
+    objects = [(kind, job.name) for kind in ("Secret", "ConfigMap", "Service")]
+    objects += [("Service", names_of_servers(job.name)), ("Job", job.name)]
     before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]
     annotations = manifests[-1]["spec"]["template"]["metadata"].setdefault("annotations", {})
@@ -56,9 +55,10 @@ def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
     manifest |= {key: found[key] for key in ("type", "data") if key in found}
     if "spec" in found:
         spec = manifest["spec"] = dict(found["spec"])
-        added = ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIP", "clusterIPs")
-        for key in added if spec.get("clusterIP") != "None" else ("clusterIPs",):
+        for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIPs",):
             spec.pop(key, None)
+        if spec.get("clusterIP") != "None":  # by which a Service asks for no address
+            spec.pop("clusterIP", None)
         if "template" in spec:
             template = spec["template"]
             inner = template["metadata"]

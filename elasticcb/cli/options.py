@@ -123,7 +123,7 @@ OPTIONS: tuple[Option, ...] = (
         field="data.reader_params",
         panel=DATA,
         kind=Kind.PARAMS,
-        help='Arguments for the data reader, e.g. "delimiter=|;header=true".',
+        help='Arguments for the data reader, e.g. "header=true;encoding=latin-1".',
     ),
     # ---------------------------------------------------------------- training
     Option(

@@ -99,7 +99,10 @@ class PodPlan:
         if self.owner is not None:
             metadata["ownerReferences"] = [dict(self.owner)]
         if role == "ps":
-            manifest["spec"] = {"hostname": f"{self.job}-ps-{index}", "subdomain": f"{self.job}-ps"} | manifest["spec"]
+            manifest["spec"] = {
+                "hostname": f"{self.job}-ps-{index}",
+                "subdomain": names_of_servers(self.job),
+            } | manifest["spec"]
         return {"apiVersion": "v1", "kind": "Pod", **manifest}
 
     def master_job(
@@ -152,7 +155,7 @@ class PodPlan:
         return {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": self._metadata("ps") | {"name": f"{self.job}-ps"},
+            "metadata": self._metadata("ps") | {"name": names_of_servers(self.job)},
             "spec": {
                 "clusterIP": "None",
                 "selector": {JOB_LABEL: self.job, ROLE_LABEL: "ps"},
@@ -305,6 +308,11 @@ class PodPlan:
 
     def _priority(self, role: str) -> Priority:
         return parse_priority(getattr(self.settings, f"{role}_pod_priority"))
+
+
+def names_of_servers(job: str) -> str:
+    """The Service that gives the parameter servers of a job their names."""
+    return f"{job}-ps"
 
 
 def resources(settings: KubernetesSettings, role: str, ooms: int = 0) -> dict[str, Any]:
