@@ -182,19 +182,26 @@ class MasterClient:
         """Asks for another number of workers; answers how many there were to be."""
         return int(self._connection.call(self._stub.Scale, pb.ScaleRequest(workers=workers)).before)
 
-    def scale_servers(self, servers: int) -> str:
+    def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
         """Asks for another number of parameter servers, and waits until they hold the model; says what was done, ""
         when there were as many.
+
+        Args:
+            on_wait: is told what has to come before it, when that takes its time.
 
         Raises `UsageError` when it can't be done.
         """
         request = pb.ScaleRequest(servers=servers)
+        told = ""
         while True:
             answer = self._connection.call(self._stub.Scale, request, _LONG_POLL_SECONDS)
             if answer.error:
                 raise UsageError(answer.error)
             if answer.done:
                 return str(answer.moved)
+            if answer.waits_for not in ("", told):
+                told = str(answer.waits_for)
+                on_wait(told)
             request.waiting = True
 
     def status(self) -> dict[str, Any]:

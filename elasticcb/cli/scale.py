@@ -52,13 +52,17 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
                 else f"{job} has {workers} workers already."
             )
         if ps:
-            print(client.scale_servers(ps) or f"{job} has {ps} parameter servers already.")
+            print(client.scale_servers(ps, on_wait=_say_wait) or f"{job} has {ps} parameter servers already.")
     except ConnectionLostError as error:
         raise UsageError(
             f"The master of {job} does not answer: {error} If it was killed, `elasticcb resume` goes on with the job."
         ) from None
     finally:
         client.close()
+
+
+def _say_wait(waits_for: str) -> None:
+    print(f"Waiting for {waits_for}.", file=sys.stderr, flush=True)
 
 
 def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:

@@ -473,7 +473,7 @@ class Job:
             self._autoscaling.turn()
         if master.lost_ps:
             self._servers.restore_lost()
-        master.server_scaling.turn(self._servers, self._may_move, self._why_no_servers)
+        master.server_scaling.turn(self._servers, self._why_servers_wait, self._why_no_servers)
         self._master.say_warnings()
         self._deliver_batches()
         if idle:
@@ -486,9 +486,11 @@ class Job:
             self._save_checkpoint()
 
     @property
-    def _may_move(self) -> bool:
-        """Whether parameter servers may become more or fewer now: no snapshot of an evaluation round is kept."""
-        return self._begun and self._master.rounds.running is None
+    def _why_servers_wait(self) -> str:
+        """What has to come before their number may change; "": nothing. They keep a snapshot for a round."""
+        if not self._begun:
+            return "training to begin"
+        return "" if self._master.rounds.running is None else "the evaluation round to end"
 
     def _why_no_servers(self, servers: int) -> str:
         """Why the job can't have so many parameter servers; "": it can."""

@@ -28,6 +28,7 @@ class Wish:
     Attributes:
         servers, before: how many there are to be, and were.
         attempts: that failed.
+        waits_for: what has to come before it, in words; "": nothing.
         moved: what was done, in words; "" before.
         error: why it was not.
     """
@@ -35,6 +36,7 @@ class Wish:
     servers: int
     before: int
     attempts: int = 0
+    waits_for: str = ""
     moved: str = ""
     error: str = ""
 
@@ -101,11 +103,11 @@ class ServerScaling:
             )
         return master.roster.size(Role.PS)
 
-    def turn(self, servers: Servers, may_move: bool, why_not: Callable[[int], str]) -> None:
+    def turn(self, servers: Servers, why_wait: str, why_not: Callable[[int], str]) -> None:
         """Does what was asked for, if something was, and it can be done now.
 
         Args:
-            may_move: training goes on, and no evaluation round is under way.
+            why_wait: what the job does that has to end before, in words; "": nothing.
             why_not: why the job can't have so many servers; "": it can.
         """
         master = self._master
@@ -117,7 +119,9 @@ class ServerScaling:
             if refused:
                 self._end(wish, error=refused)
                 return
-            if not may_move or master.lost_ps or not master.roster.complete(Role.PS, master.job):
+            ready = not master.lost_ps and master.roster.complete(Role.PS, master.job)
+            wish.waits_for = why_wait or ("" if ready else "all parameter servers to be up")
+            if wish.waits_for:
                 return
         try:
             moved = servers.resize(wish.servers)

@@ -192,7 +192,7 @@ class MasterServicer(Generated):
             wish = self._master.server_scaling.ask(request.servers, request.waiting, self._poll_seconds)
             answer.done = wish is None or wish.done
             if wish is not None:
-                answer.moved, answer.error = wish.moved, wish.error
+                answer.moved, answer.error, answer.waits_for = wish.moved, wish.error, wish.waits_for
         return answer
 
     @_answered

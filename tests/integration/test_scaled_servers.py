@@ -11,18 +11,20 @@ from elasticcb import checkpoint
 from jobs import number, offsets_job, open_gate, train_flags
 
 RECORDS, IDS, EPOCHS = 6_000, 400, 6
-LAST_EPOCH = (EPOCHS - 1) * RECORDS // 8  # the version at which it begins, when the servers have been moved
+# The version at which the workers wait until the servers have been moved: well within the last epoch, so that they are
+# done with the evaluation round of the epoch before, during which servers don't move.
+GATE = (EPOCHS - 1) * RECORDS // 8 + 200
 
 
 @pytest.fixture
 def data(tmp_path):
-    offsets_job(tmp_path, IDS, gate=LAST_EPOCH, train=RECORDS, test=400)
+    offsets_job(tmp_path, IDS, gate=GATE, train=RECORDS, test=400)
     return tmp_path
 
 
 def scale(data, *flags):
     command = [sys.executable, "-m", "elasticcb", "scale", str(data / "job"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.timeout(400)

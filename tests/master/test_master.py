@@ -110,6 +110,20 @@ def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_p
     assert (memory.workers, memory.autoscale) == (3, False)
 
 
+def test_a_wish_for_servers_knows_what_it_waits_for(lines):
+    master = make_master(lines)
+    master.queue = make_queue()
+    master.register(Role.PS, 0, "here:1", 2, "here")
+    scaling = master.server_scaling
+    wish = scaling.ask(2, waiting=False, seconds=0.0)
+    scaling.turn(None, "the evaluation round to end", lambda servers: "")
+    assert scaling.ask(2, waiting=True, seconds=0.0).waits_for == "the evaluation round to end"
+    scaling.turn(None, "", lambda servers: "")
+    assert wish.waits_for == "all parameter servers to be up"
+    scaling.turn(None, "", lambda servers: f"no {servers}")
+    assert (wish.done, wish.error, lines[-1]) == (True, "no 2", "no 2")
+
+
 def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_worker_is_not(lines):
     master = make_master(lines)
     worker, server = join(master), master.register(Role.PS, 0, "here:1", 2, "here").id
