@@ -37,6 +37,11 @@ from elasticcb.tensors import dtype_of
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
+# TensorFlow keeps what XLA has compiled for as long as the process lives, 0.9 MB for a small model: XLA is for models
+# that are trained further than this. It is a version, not a number of calls: a server that takes the place of another
+# one, or goes on from a checkpoint, updates to the bit as that one would have.
+FIRST_VERSION_BY_XLA = 10
+
 
 class Snapshot(NamedTuple):
     """The flat blocks, by dtype, as they were at one version. Read-only."""
@@ -224,12 +229,13 @@ class Parameters:
 
     def _apply_gradients(self, push: Push) -> None:
         updating = self._need_optimizers().updating(push.updated)
-        key = (push.dense, tuple(push.rows), tuple(part.name for part in updating))
+        by_xla = self.version >= FIRST_VERSION_BY_XLA
+        key = (push.dense, tuple(push.rows), tuple(part.name for part in updating), by_xla)
         blocks = [tensor_of(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         try:
             if key not in self._functions:
-                self._functions[key], weights = self._first_call(push, blocks, rows)
+                self._functions[key], weights = self._first_call(push, blocks, rows, by_xla)
             else:
                 weights = self._functions[key](blocks, rows)
             if weights:
@@ -240,16 +246,19 @@ class Parameters:
                 user_traceback(error),
             ) from error
 
-    def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any]) -> tuple[Callable[..., Any], Any]:
+    def _first_call(
+        self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool
+    ) -> tuple[Callable[..., Any], Any]:
         """Applies the push with a function made for its kind; gives the function back, and what it returned."""
         # The first call compiles. XLA makes updates some three times as fast, but can't compile every
         # op that a user's optimizer may hold; it fails before anything is changed.
-        function = self._make_function(push, jit_compile=True)
-        try:
-            return function, function(blocks, rows)
-        except tf.errors.OpError as error:
-            kinds = self._need_optimizers().kinds
-            logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
+        if by_xla:
+            function = self._make_function(push, jit_compile=True)
+            try:
+                return function, function(blocks, rows)
+            except tf.errors.OpError as error:
+                kinds = self._need_optimizers().kinds
+                logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
         function = self._make_function(push, jit_compile=False)
         return function, function(blocks, rows)
 

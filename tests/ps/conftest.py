@@ -9,6 +9,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 
+@pytest.fixture(autouse=True)
+def early_xla(monkeypatch):
+    """From the second version on, so that a few pushes test an update both ways."""
+    from elasticcb.ps import parameters
+
+    monkeypatch.setattr(parameters, "FIRST_VERSION_BY_XLA", 1)
+
+
 @pytest.fixture
 def start():
     """Starts servers with the optimizers that a function makes; gives a client of them all."""
