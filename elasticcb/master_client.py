@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from elasticcb.access import OPEN, Access
 from elasticcb.buckets import BucketMap
 from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.host_name import host_name
 from elasticcb.measures import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
@@ -87,7 +87,7 @@ class MasterClient:
             index=index,
             address=address,
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=host_name(),
             id=self.id,
             job=self.job,
         )

@@ -50,7 +50,7 @@ class ClusterBackend(ABC):
     @property
     def taken_over(self) -> Mapping[tuple[str, int], int | str]:
         """Processes that a master before this one has started, and that live, by role and place: the id of a process of
-        this machine, or the name of a host that is the process's own."""
+        this machine, or its `host_name` where no other has it."""
         return {}
 
     def end_taken_over(self) -> None:  # noqa: B027 -- most have none

@@ -365,7 +365,7 @@ class KubernetesCluster(ClusterBackend):
 
     @property
     def taken_over(self) -> dict[Place, str]:
-        """Their pods' names, which are those of their hosts."""
+        """By the names of their pods."""
         return dict(self._places) if self._submitted else {}
 
     def end_taken_over(self) -> None:

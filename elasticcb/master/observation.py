@@ -4,13 +4,13 @@ the copies."""
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from elasticcb.host_name import host_name
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.cluster_state import Recoveries, Totals
 from elasticcb.master.roster import Member, PlaceState, Role
@@ -86,7 +86,7 @@ class Observation:
 
 def observe(master: Master) -> Observation:
     """The job as it is now."""
-    own = os.getpid(), socket.gethostname()
+    own = os.getpid(), host_name()
     refused = master.refused_calls()
     with master.changed:
         queue, roster = master.queue, master.roster

@@ -38,12 +38,14 @@ class Processes:
         self._backend = backend
         self._on_worker_lost, self._on_ps_lost = on_worker_lost, on_ps_lost
         self._say = say
+        self._left_behind: set[tuple[Role, int]] = set()  # by another master, and unknown to it
         self._told_pending: dict[str, str] = {}  # by reason, which processes wait
 
     def start_missing(self, master_address: str) -> None:
         """Asks the backend for a process in every place that has none."""
         for role, index in self._roster.to_start():
             self._roster.requested(role, index)
+            self._left_behind.discard((role, index))
             self._backend.start(_NAMES[role], index, master_address)
 
     def take_over(self, running: Mapping[tuple[str, int], int | str]) -> None:
@@ -56,8 +58,9 @@ class Processes:
                 if running.get((_NAMES[role], member.index)) not in (member.pid, member.host):
                     self.lost(member.id, "it ended while there was no master")
         for role, index in self._roster.to_start():
-            if (_NAMES[role], index) in running:  # it has not registered yet
+            if (_NAMES[role], index) in running:  # it has not registered yet, or was given up
                 self._roster.requested(role, index)
+                self._left_behind.add((role, index))
 
     def check(self) -> None:
         """Looks for processes that ended.
@@ -116,7 +119,8 @@ class Processes:
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]
         member = self._roster.at(role, exit.index)
-        if exit.failed and self._roster.state(role, exit.index) is PlaceState.REQUESTED:
+        requested = self._roster.state(role, exit.index) is PlaceState.REQUESTED
+        if exit.failed and requested and (role, exit.index) not in self._left_behind:
             # It failed by its own code before it could register; another one would fail the same way.
             raise JobFailedError(
                 f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"

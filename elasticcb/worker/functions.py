@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import pickle
-import socket
 import sys
 import threading
 from collections import OrderedDict
@@ -18,6 +17,7 @@ import keras
 
 from elasticcb import pickling
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
+from elasticcb.host_name import host_name
 from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings
@@ -141,7 +141,7 @@ class FunctionWorker:
             pickling.loads(cause, self._model)  # the classes of some can't be made again from their `args`
         except Exception:
             cause = b""
-        where = f"worker {self._index} (process {os.getpid()} on {socket.gethostname()})"
+        where = f"worker {self._index} (process {os.getpid()} on {host_name()})"
         return Result(error=message, traceback=trace, cause=cause, where=where)
 
     def _function(self, data: bytes) -> Callable[..., Any]:

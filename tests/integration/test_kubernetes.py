@@ -216,6 +216,8 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
         assert answer.status == 200
     (server,) = api._core.read_namespaced_endpoints("job-ps", api.namespace).subsets[0].addresses
     assert server.hostname == "job-ps-0"  # of the name job-ps-0.job-ps, where there is DNS
+    delete_pod(api, "ps", 0)
+    job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")  # with the same host name
     (folder / "job" / "crash").touch()
     job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
     job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")

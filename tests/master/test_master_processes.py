@@ -88,6 +88,18 @@ def test_worker_that_said_goodbye_may_end_with_any_exit_code():
     assert job.roster.lost_count(Role.WORKER) == 0
 
 
+def test_process_that_another_master_gave_up_may_end_with_any_exit_code_and_its_successor_may_not():
+    job = Job()
+    job.processes.lost(job.register().id, "it gave no sign of life")
+    job.processes.take_over({("worker", 0): 1})
+    job.ends()  # told that it is no longer part of the job
+    job.processes.check()
+    job.processes.start_missing("master:1")
+    job.ends()
+    with pytest.raises(JobFailedError, match="could not start"):
+        job.processes.check()
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_lost_parameter_server_is_replaced(registered):
     job = Job(num_ps=1)
