@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elasticcb.cli.kubernetes_job import state_of
+from elasticcb.cli.kubernetes_job import state_of, why_no_master
 from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, Fate, Verdict, verdict
 from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
@@ -45,6 +45,7 @@ class _Follower:
     def __init__(self, api: KubernetesAPI, name: str) -> None:
         self._api, self._name = api, name
         self._told: set[tuple[str, Fate]] = set()
+        self._told_why = False  # there is no pod of the master
         self._done: set[tuple[str, int]] = set()  # pods, and how often their container was started anew, as seen
 
     def skip_ended(self) -> None:
@@ -60,6 +61,7 @@ class _Follower:
                 pod = self._next_pod()
                 if pod is None:
                     self._raise_end(job)
+                    self._note_not_made(job)
                     time.sleep(_PAUSE_SECONDS)
                     continue
                 name = pod["metadata"]["name"]
@@ -142,6 +144,13 @@ class _Follower:
         if found.fate in HELD_UP and (pod, found.fate) not in self._told:
             self._told.add((pod, found.fate))
             _say(f"The master's pod {pod} is not there yet: {found.words}.")
+
+    def _note_not_made(self, job: Mapping[str, Any]) -> None:
+        why = "" if self._told_why else why_no_master(self._api, job)
+        if why:
+            self._told_why = True
+            end = f"elasticcb stop {self._name} --namespace={self._api.namespace} --delete"
+            _say(f"The master's pod can't be made, which is tried again: {why}. To give it up: {end}")
 
     def _raise_end(self, job: Mapping[str, Any]) -> None:
         for condition in job["status"].get("conditions") or ():

@@ -92,6 +92,14 @@ class KubernetesJob:
         return self.api.execute(pod, CONTAINER, [*command, *arguments])
 
 
+def why_no_master(api: KubernetesAPI, job: Mapping[str, Any]) -> str:
+    """Why Kubernetes made no pod for a job's master when it tried, by the newest event; "": nothing is known."""
+    events = api.events_of(job["metadata"]["name"], job, "Job")
+    failures = [event for event in events if event.get("reason") == "FailedCreate"]
+    newest = max(failures, key=lambda event: event.get("lastTimestamp") or "", default={})
+    return str(newest.get("message", "")).removeprefix("Error creating: ")
+
+
 def state_of(job: Mapping[str, Any]) -> str:
     """Of a Job: "running", "stopped", "done" or "failed"."""
     for condition in job["status"].get("conditions") or ():

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from elasticcb.cli.jobs import table_lines
-from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.kubernetes_job import KubernetesJob, why_no_master
 from elasticcb.cluster.kubernetes_api import KubernetesError
 from elasticcb.errors import UsageError
 
@@ -24,11 +24,15 @@ def pods_state(job: KubernetesJob) -> dict[str, Any]:
         }
         for pod in job.pods()
     ]
-    return {"job": job.name, "state": job.state, "progress": _progress(job), "pods": pods}
+    state = job.state
+    why = why_no_master(job.api, job.job) if state == "running" and not pods else ""
+    return {"job": job.name, "state": state, "why_no_pods": why, "progress": _progress(job), "pods": pods}
 
 
 def pods_lines(state: dict[str, Any]) -> list[str]:
     """The pods of the document, for people."""
+    if state["why_no_pods"]:
+        return [f"The master's pod can't be made, which is tried again: {state['why_no_pods']}."]
     rows = [(pod["pod"], pod["node"], pod["words"]) for pod in state["pods"]]
     return table_lines([("POD", "NODE", "STATE"), *rows])
 

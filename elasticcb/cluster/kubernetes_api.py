@@ -150,12 +150,12 @@ class KubernetesAPI:
                 **self._options(),
             )
 
-    def events_of(self, name: str, pod: Manifest) -> Sequence[Manifest]:
+    def events_of(self, name: str, seen: Manifest, kind: str = "Pod") -> Sequence[Manifest]:
         """The events of a pod, if it was seen not of others that had its name; none where they may not be read."""
-        uid = pod.get("metadata", {}).get("uid")
+        uid = seen.get("metadata", {}).get("uid")
         one = f",involvedObject.uid={uid}" if uid else ""
         try:
-            return self.list("Event", fields=f"involvedObject.kind=Pod,involvedObject.name={name}{one}")["items"]
+            return self.list("Event", fields=f"involvedObject.kind={kind},involvedObject.name={name}{one}")["items"]
         except KubernetesError as error:
             logger.info("%s", error)
             return ()

@@ -110,6 +110,7 @@ class Job:
         takeover: Takeover | None = None,
     ) -> None:
         self._settings = settings
+        self._may_press_again = "" if goes_on_by else " (press Ctrl-C again to end at once)"
         self._goes_on_by = goes_on_by or f"elasticcb resume {shlex.quote(settings.directory)}"
         self._takeover = takeover
         self._journal = journal
@@ -430,7 +431,7 @@ class Job:
         saved = ""
         try:
             if self._begun and self._settings.command is Command.TRAIN:
-                self._display.message("Interrupted: finishing running tasks (press Ctrl-C again to end at once).")
+                self._display.message(f"Interrupted: finishing running tasks{self._may_press_again}.")
                 self._drain()
                 if self._journal is not None:
                     self._ps.finish_training(finalize=False)  # after which all is in the recovery files

@@ -360,6 +360,17 @@ def test_a_namespace_that_is_not_there_is_told(api, folder, start_job):
     assert "There is no namespace nowhere in the cluster https://" in job.output
 
 
+def test_a_service_account_that_is_not_there_is_told(api, folder, start_job, capsys):
+    job = start_job("train", *linear_flags(api, folder, 1, service_account="nobody"))
+    job.wait_for_line(r"The master's pod can't be made, .*serviceaccount \"nobody\" not found")
+    here = f"--namespace={api.namespace}"
+    assert main(["status", "job", here]) == 0
+    assert 'serviceaccount "nobody" not found' in capsys.readouterr().out
+    assert main(["stop", "job", here, "--delete"]) == 0
+    assert job.finish() == 1
+    assert "The job job was deleted" in job.output
+
+
 def test_a_master_that_may_not_have_pods_made_is_told_what_it_lacks(api, folder, start_job):
     job = start_job("train", *linear_flags(api, folder, 1, service_account=None))
     assert job.finish() == 2
