@@ -170,7 +170,7 @@ def test_job_that_can_not_be_resumed_is_refused_in_words(data, start_job):
         job = start_job("resume", str(data / folder))
         assert job.finish() == 2
         assert words in job.output
-    job = start_job(*flags(data, num_epochs=9))
+    job = start_job(*flags(data, num_epochs=99))
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     job.finish()
