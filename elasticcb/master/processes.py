@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import ClusterLostError, JobFailedError, LostServerError
-from elasticcb.master.roster import Consequence, LossDecision, Member, PlaceState, Role, Roster
+from elasticcb.master.roster import Consequence, LossDecision, Member, Role, Roster
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ class Processes:
     def _ended(self, exit: Exit) -> None:
         role = _ROLES[exit.role]
         member = self._roster.at(role, exit.index)
-        requested = self._roster.state(role, exit.index) is PlaceState.REQUESTED
-        if exit.failed and requested and (role, exit.index) not in self._left_behind:
+        place = role, exit.index
+        if exit.failed and self._roster.is_requested(*place) and place not in self._left_behind:
             # It failed by its own code before it could register; another one would fail the same way.
             raise JobFailedError(
                 f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"

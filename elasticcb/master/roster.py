@@ -213,7 +213,7 @@ class Roster:
         place = (role, index)
         if place in self._at:
             return self.lost(self._at[place], reason, taken_away)
-        if self._places.get(place) is not PlaceState.REQUESTED:
+        if not self.is_requested(role, index):
             state = self._places[place].value if place in self._places else "not part of this job"
             return LossDecision(Consequence.IGNORE, role, index, f"{role.value} {index} is {state}")
         return self._decide(role, index, f"{role.value} {index} ended before it registered: {reason}", taken_away)
@@ -307,6 +307,10 @@ class Roster:
 
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
+
+    def is_requested(self, role: Role, index: int) -> bool:
+        """Whether a process was asked for in this place, and none has registered; not where the place is gone."""
+        return self._places.get((role, index)) is PlaceState.REQUESTED
 
     def places(self) -> dict[tuple[Role, int], PlaceState]:
         """All places, and where they stand: workers first, by index."""

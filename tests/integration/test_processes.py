@@ -10,7 +10,7 @@ import pytest
 from health_probe import SERVING, check
 
 from elasticcb.cli.main import main as elasticcb_main
-from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 from metrics_scrapes import Scrape, unanswered
 
 CALLBACKS = """
@@ -96,12 +96,14 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
 
 
 def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
+    write_model_file(data, LINEAR_MODEL + GATE.format(version=700), "linear")
     job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=8, evaluation_steps=500))
     job.wait_for_line(r"Evaluation at version")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
     assert "has 3 workers from now on; there were 1" in capsys.readouterr().out
     job.wait_for_line(r"workers 3/3")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 0
+    open_gate(data)
     job.wait_for_line(r"workers 2/2")
     assert "has 2 workers from now on; there were 3" in capsys.readouterr().out
     assert elasticcb_main(["status", str(data / "job"), "--json"]) == 0

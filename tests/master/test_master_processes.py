@@ -88,6 +88,18 @@ def test_worker_that_said_goodbye_may_end_with_any_exit_code():
     assert job.roster.lost_count(Role.WORKER) == 0
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_process_whose_place_is_gone_may_end_with_any_exit_code(failed):
+    job = Job(num_workers=2)
+    for index in range(2):
+        job.register(index=index)
+    job.roster.resize(Role.WORKER, 1)
+    job.roster.left(2)
+    job.ends(index=1, failed=failed)
+    job.processes.check()
+    assert job.roster.lost_count(Role.WORKER) == 0
+
+
 def test_process_that_another_master_gave_up_may_end_with_any_exit_code_and_its_successor_may_not():
     job = Job()
     job.processes.lost(job.register().id, "it gave no sign of life")
