@@ -127,6 +127,7 @@ def start(text, folder, *arguments):
     return subprocess.Popen(
         [sys.executable, str(path), *arguments],
         cwd=elsewhere,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -213,6 +214,7 @@ def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tm
     assert output.count("epoch 0 ['loss', 'mae']") == 2
     family = children(script)
     assert len(family) == 3  # and the one that forks the others
+    script.stdin.close()
     assert script.wait(30) == 0
     assert not psutil.wait_procs(family, 10)[1]
     assert not list((tmp_path / "temporary").glob("elasticcb-*"))
