@@ -116,7 +116,7 @@ def test_second_call_at_the_same_time_is_refused(cluster):
 # ------------------------------------------------------------ scripts
 
 
-def start(text, folder, *arguments):
+def start(text, folder, *arguments, stdin=None):
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     temporary = folder / "temporary"
@@ -127,7 +127,7 @@ def start(text, folder, *arguments):
     return subprocess.Popen(
         [sys.executable, str(path), *arguments],
         cwd=elsewhere,
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -209,6 +209,7 @@ def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tm
         sys.stdin.readline()
         """,
         tmp_path,
+        stdin=subprocess.PIPE,
     )
     output = read_until(script, "predicted (32, 1)")
     assert output.count("epoch 0 ['loss', 'mae']") == 2
