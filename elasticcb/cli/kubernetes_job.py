@@ -93,11 +93,13 @@ class KubernetesJob:
 
 
 def why_no_master(api: KubernetesAPI, job: Mapping[str, Any]) -> str:
-    """Why Kubernetes made no pod for a job's master when it tried, by the newest event; "": nothing is known."""
+    """Why Kubernetes made no pod for a job's master when it last tried, by its events; "": it did, or none is known."""
     events = api.events_of(job["metadata"]["name"], job, "Job")
-    failures = [event for event in events if event.get("reason") == "FailedCreate"]
-    newest = max(failures, key=lambda event: event.get("lastTimestamp") or "", default={})
-    return str(newest.get("message", "")).removeprefix("Error creating: ")
+    tries = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
+    last = max(tries, key=lambda event: event.get("lastTimestamp") or "", default={})
+    if last.get("reason") != "FailedCreate":
+        return ""
+    return str(last.get("message", "")).removeprefix("Error creating: ")
 
 
 def state_of(job: Mapping[str, Any]) -> str:

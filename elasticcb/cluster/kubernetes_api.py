@@ -151,7 +151,7 @@ class KubernetesAPI:
             )
 
     def events_of(self, name: str, seen: Manifest, kind: str = "Pod") -> Sequence[Manifest]:
-        """The events of a pod, if it was seen not of others that had its name; none where they may not be read."""
+        """The events of an object, not of others that had its name, if it was seen; none where they may not be read."""
         uid = seen.get("metadata", {}).get("uid")
         one = f",involvedObject.uid={uid}" if uid else ""
         try:
