@@ -61,6 +61,7 @@ class Replica:
         self._size = 0
         self._written = 0
         self._active = False  # the neighbour has all changes since it became so
+        self._confirmed = 0  # up to this number changes need not be waited for
         self._closed = False
         self._connect(address)
         self.noted = 0
@@ -84,21 +85,33 @@ class Replica:
                 self._pending.append(Entry(self.noted, method, header, tensors))
 
     def confirm(self, number: int) -> None:
-        """Returns when the neighbour has the changes up to `number`, or is gone on without."""
-        if not self._active:
+        """Returns when the neighbour has the changes up to `number`, or is gone on without.
+
+        Raises `ConnectionLostError` when this server is closed before.
+        """
+        if not self._active or number <= self._confirmed:
             return
-        with self._sending:
+        with self._sending:  # another thread may be sending them
+            if self._closed:
+                raise self._over
             with self._state:
                 entries, self._pending = self._pending, []
                 written = self._written
-            if not entries or not self._active:  # another thread has sent it
-                return
-            try:
-                self._send(_DEADLINE_SECONDS, entries, first=entries[0].number, written=written)
-            except ElasticCBError as error:
-                self._go_on_without(error)
-            else:
-                self._add_sizes(entries)
+            if entries and self._active:
+                try:
+                    self._send(_DEADLINE_SECONDS, entries, first=entries[0].number, written=written)
+                except ElasticCBError as error:
+                    self._go_on_without(error)
+                else:
+                    self._add_sizes(entries)
+            self._confirmed = max(number, self._confirmed)
+
+    @property
+    def _over(self) -> ConnectionLostError:
+        return ConnectionLostError(
+            f"Parameter server {self._origin.server} is closed, so it can't answer for its last changes. Ask the "
+            "server that takes its place."
+        )
 
     @property
     def is_full(self) -> bool:
@@ -120,7 +133,7 @@ class Replica:
     def _go_on_without(self, error: ElasticCBError) -> None:
         """Before what is under way is answered, the files tell that there is more than they and the log hold."""
         if self._closed:
-            return
+            raise self._over from error
         self._stop()
         logger.warning("%s Parameter server %d has no replica until one answers.", error, self._origin.server)
 

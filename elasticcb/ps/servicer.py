@@ -146,7 +146,8 @@ class Servicer:
     def _replicated(
         self, function: Callable[[Frame[Any], Any], Frame[Any]], frame: Frame[Any], model: ServedModel, replica: Replica
     ) -> Frame[Any]:
-        """Answers a call when the neighbour knows what it has changed."""
+        """Answers a call when the neighbour knows all changes that the answer may tell of: those of the call, and those
+        that others have made before, such as the first try of this call."""
         before = after = 0
         try:
             with self._lock:
@@ -156,10 +157,9 @@ class Servicer:
                 finally:
                     after = replica.noted
         finally:
-            if after != before:
-                replica.confirm(after)
-                if replica.is_full:
-                    self.write_down()
+            replica.confirm(after)
+            if after != before and replica.is_full:
+                self.write_down()
 
     def _then_saved(self, method: Callable[[Frame[Any]], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         """For what workers can't do again: it is in the recovery files before it is answered."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import numpy as np
 import pytest
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
-from helpers_ps_lost import SIZES, assert_same
+from elasticcb.ps_control import PSControl
+from elasticcb.tensors import Frame
+from helpers_ps_lost import SIZES, SPECS, assert_same
 
 
 @pytest.fixture
@@ -52,6 +57,51 @@ def test_retry_of_a_push_that_only_the_log_holds_is_not_applied_again(start):
     servers.worker._sequence -= 1  # as if an answer had been lost
     servers.push(0)
     assert_same(servers.held(), before)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def pushed(control):
+    """What server 0 answers to the first push of a worker, of an empty step."""
+    request = pb.ExchangeRequest(worker_id=7, sequence=1, known_version=-1, known_state_version=-1)
+    return control.links[0].call("Exchange", Frame(request, {})).header.status
+
+
+def when_applied(servers, version=1):
+    """Returns when server 0 has made an update."""
+    while True:
+        with servers.servers[0]._servicer._lock:
+            if servers.model(0).parameters.version == version:
+                return
+
+
+def test_retry_of_a_push_is_answered_when_the_neighbour_has_it(start, pool):
+    servers = start()
+    retrying = PSControl(servers.addresses, SPECS, True)
+    with servers.servers[1]._servicer._neighbours._lock:  # the neighbour takes no change
+        first = pool.submit(pushed, servers.master)
+        when_applied(servers)
+        retry = pool.submit(pushed, retrying)
+        assert not wait([first, retry], timeout=0.3).done
+    assert first.result() == retry.result() == pb.ACCEPTED
+    assert servers.model(0).parameters.version == 1
+    retrying.close()
+
+
+def test_push_that_the_neighbour_may_lack_is_not_accepted_by_a_server_that_is_closed(start, pool):
+    servers = start()
+    log = servers.model(0).replica
+    with servers.servers[1]._servicer._neighbours._lock:
+        push = pool.submit(pushed, servers.master)
+        when_applied(servers)
+        log.close()
+    with pytest.raises(ConnectionLostError, match="Parameter server 0 is closed"):
+        push.result()
+    assert log._files.is_replicated
 
 
 def test_log_holds_only_what_the_files_lack(start):
