@@ -40,5 +40,5 @@ USER 1000:1000
 WORKDIR /tmp
 # By the second variable NVIDIA's container toolkit brings in the driver's libraries where there are GPUs.
 ENV HOME=/tmp NVIDIA_DRIVER_CAPABILITIES=compute,utility
-ENTRYPOINT ["python", "-m", "elasticcb"]
+ENTRYPOINT ["elasticcb"]
 CMD ["--help"]

@@ -2,7 +2,10 @@
 
 import sys
 
-from elasticcb.cli.main import main
+from elasticcb.import_path import leave_out_current_folder
 
 if __name__ == "__main__":
+    leave_out_current_folder()
+    from elasticcb.cli.main import main
+
     sys.exit(main())

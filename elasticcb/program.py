@@ -5,7 +5,6 @@ It is pickled, so it goes only to processes that hold the job's token, and only 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +15,7 @@ import keras
 from elasticcb import keras_config, pickling
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
+from elasticcb.import_path import adopt_path, caller_path
 from elasticcb.master_client import MasterClient
 from elasticcb.model_archive import restore_model, save_model
 from elasticcb.model_spec import ModelSpec, building
@@ -53,7 +53,7 @@ class Program:
         for optimizer in optimizers:
             _check_is_sent_whole(optimizer)
         parts = _Parts(
-            sys_path=list(sys.path),
+            sys_path=caller_path(),
             floatx=keras.config.floatx(),
             dtype_policy=keras.config.dtype_policy().name,
             constraints=_constraint_classes(self.model),
@@ -98,7 +98,7 @@ class ProgramSpec:
         self._parts = parts
         with building:
             # The caller's modules are found where the caller finds them.
-            sys.path += [folder for folder in parts.sys_path if folder not in sys.path]
+            adopt_path(parts.sys_path)
             keras.config.set_floatx(parts.floatx)
             keras.config.set_dtype_policy(parts.dtype_policy)
             # Servers make constraints from their configs.

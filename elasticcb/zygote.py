@@ -36,10 +36,10 @@ MESSAGE_BYTES = 1 << 20  # more than such a socket takes
 _READY = b"1"
 
 
-def main(arguments: list[str]) -> int:
-    """Args: the numbers of two files, the socket and what becomes readable when this process and all that it has
-    forked are to end."""
-    control, watch = (int(number) for number in arguments)
+def main() -> int:
+    """The command line has the numbers of two files: the socket, and what becomes readable when this process and all
+    that it has forked are to end."""
+    control, watch = (int(number) for number in sys.argv[1:])
     import_roles()
     # Python tells of threads that are not its own (see above) at each fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
@@ -228,7 +228,3 @@ def draw_own_random_numbers() -> None:
     import numpy as np
 
     np.random.seed()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

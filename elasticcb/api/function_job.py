@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from elasticcb import pickling
 from elasticcb.api.placed import Placed
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
+from elasticcb.import_path import caller_path
 from elasticcb.master.cluster_state import Cluster
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
@@ -230,7 +230,7 @@ class FunctionJob:
     def _hand_out(self, scheduled: _Scheduled) -> None:
         number = scheduled.value.number
         values = {value.number: value.data or b"" for value in scheduled.needed}
-        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(sys.path))
+        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(caller_path()))
         self._master.calls[number] = pickle.dumps(call)
         self._queue.add_function(number)
 

@@ -34,8 +34,8 @@ from elasticcb.sigterm import heed_sigterm
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
-@click.command_panel("Jobs", commands=["train", "resume", "status", "scale", "evaluate", "predict"])
-@click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs", "logs", "stop"])
+@click.command_panel("Jobs", commands=["train", "resume", "status", "logs", "scale", "stop", "evaluate", "predict"])
+@click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -116,7 +116,3 @@ def _describe_usage(error: click.ClickException) -> str:
         text += f" (in {config.path})" if from_config else ""
     command = context.command_path if context is not None else "elasticcb"
     return f"Error: {text}\nRun `{command} --help` for what it understands."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

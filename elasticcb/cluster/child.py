@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from elasticcb.import_path import python_code
+
 # glibc gives every large block back to the kernel, and each tensor then pays for page faults: these
 # keep blocks in the process, which doubles the steps per second.
 _ALLOCATOR = {
@@ -37,15 +39,17 @@ class Launch:
         arguments: of the `elasticcb` command.
         environment: all of it.
         log: file that standard output and standard error are appended to.
+        own_path: it does not import from where this process does, which belongs to somebody else (Ray).
     """
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     log: Path
+    own_path: bool = False
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "elasticcb", *self.arguments]
+        return [sys.executable, "-c", python_code("elasticcb.cli.main", self.own_path), *self.arguments]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticcb.cluster.child import Child, Ending, Launch, SpawnedChild
+from elasticcb.import_path import python_code
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class ForkServer:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "elasticcb.zygote", str(theirs.fileno()), str(watch)],
+                [sys.executable, "-c", python_code("elasticcb.zygote"), str(theirs.fileno()), str(watch)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

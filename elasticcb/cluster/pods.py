@@ -43,7 +43,7 @@ _PROBE_SECONDS = 10
 _GRACE_SECONDS = 60  # to put down one's work
 _MOST_MASTERS = 10
 _MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # times, after a pod ran out of it
-_COMMAND = ["python", "-m", "elasticcb"]
+_COMMAND = ["elasticcb"]
 _LONGEST_EVENT = 1024  # characters
 _REASONS = (  # what a line holds, and the reason and type of its event
     (" was lost: ", "ProcessLost", "Warning"),

@@ -82,7 +82,7 @@ class Place:
             arguments += ["--host", node]
         environment = os.environ | common_environment(log_level) | {TOKEN_VARIABLE: token}
         environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
-        self._child = SpawnedChild(Launch((*arguments, *self._tls_flags(tls)), environment, self._log))
+        self._child = SpawnedChild(Launch((*arguments, *self._tls_flags(tls)), environment, self._log, own_path=True))
         self._launched = Launched(node, self._child.pid, sees_job)
         return self._launched
 

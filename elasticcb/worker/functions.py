@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import pickle
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import keras
 from elasticcb import pickling
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
 from elasticcb.host_name import host_name
+from elasticcb.import_path import adopt_path
 from elasticcb.master_client import MasterClient, ProgressReporter
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings
@@ -113,7 +113,7 @@ class FunctionWorker:
 
     def _result(self, call: Call) -> Result:
         self._values = call.values
-        sys.path += [folder for folder in call.sys_path if folder not in sys.path]
+        adopt_path(call.sys_path)
         try:
             if self._placed is not None:
                 self._placed.pull()

@@ -23,7 +23,7 @@ REPOSITORY = Path(elasticcb.__file__).parent.parent
 
 def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "elasticcb.cli.main", *arguments],
+        [sys.executable, "-m", "elasticcb", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -101,7 +101,7 @@ def test_the_last_lines_of_a_log_are_at_hand(cluster, tmp_path):
 
 def zygotes():
     """Processes that fork others, of this process; it may have other children of Python's own."""
-    return [child for child in psutil.Process().children() if "elasticcb.zygote" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "elasticcb.zygote" in " ".join(child.cmdline())]
 
 
 @pytest.fixture

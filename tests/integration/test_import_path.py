@@ -1,0 +1,152 @@
+"""Master, workers and servers import the same code, whatever lies in the folder where a job is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticcb.import_path import adopt_path, python_code
+from jobs import linear_data, train_flags, write_model_file
+
+# `random` and `numpy` are names of modules that all processes import, `surprise` is one that none has.
+TRAPS = ("random.py", "numpy.py", "surprise.py", "elasticcb/__init__.py")
+COMMAND = str(Path(sys.executable).with_name("elasticcb"))
+
+MODEL = """
+    import json
+    import os
+    import sys
+
+    import keras
+
+    import beside
+    from package import inside
+
+    with open(os.environ["PATHS"], "a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "path": sys.path, "argv": sys.argv[1:]}) + "\\n")
+    try:
+        import surprise
+    except ImportError:
+        pass
+    else:
+        raise RuntimeError("the current folder is on the import path")
+
+    def custom_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(beside.UNITS)])
+
+    def loss(labels, predictions):
+        return inside.loss(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+"""
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """A folder in which Python finds the wrong modules, when it looks there."""
+    folder = tmp_path / "trap"
+    for name in TRAPS:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"raise RuntimeError('{name} of the current folder was imported')\n")
+    return folder
+
+
+@pytest.fixture
+def zoo(tmp_path, monkeypatch):
+    """A model file with helpers beside it; its processes note their import paths in `paths`."""
+    folder = tmp_path / "zoo"
+    write_model_file(folder, MODEL)
+    (folder / "beside.py").write_text("UNITS = 1\n")
+    (folder / "package").mkdir()
+    (folder / "package" / "inside.py").write_text(
+        "import keras\ndef loss(labels, predictions):\n    return keras.losses.huber(labels, predictions)\n"
+    )
+    linear_data(folder, train=400, test=80)
+    monkeypatch.setenv("PATHS", str(tmp_path / "paths"))
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return folder
+
+
+def paths_of(tmp_path):
+    """By process, the import path that it had."""
+    noted = map(json.loads, (tmp_path / "paths").read_text().splitlines())
+    return {each["pid"]: each["path"] for each in noted}
+
+
+def run(*command, cwd):
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_current_folder_is_on_the_import_path_of_no_process(tmp_path, trap, zoo):
+    flags = train_flags(zoo, "model_file", checkpoint_dir=tmp_path / "checkpoints", job_dir=tmp_path / "job")
+    evaluate = [
+        f"--model_zoo={zoo}", "--model_def=model_file.custom_model", f"--validation_data={zoo / 'test.npz'}",
+        f"--checkpoint_dir_for_init={tmp_path / 'checkpoints'}", f"--job_dir={tmp_path / 'evaluation'}",
+    ]  # fmt: skip
+    jobs = (
+        (["train", *flags], 4),
+        (["train", *flags, "--checkpoint_interval=0"], 4),  # its master is no fork
+        (["train", *flags, "--cluster=inprocess"], 1),
+        (["evaluate", *evaluate], 2),
+    )
+    for arguments, processes in jobs:
+        (tmp_path / "paths").unlink(missing_ok=True)
+        run(COMMAND, *arguments, cwd=trap)
+        paths = paths_of(tmp_path)
+        assert len(paths) == processes
+        (path,) = {tuple(path) for path in paths.values()}
+        assert path[0] == str(zoo)
+        assert not {"", str(trap)} & set(path)
+
+
+def test_python_m_leaves_the_current_folder_out(tmp_path, trap, zoo):
+    for name in ("elasticcb/__init__.py", "random.py", "numpy.py"):  # by which Python itself would go wrong
+        (trap / name).unlink()
+    (trap / "elasticcb").rmdir()
+    flags = train_flags(zoo, "model_file", job_dir=tmp_path / "job")
+    run(sys.executable, "-m", "elasticcb", "train", *flags, "--cluster=inprocess", cwd=trap)
+    (path,) = paths_of(tmp_path).values()
+    assert str(trap) not in path
+
+
+@pytest.mark.parametrize("own_path", [False, True])
+def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(trap, own_path):
+    code = python_code("elasticcb.cli.main", own_path)
+    assert run(sys.executable, "-c", code, "--version", cwd=trap).startswith("elasticcb, version")
+
+
+def test_workers_have_the_import_path_of_a_program_in_its_order(tmp_path, trap):
+    write_model_file(
+        tmp_path,
+        """
+        import sys
+
+        sys.path.insert(0, "first")
+        import elasticcb
+
+        def path():
+            import sys
+            return list(sys.path)
+
+        if __name__ == "__main__":
+            with elasticcb.Cluster(num_workers=1, job_dir=sys.argv[1]) as cluster:
+                assert cluster.schedule(path).fetch() == sys.path
+                sys.path.insert(0, "/later")
+                found = cluster.schedule(path).fetch()
+                assert found == sys.path, (found, sys.path)
+        """,
+        "program",
+    )
+    run(sys.executable, tmp_path / "program.py", tmp_path / "job", cwd=trap)
+
+
+def test_a_folder_that_stands_first_in_one_process_does_so_in_the_other(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/own", "/shared"])
+    adopt_path(["/script", "/shared", "/more", "/own"])
+    assert sys.path == ["/script", "/own", "/shared", "/more"]
