@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -193,16 +194,23 @@ def version_folder(version: int) -> str:
 
 
 def begin_version(directory: str | Path, version: int) -> Path:
-    """Makes the empty temporary folder that the servers write version `version` into."""
-    folder = Path(directory) / f"{_TEMPORARY}{version_folder(version)}"
+    """Makes the empty temporary folder that the servers write version `version` into.
+
+    Each has a name of its own, since a server may still write what an earlier one was made for.
+    """
+    folder = Path(directory) / f"{_TEMPORARY}{version_folder(version)}-{secrets.token_hex(4)}"
     try:
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint folder {folder} can't be made: {error}. Check --checkpoint_dir."
         ) from error
     return folder
+
+
+def abandon_version(folder: str | Path) -> None:
+    """Removes what `begin_version` made, and what is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_manifest(

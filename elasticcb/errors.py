@@ -64,6 +64,10 @@ class CheckpointError(ElasticCBError):
     """A checkpoint can't be written, or is torn, foreign or missing."""
 
 
+class MixedVersionsError(CheckpointError):
+    """Servers that train in step gave their parts of different versions of the model, which do not belong together."""
+
+
 class NonFiniteError(ElasticCBError):
     """A loss or a gradient holds NaN or infinity; names the variable."""
 

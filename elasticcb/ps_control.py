@@ -7,12 +7,12 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from elasticcb.blocks import pack_weights, unpack_weights
-from elasticcb.errors import CheckpointError, ElasticCBError
+from elasticcb.errors import CheckpointError, ElasticCBError, MixedVersionsError
 from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps_client import Ids, PSClient, Server
@@ -25,6 +25,9 @@ from elasticcb.tensors import Array, Frame
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
+_TAKES = 3  # of what must be of one version
 _SUMMARY_SECONDS = 5.0  # for a server to say what it has refused
 
 _RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
@@ -173,10 +176,27 @@ class PSControl(PSClient):
             tensors = self._packed(server.index, source.weights, state, tables)
         return Frame(header, tensors), "Initialize"
 
+    def in_step(self, take: Callable[[], Sequence[Answer]], version_of: Callable[[Answer], int]) -> Sequence[Answer]:
+        """What `take` gives of all servers, by index; in synchronous mode of one version of the model.
+
+        Servers give what they hold then, unless one was asked again: it may have more by then. All are asked again.
+
+        Raises `MixedVersionsError` when the versions differ still.
+        """
+        for _ in range(_TAKES):
+            answers = take()
+            versions = [version_of(answer) for answer in answers]
+            if not self._staged or len(set(versions)) == 1:
+                return answers
+            logger.warning("The servers gave parts of the versions %s, which do not belong together", versions)
+        raise MixedVersionsError(
+            f"The parameter servers gave parts of the model's versions {', '.join(map(str, versions))}, by index, "
+            f"which do not belong together, {_TAKES} times. In synchronous mode they must be of one version."
+        )
+
     def export(self) -> ModelState:
-        """Everything that the servers hold. In synchronous mode all of it is of one version."""
-        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
-        answers = list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
+        """Everything that the servers hold, as `in_step` gives it."""
+        answers = self.in_step(self._exported, lambda answer: int(answer.header.version))
         states = [
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
             for index, answer in enumerate(answers)
@@ -197,6 +217,10 @@ class PSControl(PSClient):
             state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
         self._free_memory()
         return state
+
+    def _exported(self) -> list[Frame[Any]]:
+        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
+        return list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
 
     def load_state(
         self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
@@ -268,7 +292,11 @@ class PSControl(PSClient):
         self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
 
     def save(self, directory: str) -> list[Any]:
-        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s."""
+        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s.
+
+        Args:
+            directory: exists, is empty, and was never given before, since a server may still write for an earlier call.
+        """
         self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
         return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
 

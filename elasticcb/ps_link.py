@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,9 @@ class Link:
         patience_seconds: float | None = None,
         deadline_seconds: float = _DEADLINE_SECONDS,
     ) -> Frame[Any]:
+        """The server's answer. A frame that is given again, after an error, is the same call, which is done once."""
+        if "call" in frame.header.DESCRIPTOR.fields_by_name and not frame.header.call:
+            frame.header.call = secrets.randbits(62) + 1
         answer: Frame[Any] = self._connection.call(self._calls[method], frame, deadline_seconds, patience_seconds)
         return answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ class CheckpointWriter:
 
         Raises `CheckpointError` when it can't be written.
         """
-        folder = checkpoints.begin_version(self._folder, version)
-        answers = self._client.save(str(folder))
+        folder, answers = self._saved(version)
         version = int(answers[0].version)
         if self._uploads is not None:  # else the same version might change while it is copied
             self._uploads.let_go(self._folder / checkpoints.version_folder(version))
@@ -80,6 +79,19 @@ class CheckpointWriter:
         self.newest = str(path)
         self._due = self._next(version)
         logger.info("Checkpoint %s is written", path)
+
+    def _saved(self, version: int) -> tuple[Path, Sequence[Any]]:
+        """The folder that the servers have written their parts into, and what they answered."""
+        folders: list[Path] = []
+
+        def take() -> list[Any]:
+            for folder in folders:
+                checkpoints.abandon_version(folder)
+            folders.append(checkpoints.begin_version(self._folder, version))
+            return self._client.save(str(folders[-1]))
+
+        answers = self._client.in_step(take, lambda answer: int(answer.version))
+        return folders[-1], answers
 
     @property
     def place(self) -> str:

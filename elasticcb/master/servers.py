@@ -65,6 +65,7 @@ class Servers:
             [place.address for place in self._places],
             variables,
             may_split,
+            synchronous=master.settings is not None and not master.settings.training.use_async,
             patience_seconds=master.patience_seconds,
             access=master.access,
             ids=[place.id for place in self._places],

@@ -26,6 +26,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizer_state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.moving import Moves
+from elasticcb.ps.once import Once
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters, flat
 from elasticcb.ps.partition import MOST_SERVERS, Slice, VariableSpec, partition
@@ -94,6 +95,8 @@ class Servicer:
         self._training = training
         self._make_optimizers = make_optimizers
         self._lock = threading.Lock()
+        self._initializing = threading.Lock()
+        self._once = Once()
         self._model: ServedModel | None = None
         self._neighbours = Neighbours()
         self._moves = Moves(self._lock, access, lambda: self._model, self._empty_model, self._serve, self)
@@ -122,7 +125,7 @@ class Servicer:
         methods["Export"] = (pb.ExportRequest, self._export)
         methods["Move"] = (pb.MoveRequest, self._moves.move)
         methods["Receive"] = (pb.ReceiveRequest, self._moves.receive)
-        return methods
+        return {name: (header, self._once_if_numbered(header, method)) for name, (header, method) in methods.items()}
 
     def close(self) -> None:
         # Without the lock: an update may wait for another server, which this ends.
@@ -132,6 +135,13 @@ class Servicer:
                 self._model.replica.close()
         if self._writer is not None:
             self._writer.close()
+
+    def _once_if_numbered(
+        self, header: Any, method: Callable[[Frame[Any]], Frame[Any]]
+    ) -> Callable[[Frame[Any]], Frame[Any]]:
+        if "call" not in header.DESCRIPTOR.fields_by_name:
+            return method
+        return lambda frame: self._once.do(frame.header.call, lambda: method(frame))
 
     def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
         def answer(frame: Frame[Any]) -> Frame[Any]:
@@ -198,6 +208,10 @@ class Servicer:
     # -------------------------------------------------------------- the model comes and goes
 
     def _initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+        with self._initializing:  # another master may give a model, too
+            return self._begin_with(frame)
+
+    def _begin_with(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         request = frame.header
         specs = [VariableSpec.from_message(variable) for variable in request.variables]
         if not 0 <= request.index < request.num_ps <= MOST_SERVERS:

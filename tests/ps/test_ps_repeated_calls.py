@@ -1,0 +1,219 @@
+"""Calls that come again: while the first one runs, and after its answer got lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import keras
+import numpy as np
+import pytest
+
+from elasticcb import checkpoint
+from elasticcb.checkpoint import find_versions, load_slices
+from elasticcb.errors import CheckpointError, MixedVersionsError
+from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.once import Once
+from elasticcb.ps_control import PSControl, Source
+from elasticcb.ps_link import Link
+from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
+from elasticcb.tensors import Frame
+from helpers_ps import SPECS, Cluster, gradients, initial_values, push_frame
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
+def cluster():
+    clusters = []
+
+    def start(num_ps=1, **more):
+        clusters.append(Cluster(num_ps, split=False, **more))
+        return clusters[-1]
+
+    yield start
+    for each in clusters:
+        each.close()
+
+
+class Gate:
+    """Holds those who come through up until it is opened."""
+
+    def __init__(self):
+        self.entered, self.opened, self.count = threading.Event(), threading.Event(), 0
+
+    def __call__(self):
+        self.count += 1
+        self.entered.set()
+        assert self.opened.wait(30)
+
+
+def save(cluster, folder, call):
+    return cluster.call(0, "Save", Frame(pb.SaveRequest(directory=str(folder), call=call), {})).header
+
+
+def test_save_that_comes_again_while_the_first_one_writes_joins_it(cluster, pool, monkeypatch, tmp_path):
+    gate, write = Gate(), checkpoint.save_part
+    monkeypatch.setattr(checkpoint, "save_part", lambda *given: (gate(), write(*given))[1])
+    servers = cluster()
+    servers.initialize(initial_values())
+    first = pool.submit(save, servers, tmp_path, 5)
+    assert gate.entered.wait(30)
+    servers.push(gradients(0), sequence=1)
+    again = pool.submit(save, servers, tmp_path, 5)
+    assert not wait([first, again], timeout=0.3).done
+    gate.opened.set()
+    assert first.result() == again.result() == save(servers, tmp_path, 5)
+    assert (gate.count, first.result().version) == (1, 0)
+    assert save(servers, tmp_path, 6).version == 1
+
+
+def test_initialize_that_comes_again_does_not_undo_what_was_trained(cluster):
+    servers = cluster()
+    request = pb.InitializeRequest(variables=[spec.to_message() for spec in SPECS], num_ps=1, call=3)
+    frame = push_frame({}, servers.slices[0], pull=True)
+    values = initial_values()
+    servers.initialize(values)
+    exported = servers.call(0, "Export", Frame(pb.ExportRequest(), {})).tensors
+    tensors = {name: array for name, array in exported.items() if name.startswith(("weights/", "state/"))}
+    first = servers.call(0, "Initialize", Frame(request, tensors)).header
+    servers.push(gradients(0), sequence=1)
+    assert servers.call(0, "Initialize", Frame(request, tensors)).header == first
+    assert servers.call(0, "Exchange", frame).header.version == 1
+    request.call = 4
+    servers.call(0, "Initialize", Frame(request, tensors))
+    assert servers.call(0, "Exchange", frame).header.version == 0
+
+
+def test_one_model_is_begun_at_a_time(cluster, pool):
+    gate = Gate()
+
+    def make_optimizer():
+        gate()
+        return keras.optimizers.SGD(0.5)
+
+    servers = cluster(make_optimizer=make_optimizer)
+    first = pool.submit(servers.initialize, initial_values())
+    assert gate.entered.wait(30)
+    second = pool.submit(servers.initialize, initial_values())
+    assert not wait([first, second], timeout=0.3).done
+    assert gate.count == 1
+    gate.opened.set()
+    first.result(), second.result()
+    assert gate.count == 2
+
+
+def test_training_that_is_finished_twice_by_one_call_makes_one_version(cluster):
+    servers = cluster(make_optimizer=lambda: keras.optimizers.SGD(0.5, use_ema=True))
+    servers.initialize(initial_values())
+    servers.push(gradients(0), sequence=1)
+    request = Frame(pb.FinishTrainingRequest(finalize=True, call=9), {})
+    versions = [servers.call(0, "FinishTraining", request).header.version for _ in range(2)]
+    assert versions == [2, 2]
+
+
+def test_link_sends_the_same_frame_as_the_same_call(cluster):
+    servers = cluster()
+    link = Link(0, servers.servers[0].address, 1, 5.0, servers.servers[0]._access)
+    frames = [Frame(pb.SetLearningRateRequest(learning_rate=0.1), {}) for _ in range(2)]
+    for frame in (*frames, frames[0]):
+        with pytest.raises(Exception, match="holds no model yet"):
+            link.call("SetLearningRate", frame)
+    numbers = {frame.header.call for frame in frames}
+    assert len(numbers) == 2
+    assert 0 not in numbers
+    link.close()
+
+
+def test_call_that_failed_is_done_again():
+    once, answers = Once(), iter([CheckpointError("the disk is full"), Frame(pb.SaveResponse(file="a"), {})])
+
+    def function():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(CheckpointError, match="full"):
+        once.do(1, function)
+    assert once.do(1, function).header.file == once.do(1, function).header.file == "a"
+
+
+def test_answers_with_arrays_and_old_ones_are_not_kept():
+    once = Once()
+    arrays = iter(range(9))
+    for expected in (0, 1):
+        given = once.do(1, lambda: Frame(pb.ExportResponse(), {"a": np.array(next(arrays))}))
+        assert given.tensors["a"] == expected
+    for call in range(1, 400):
+        once.do(call, lambda call=call: Frame(pb.ExportResponse(version=call), {}))
+    assert len(once._calls) < 300
+    assert once.do(399, lambda: pytest.fail("it is done again")).header.version == 399
+
+
+# ------------------------------------------------------------ synchronous mode
+
+
+class Interrupted(PSControl):
+    """Some takes of a checkpoint come to server 1 late: it has given away what it held, and has trained since."""
+
+    mixed = 0
+
+    def save(self, directory):
+        if self.mixed:
+            self.mixed -= 1
+            self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
+            self._call(self._servers[1], "Save", pb.SaveRequest(directory=directory))
+            self.train()
+            return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
+        return super().save(directory)
+
+
+@pytest.fixture
+def interrupted(cluster, tmp_path):
+    servers = cluster(2, use_async=False, make_optimizer=lambda: keras.optimizers.Adam(0.1))
+    control = Interrupted([server.address for server in servers.servers], SPECS, False, synchronous=True)
+    control.initialize(Source(initial_values()))
+    sequence = iter(range(1, 99))
+
+    def train():
+        number = next(sequence)
+        for index in (1, 0):
+            servers.push(gradients(number), index, sequence=number, version=number - 1, staged=index > 0)
+
+    control.train = train
+    settings = JobSettings(
+        command=Command.TRAIN,
+        name="test",
+        directory=str(tmp_path),
+        model=ModelSettings(),
+        checkpoint=CheckpointSettings(directory=str(tmp_path / "checkpoints")),
+    )
+    train()
+    yield control, CheckpointWriter(settings, control, pytest.fail, False), tmp_path / "checkpoints"
+    control.close()
+
+
+def test_checkpoint_of_mixed_versions_is_taken_again(interrupted):
+    control, writer, folder = interrupted
+    control.mixed = 2
+    writer.write(1, {})
+    (version,) = find_versions(folder)
+    assert list(folder.iterdir()) == [version]
+    assert version.name == "version-00000003"
+    for slices, index in zip(control.partition, (0, 1), strict=True):
+        part = load_slices(version, SPECS, slices, index, control.buckets)
+        assert int(part.shared["iterations"]) == 3
+
+
+def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
+    control, writer, folder = interrupted
+    control.mixed = 99
+    with pytest.raises(MixedVersionsError, match=r"versions 3, 4, by index.* 3 times"):
+        writer.write(1, {})
+    assert find_versions(folder) == []
