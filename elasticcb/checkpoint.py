@@ -8,6 +8,7 @@ the folder. A folder without a manifest is no checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -389,8 +390,9 @@ def prune(directory: str | Path, keep_max: int) -> list[Path]:
     old += [path for path in Path(directory).glob(f"{_TEMPORARY}version-*") if path.is_dir()]
     for folder in old:
         # Without its manifest a folder that is half deleted is no checkpoint.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
     return old
 
 

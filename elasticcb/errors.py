@@ -9,6 +9,7 @@ import os
 import traceback
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = os.path.join(str(Path(__file__).resolve().parent), "")
 
@@ -66,6 +67,18 @@ class CheckpointError(ElasticCBError):
 
 class MixedVersionsError(CheckpointError):
     """Servers that train in step gave their parts of different versions of the model, which do not belong together."""
+
+
+class LastCheckpointError(CheckpointError):
+    """A job is done, but for its last checkpoint, which could not be written.
+
+    Attributes:
+        summary: of the job, a `Summary`.
+    """
+
+    def __init__(self, message: str, summary: Any) -> None:
+        super().__init__(message)
+        self.summary = summary
 
 
 class NonFiniteError(ElasticCBError):

@@ -28,6 +28,7 @@ from elasticcb.errors import (
     JobDoneError,
     JobFailedError,
     JobOverError,
+    LastCheckpointError,
     LeaveRequestedError,
     ModelFileError,
     UsageError,
@@ -84,10 +85,15 @@ def run_master(
 
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.
+        LastCheckpointError: all is done but the last checkpoint; the display has the summary.
         ElasticCBError: the job failed.
     """
-    with running_cluster(settings, display, _journal(settings, resumed), fork_server, since) as run:
-        summary = run(settings)
+    try:
+        with running_cluster(settings, display, _journal(settings, resumed), fork_server, since) as run:
+            summary = run(settings)
+    except LastCheckpointError as error:
+        display.finish(error.summary)
+        raise
     display.finish(summary)
     return summary
 

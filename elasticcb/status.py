@@ -74,6 +74,6 @@ class Summary:
     saved_model_path: str = ""  # "": nothing was exported
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them
     checkpoint_path: str = ""  # newest one; "": none was written
-    checkpoints_failed: int = 0  # that could not be written to a remote folder; training went on
+    checkpoints_failed: int = 0  # that could not be written; training went on
     job_directory: str = ""
     log_files: tuple[str, ...] = ()

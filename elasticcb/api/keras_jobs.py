@@ -7,9 +7,10 @@ import dataclasses
 import logging
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 
@@ -20,7 +21,7 @@ from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.data.batches import BatchSource
-from elasticcb.errors import ElasticCBError, JobInterrupted
+from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.master.job import Job
 from elasticcb.master.master import Master
 from elasticcb.master.model_host import ModelHost
@@ -148,6 +149,10 @@ class KerasJobs:
             summary = job.run()
             keep_results()
             return summary
+        except LastCheckpointError as error:
+            keep_results()
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` is called
+            return cast(Summary, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):
                 keep_results()  # as Keras leaves them

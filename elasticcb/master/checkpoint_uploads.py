@@ -6,12 +6,12 @@ import contextlib
 import logging
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from elasticcb import remote_checkpoint
 from elasticcb.checkpoint import find_versions
 from elasticcb.errors import CheckpointError
+from elasticcb.master.checkpoint_failures import CheckpointFailures
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +20,22 @@ class CheckpointUploads:
     """Copies the newest checkpoint of a folder to a remote one, in a thread of its own.
 
     While one is under way, others may become due: the newest of them follows it. One that can't be copied stays on the
-    disk until the next one is there; a line tells of it.
+    disk until the next one is there.
 
     Args:
         folder: where checkpoints are written on a disk.
         url: of the remote folder.
         keep_max: versions that are kept there; 0: all.
-        say: shows a line to the user.
+        failures: is told of those that can't be copied.
         resumed: those that are in `folder` are of this job; the newest is copied first.
 
     Attributes:
         newest: URL of the newest one that was copied; "": none was.
-        failed: how many could not be copied.
     """
 
-    def __init__(self, folder: Path, url: str, keep_max: int, say: Callable[[str], None], resumed: bool) -> None:
-        self._folder, self._url, self._keep_max, self._say = folder, url, keep_max, say
+    def __init__(self, folder: Path, url: str, keep_max: int, failures: CheckpointFailures, resumed: bool) -> None:
+        self._folder, self._url, self._keep_max, self._failures = folder, url, keep_max, failures
         self.newest = ""
-        self.failed = 0
         self._error: CheckpointError | None = None  # of the last one
         self._own = find_versions(folder) if resumed else []  # on the disk, oldest first
         self._next: Path | None = self._own[-1] if self._own else None
@@ -58,6 +56,12 @@ class CheckpointUploads:
         """Waits while `version` is copied."""
         with self._changed:
             self._changed.wait_for(lambda: self._copying != version)
+
+    @property
+    def has_some(self) -> bool:
+        """Whether there are checkpoints on the disk that wait, or could not be copied."""
+        with self._changed:
+            return bool(self._own)
 
     def finish(self) -> None:
         """Waits until the newest checkpoint is copied, and removes those on the disk.
@@ -104,10 +108,7 @@ class CheckpointUploads:
         try:
             self.newest, self._error = remote_checkpoint.put(self._url, version, self._keep_max), None
             logger.info("Checkpoint %s is written", self.newest)
+            self._failures.end()
         except CheckpointError as error:
-            logger.warning("%s", error, exc_info=error)
             self._error = error
-            self.failed += 1
-            self._say(
-                f"{error} Training goes on, and writes the next one when it is due; look after the remote storage."
-            )
+            self._failures.add(error)

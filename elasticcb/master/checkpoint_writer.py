@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from elasticcb import checkpoint as checkpoints
+from elasticcb.errors import CheckpointError
+from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_uploads import CheckpointUploads
 from elasticcb.part_file import SavedFile
 from elasticcb.ps_control import PSControl
@@ -25,7 +27,7 @@ class CheckpointWriter:
     Args:
         settings: of the job.
         client: of the servers, which hold the model.
-        say: shows a line to the user.
+        failures: is told of those that can't be written.
         resumed: the job goes on with what an earlier master has begun.
 
     Attributes:
@@ -33,15 +35,18 @@ class CheckpointWriter:
         newest: path of the newest one on a disk; "" before the first.
     """
 
-    def __init__(self, settings: JobSettings, client: PSControl, say: Callable[[str], None], resumed: bool) -> None:
+    def __init__(self, settings: JobSettings, client: PSControl, failures: CheckpointFailures, resumed: bool) -> None:
         given = settings.checkpoint
         self._folder, self._uploads = Path(given.directory), None
         if is_url(given.directory):
             self._folder = Path(settings.directory, CHECKPOINTS_FOLDER)
-            self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, say, resumed)
+            self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, failures, resumed)
         self._job = settings.name
         self._settings = settings.checkpoint
         self._client = client
+        self._failures = failures
+        self._resumed = resumed
+        self._missing: CheckpointError | None = None  # why the last one is not on the disk
         self._due = self._next(client.version)
         self.wanted = bool(self._settings.directory)
         self.newest = ""
@@ -57,56 +62,77 @@ class CheckpointWriter:
             version: of the model, as far as the master knows; the servers may be ahead.
             tasks: the task queue, as JSON values.
 
-        Raises `CheckpointError` when it can't be written.
+        One that can't be written leaves nothing behind; training continues, and the next one is due as ever.
         """
-        folder, answers = self._saved(version)
-        version = int(answers[0].version)
-        if self._uploads is not None:  # else the same version might change while it is copied
-            self._uploads.let_go(self._folder / checkpoints.version_folder(version))
-        path = checkpoints.write_manifest(
-            folder,
-            version=version,
-            specs=self._client.specs,
-            parts=self._client.partition,
-            buckets=self._client.buckets,
-            files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
-            extra={"job": self._job, "tasks": tasks},
-        )
+        self._due = self._next(version)
+        try:
+            path, version = self._written(version, tasks)
+        except (CheckpointError, OSError) as error:
+            if not isinstance(error, CheckpointError):
+                error = CheckpointError(f"No checkpoint can be written: {error}.")
+            self._missing = error
+            self._failures.add(error)
+            return
         if self._uploads is None:
-            checkpoints.prune(self._folder, self._settings.keep_max)
+            with contextlib.suppress(OSError):  # the next one tries again
+                checkpoints.prune(self._folder, self._settings.keep_max)
+            self._failures.end()
         else:
             self._uploads.add(path)
+        self._missing = None
         self.newest = str(path)
         self._due = self._next(version)
         logger.info("Checkpoint %s is written", path)
 
-    def _saved(self, version: int) -> tuple[Path, Sequence[Any]]:
-        """The folder that the servers have written their parts into, and what they answered."""
-        folders: list[Path] = []
+    def _written(self, version: int, tasks: dict[str, Any]) -> tuple[Path, int]:
+        """The folder of a whole checkpoint, and its version."""
+        begun: list[Path] = []
 
         def take() -> list[Any]:
-            for folder in folders:
-                checkpoints.abandon_version(folder)
-            folders.append(checkpoints.begin_version(self._folder, version))
-            return self._client.save(str(folders[-1]))
+            begun.append(checkpoints.begin_version(self._folder, version))
+            return self._client.save(str(begun[-1]))
 
-        answers = self._client.in_step(take, lambda answer: int(answer.version))
-        return folders[-1], answers
+        try:
+            answers = self._client.in_step(take, lambda answer: int(answer.version))
+            version = int(answers[0].version)
+            if self._uploads is not None:  # else the same version might change while it is copied
+                self._uploads.let_go(self._folder / checkpoints.version_folder(version))
+            path = checkpoints.write_manifest(
+                begun[-1],
+                version=version,
+                specs=self._client.specs,
+                parts=self._client.partition,
+                buckets=self._client.buckets,
+                files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
+                extra={"job": self._job, "tasks": tasks},
+            )
+        finally:
+            for folder in begun:
+                checkpoints.abandon_version(folder)
+        return path, version
 
     @property
     def place(self) -> str:
         """Where the newest one is that a later job can start from; "": there is none."""
         return self.newest if self._uploads is None else self._uploads.newest
 
-    @property
-    def failed(self) -> int:
-        """How many could not be copied to the remote folder."""
-        return 0 if self._uploads is None else self._uploads.failed
+    def finish(self, version: int, tasks: dict[str, Any]) -> None:
+        """Waits until the last one is where it belongs; one that could not be written is tried once more.
 
-    def finish(self) -> None:
-        """Waits until the last one is where it belongs. Raises `CheckpointError` when it can't get there."""
+        Args:
+            version, tasks: as for `write`.
+
+        Raises `CheckpointError` when it can't get there.
+        """
+        if not self.wanted:
+            return
+        kept = self._uploads is not None and self._uploads.has_some  # of an earlier master
+        if self._missing is not None or (self._resumed and not self.newest and not kept):
+            self.write(version, tasks)
         if self._uploads is not None:
             self._uploads.finish()
+        if self._missing is not None:
+            raise self._missing
 
     def close(self) -> None:
         """Copies no more."""

@@ -48,9 +48,10 @@ class Recoveries:
 
 @dataclass
 class Totals:
-    """What workers report beyond the task queue's own accounting."""
+    """What is counted over the whole job, beyond the task queue's own accounting."""
 
     gradients_rejected: int = 0
     batches_skipped: int = 0
     callback_errors: int = 0
+    checkpoints_failed: int = 0  # that could not be written; training went on
     stragglers: list[int] = field(default_factory=list)  # places of workers that ever were

@@ -39,11 +39,13 @@ from elasticcb.errors import (
     ElasticCBError,
     JobFailedError,
     JobInterrupted,
+    LastCheckpointError,
 )
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.batch_log import Pass
 from elasticcb.master.callback_arrays import CallbackArrays
+from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.cluster_state import Cluster, ServerPlace
 from elasticcb.master.evaluation import EvaluationRounds, Round
@@ -144,6 +146,7 @@ class Job:
         Raises:
             JobFailedError: it can't go on.
             JobInterrupted: the user asked it to end.
+            LastCheckpointError: all is done but the last checkpoint.
             ElasticCBError: the model file, the data or the checkpoint is not usable.
         """
         try:
@@ -158,11 +161,17 @@ class Job:
         if self._master.error is not None:
             raise self._master.error
         self._master.say_warnings()
-        self._finish_checkpoints()
+        missing = self._finish_checkpoints()
+        refused = Counter(self._master.refused_calls()) + Counter(self._ps.refused_calls())
+        summary = self._report.summary(self._queue, refused)
+        if missing is not None and self._make_program is None:
+            again = f" Or, when it can be written to again: {self._goes_on_by}" if self._journal is not None else ""
+            raise LastCheckpointError(f"The job is done, but for its last checkpoint: {missing}{again}", summary)
         if self._journal is not None:
             self._journal.add(over=True)
-        refused = Counter(self._master.refused_calls()) + Counter(self._ps.refused_calls())
-        return self._report.summary(self._queue, refused)
+        if missing is not None:
+            raise LastCheckpointError(f"The model is trained, but its last checkpoint is missing: {missing}", summary)
+        return summary
 
     def model_state(self) -> ModelState | None:
         """What the servers hold now; None before they hold the model."""
@@ -249,7 +258,8 @@ class Job:
                 master.resume(self._memory)
             self._begin_journal()
         resumed = self._memory is not None
-        self._checkpoints = CheckpointWriter(self._settings, self._ps, self._display.message, resumed)
+        failures = CheckpointFailures(master.totals, self._display.message)
+        self._checkpoints = CheckpointWriter(self._settings, self._ps, failures, resumed)
         if was_over:
             self._finish()
         else:
@@ -437,7 +447,9 @@ class Job:
                     self._ps.finish_training(finalize=False)  # after which all is in the recovery files
                 if self._checkpoints.wanted:
                     self._save_checkpoint()
-                    self._finish_checkpoints()
+                    missing = self._finish_checkpoints()
+                    if missing is not None:
+                        raise missing
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
         except KeyboardInterrupt:
             pass
@@ -677,21 +689,24 @@ class Job:
             self._end_training()
 
     def _save_checkpoint(self) -> None:
-        with self._master.changed:
-            version, tasks = self._master.version, self._queue.to_dict()
-        self._checkpoints.write(version, tasks)
+        self._checkpoints.write(*self._position())
         self._newest_checkpoint = self._checkpoints.newest
         self._report.checkpoint_path = self._checkpoints.place
 
-    def _finish_checkpoints(self) -> None:
-        """Waits until they are where they belong."""
+    def _position(self) -> tuple[int, dict[str, Any]]:
+        """Where the job is, for a checkpoint."""
+        with self._master.changed:
+            return self._master.version, self._queue.to_dict()
+
+    def _finish_checkpoints(self) -> CheckpointError | None:
+        """Waits until they are where they belong; why the last one is not, if so."""
         try:
-            self._checkpoints.finish()
+            self._checkpoints.finish(*self._position())
         except CheckpointError as error:
-            hint = f" Or, when it is up again: {self._goes_on_by}" if self._journal is not None else ""
-            raise CheckpointError(f"{error}{hint}") from error
-        self._report.checkpoint_path = self._checkpoints.place
-        self._report.checkpoints_failed = self._checkpoints.failed
+            return error
+        finally:
+            self._report.checkpoint_path = self._checkpoints.place
+        return None
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:

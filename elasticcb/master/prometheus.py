@@ -68,6 +68,7 @@ def _job(seen: Observation) -> Iterator[Metric]:
     yield _counter("gradients_rejected", "Gradients that were too old, in synchronous mode.", totals.gradients_rejected)
     yield _counter("batches_skipped", "Batches with NaN or infinity that were passed over.", totals.batches_skipped)
     yield _counter("callback_errors", "Errors in callbacks that the job went on after.", totals.callback_errors)
+    yield _counter("checkpoints_failed", "Checkpoints that could not be written.", totals.checkpoints_failed)
     yield _counter("updates_lost", "Updates that were lost with servers.", seen.recoveries.updates_lost)
 
 

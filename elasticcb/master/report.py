@@ -39,7 +39,6 @@ class Report:
         records_evaluated: in that round.
         records_predicted: in a job that predicts.
         checkpoint_path: the newest one; "" if none was written.
-        checkpoints_failed: how many could not be written to a remote folder.
         saved_model_inputs: of the exported model's signature.
     """
 
@@ -58,7 +57,6 @@ class Report:
         self.records_evaluated = 0
         self.records_predicted = 0
         self.checkpoint_path = ""
-        self.checkpoints_failed = 0
         self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
 
     def show(self) -> None:
@@ -167,7 +165,7 @@ class Report:
             saved_model_path=exported,
             saved_model_inputs=self.saved_model_inputs if exported else (),
             checkpoint_path=self.checkpoint_path,
-            checkpoints_failed=self.checkpoints_failed,
+            checkpoints_failed=master.totals.checkpoints_failed,
             job_directory=self._settings.directory,
             log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
         )

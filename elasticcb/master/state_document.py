@@ -62,6 +62,7 @@ def document(seen: Observation, error: BaseException | None = None, over: bool =
         "gradients_rejected": seen.totals.gradients_rejected,
         "batches_skipped": seen.totals.batches_skipped,
         "callback_errors": seen.totals.callback_errors,
+        "checkpoints_failed": seen.totals.checkpoints_failed,
         "refused_calls": dict(total.refused_calls),
         "error": "" if error is None else str(error),
     }

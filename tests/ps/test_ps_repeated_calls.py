@@ -12,7 +12,9 @@ import pytest
 from elasticcb import checkpoint
 from elasticcb.checkpoint import find_versions, load_slices
 from elasticcb.errors import CheckpointError, MixedVersionsError
+from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.cluster_state import Totals
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
 from elasticcb.ps_control import PSControl, Source
@@ -195,14 +197,21 @@ def interrupted(cluster, tmp_path):
         checkpoint=CheckpointSettings(directory=str(tmp_path / "checkpoints")),
     )
     train()
-    yield control, CheckpointWriter(settings, control, pytest.fail, False), tmp_path / "checkpoints"
+    told = []
+    yield (
+        control,
+        CheckpointWriter(settings, control, CheckpointFailures(Totals(), told.append), False),
+        told,
+        tmp_path / "checkpoints",
+    )
     control.close()
 
 
 def test_checkpoint_of_mixed_versions_is_taken_again(interrupted):
-    control, writer, folder = interrupted
+    control, writer, told, folder = interrupted
     control.mixed = 2
     writer.write(1, {})
+    assert not told
     (version,) = find_versions(folder)
     assert list(folder.iterdir()) == [version]
     assert version.name == "version-00000003"
@@ -212,8 +221,16 @@ def test_checkpoint_of_mixed_versions_is_taken_again(interrupted):
 
 
 def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
-    control, writer, folder = interrupted
+    control, writer, told, folder = interrupted
     control.mixed = 99
-    with pytest.raises(MixedVersionsError, match=r"versions 3, 4, by index.* 3 times"):
+    for _ in range(2):
         writer.write(1, {})
-    assert find_versions(folder) == []
+    (line,) = told
+    assert "versions 3, 4, by index, which do not belong together, 3 times" in line
+    assert list(folder.iterdir()) == []
+    with pytest.raises(MixedVersionsError, match="do not belong together"):
+        writer.finish(1, {})
+    control.mixed = 0
+    writer.finish(1, {})
+    assert told[1:] == ["Checkpoints can be written again."]
+    assert len(find_versions(folder)) == 1

@@ -1,0 +1,45 @@
+"""Checkpoints that could not be written: training continues, whichever folder they were for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from elasticcb.errors import CheckpointError
+from elasticcb.master.cluster_state import Totals
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointFailures:
+    """Counts them, and tells the user of the first one, and of the end.
+
+    Args:
+        totals: of the job, for the count.
+        say: shows a line to the user.
+
+    Attributes:
+        newest: why the last checkpoint could not be written; None: it could, or there was none.
+    """
+
+    def __init__(self, totals: Totals, say: Callable[[str], None]) -> None:
+        self._totals, self._say = totals, say
+        self._lock = threading.Lock()
+        self.newest: CheckpointError | None = None
+
+    def add(self, error: CheckpointError) -> None:
+        """A checkpoint could not be written."""
+        logger.warning("%s", error, exc_info=error)
+        with self._lock:
+            is_first, self.newest = self.newest is None, error
+            self._totals.checkpoints_failed += 1
+        if is_first:
+            self._say(f"{error} The job continues without this checkpoint, and tries again when the next one is due.")
+
+    def end(self) -> None:
+        """A checkpoint is where it belongs."""
+        with self._lock:
+            was, self.newest = self.newest, None
+        if was is not None:
+            self._say("Checkpoints can be written again.")
