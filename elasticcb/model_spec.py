@@ -45,6 +45,13 @@ class ModelSpec:
         self._model_factory = self._get(self._model_name, needed=True)
 
     @property
+    def loss_advice(self) -> str:
+        return (
+            f"Define `{self._settings.loss}(labels, predictions)` in the file, or return a model that is compiled with "
+            "a loss, or adds losses of its own."
+        )
+
+    @property
     def feed(self) -> Callable[..., Any] | None:
         return self._get(self._settings.feed)
 

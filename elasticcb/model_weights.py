@@ -117,6 +117,8 @@ def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, in
     except ModelFileError as error:
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
+        if isinstance(error, ValueError) and "No loss to compute" in str(error):
+            raise ModelFileError(f"The model of {spec.path} has no loss. {spec.loss_advice}") from error
         raise ModelFileError(
             f"The model of {spec.path} can't run on the first batch from `feed`: {describe(error)}"
             f"{_shown(batch, mode)}",

@@ -24,6 +24,7 @@ from elasticcb.settings import JobSettings
 from elasticcb.spec import Spec
 
 _NAME = "the model"
+LOSS_ADVICE = "Give `compile` a loss, or let the model add losses of its own."
 
 
 def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
@@ -90,6 +91,7 @@ class ProgramSpec:
     """
 
     path = _NAME
+    loss_advice = LOSS_ADVICE
     feed = None
     custom_data_reader = None
 
@@ -145,6 +147,7 @@ class CallerSpec:
     """A program in the process of its caller: the caller's own model and callbacks."""
 
     path = _NAME
+    loss_advice = LOSS_ADVICE
     feed = None
     custom_data_reader = None
 

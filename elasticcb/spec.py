@@ -19,6 +19,10 @@ class Spec(Protocol):
         """Where the user finds it, for messages."""
 
     @property
+    def loss_advice(self) -> str:
+        """How the user gives the model a loss, as sentences."""
+
+    @property
     def feed(self) -> Callable[..., Any] | None:
         """From raw records to examples; None where there is nothing to do."""
 

@@ -199,7 +199,8 @@ class TestMistakes:
         ("parts", "mode", "words"),
         [
             ({"feed": ""}, "training", None),  # the reader brings one for x and y
-            ({"loss": ""}, "training", r"No loss to compute"),
+            ({"loss": ""}, "training", r"has no loss. Define `loss\(labels, predictions\)` in the file, or return"),
+            ({"loss": ""}, "evaluation", r"has no loss. Define `loss\(labels, predictions\)` in the file, or return"),
             ({"optimizer": ""}, "training", r"can't be trained.*`optimizer\(\)`"),
             ({"loss": "loss = 3"}, "training", r"`loss` in .* is 3. Expected a function of \(labels, predictions\)"),
             ({"loss": "def loss(y): return y"}, "training", r"takes \(y\). Expected loss\(labels, predictions\)"),

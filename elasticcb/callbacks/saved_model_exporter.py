@@ -15,6 +15,7 @@ import keras
 
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, user_traceback
+from elasticcb.writable import problem_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,13 @@ class SavedModelExporter(keras.callbacks.Callback):
         self._saved_model_path = saved_model_path
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._target()  # a path that can't be written to is told before hours of training, not after
+        target = self._target()  # a path that can't be written to is told before hours of training, not after
+        problem = problem_of_folder(target.parent)
+        if problem:
+            raise CallbackError(
+                f"The model can't be exported to {target}: its folder {problem}. Name another folder, by --output or "
+                "SavedModelExporter(saved_model_path=...)."
+            )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         target = self._target()

@@ -20,6 +20,7 @@ from elasticcb.settings import Command
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG = "elasticcb.config"  # where a context keeps the config file
+_UNREADABLE = "elasticcb.unreadable"  # and what it could not read
 
 # `-` and `_` in flags are one; the help shows ElasticDL's spelling.
 CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["--help", "-h"]}
@@ -56,12 +57,27 @@ def given_values(context: click.Context) -> Given:
         explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
         from_config=frozenset(n for n, source in sources.items() if source is ParameterSource.DEFAULT_MAP),
         config=context.meta.get(_CONFIG),
+        unreadable=tuple(context.meta.get(_UNREADABLE, ())),
     )
 
 
 def config_file(context: click.Context | None) -> ConfigFile | None:
     """The config file of a command, for messages."""
     return context.meta.get(_CONFIG) if context is not None else None
+
+
+class _JobOption(click.RichOption):
+    """One whose wrong value is told together with all else that is wrong."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            config, text = config_file(ctx), error.format_message()
+            if config is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.DEFAULT_MAP:
+                text += f" (in {config.path})"
+            ctx.meta.setdefault(_UNREADABLE, []).append(text)
+            return super().process_value(ctx, self.default)
 
 
 def _click_option(option: Option) -> Callable[[F], F]:
@@ -77,6 +93,7 @@ def _click_option(option: Option) -> Callable[[F], F]:
     return click.option(
         *(f"--{name}" for name in (option.name, *option.aliases)),
         option.name,
+        cls=_JobOption,
         type=kinds.get(option.kind, click.STRING),
         metavar=option.metavar,
         default=option.default,

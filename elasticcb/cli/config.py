@@ -47,12 +47,18 @@ def read_config(path: Path) -> ConfigFile:
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path} holds no flags. Expected lines of the form `name: value`, such as `num_workers: 2`.")
     values: dict[str, Any] = {}
+    problems: list[str] = []
     for key, value in root.value:
         place = f"{path}:{key.start_mark.line + 1}"
-        name = _canonical_name(key, place)
-        if name in values:
-            raise UsageError(f"{place}: {key.value!r} is given a second time. Leave one of them out.")
-        values[name] = _value(loader, name, value, place)
+        try:
+            name = _canonical_name(key, place)
+            if name in values:
+                raise UsageError(f"{place}: {key.value!r} is given a second time. Leave one of them out.")
+            values[name] = _value(loader, name, value, place)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError("\n".join(problems))
     return ConfigFile(path, values)
 
 

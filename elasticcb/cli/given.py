@@ -19,6 +19,7 @@ class Given:
         explicit: names given on the command line or in the config file.
         from_config: those of them that come from the config file.
         config: the file, if any.
+        unreadable: what is wrong with values that are not of their flag's type; `values` has the defaults for them.
         working_directory: what relative paths on the command line are relative to.
     """
 
@@ -26,6 +27,7 @@ class Given:
     explicit: frozenset[str]
     from_config: frozenset[str] = frozenset()
     config: ConfigFile | None = None
+    unreadable: tuple[str, ...] = ()
     working_directory: Path = field(default_factory=Path.cwd)
 
     def __getitem__(self, name: str) -> Any:

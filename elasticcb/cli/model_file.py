@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,11 @@ from pathlib import Path
 from elasticcb.errors import UsageError
 
 _MAX_LISTED = 12  # of what is there, in a message
+# By names and modules in a file, what can be said of it without running it.
+_WELL_KNOWN = sys.stdlib_module_names | {"elasticcb", "keras", "numpy", "tensorflow"}  # they compile no model unasked
+_COMPILES = frozenset({"compile", "compile_from_config", "load_model"})
+_HAS_LOSS = frozenset({"ActivityRegularization", "add_loss", "compute_loss", "losses", "train_step"})
+_UNKNOWN = frozenset({"__import__", "eval", "exec", "getattr", "globals", "import_module", "setattr", "vars"})
 
 
 @dataclass(frozen=True)
@@ -21,35 +27,51 @@ class ModelFile:
         path: of the file, absolute.
         names: bound at its top level, in order.
         complete: False where names can appear that only running the file shows (`from x import *`).
+        mentioned: all names in it: of variables, attributes, functions and arguments.
+        modules: those that it imports, without what stands behind a dot.
     """
 
     path: Path
     names: tuple[str, ...]
     complete: bool
+    mentioned: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
 
     def may_define(self, name: str) -> bool:
         return name in self.names or not self.complete
 
-    def check(self, name: str, flag: str) -> None:
-        """Raises `UsageError` unless the file defines `name`, which was given with `flag`."""
-        if self.may_define(name):
-            return
+    def complaint(self, name: str, flag: str) -> str:
+        """That the file does not define `name`, which was given with `flag`."""
         public = [found for found in self.names if not found.startswith("_")]
-        raise UsageError(f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}")
+        return f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}"
+
+    def can_compile(self) -> bool:
+        """Whether something in the file may return a compiled model."""
+        unknown = not self.complete or self.mentioned & _UNKNOWN or not self.modules <= _WELL_KNOWN
+        return bool(unknown or self.mentioned & _COMPILES)
+
+    def can_lose(self) -> bool:
+        """Whether its models may have a loss without the file's function, compiled or not."""
+        adds = self.mentioned & _HAS_LOSS or any("regularizer" in name for name in self.mentioned)
+        return bool(adds) or self.can_compile()
 
 
-def find_model_file(zoo: Path, definition: str, zoo_flag: str, definition_flag: str) -> ModelFile:
-    """Finds and parses the file that `definition` ("folder.file.function") names in `zoo`.
-
-    Raises:
-        UsageError: no such folder, file or function, or the file holds a syntax error.
-    """
+def check_zoo(zoo: Path, flag: str) -> None:
+    """Raises `UsageError` unless `zoo` is a folder."""
     if not zoo.is_dir():
         problem = "is a file" if zoo.exists() else "does not exist"
         raise UsageError(
-            f"{zoo_flag} names {zoo}, which {problem}. Expected the folder that holds the model files."
+            f"{flag} names {zoo}, which {problem}. Expected the folder that holds the model files."
             + _nearest_folder(zoo)
         )
+
+
+def find_model_file(zoo: Path, definition: str, definition_flag: str) -> ModelFile:
+    """Finds and parses the file that `definition` ("folder.file.function") names in `zoo`.
+
+    Raises:
+        UsageError: no such file, or the file holds a syntax error.
+    """
     module, _, name = definition.rpartition(".")
     parts = module.split(".")
     if not module or not all(part.isidentifier() for part in [*parts, name]):
@@ -63,9 +85,7 @@ def find_model_file(zoo: Path, definition: str, zoo_flag: str, definition_flag: 
             f"{definition_flag} names the file {path}, which does not exist. "
             f"{_suggest(module, _modules(zoo))} The last part of --model_def is the function in the file."
         )
-    found = parse_model_file(path)
-    found.check(name, definition_flag)
-    return found
+    return parse_model_file(path)
 
 
 def parse_model_file(path: Path) -> ModelFile:
@@ -79,7 +99,29 @@ def parse_model_file(path: Path) -> ModelFile:
         raise UsageError(f"The model file {path} can't be read: {error}.") from error
     names = dict.fromkeys(_bound_names(tree.body))
     complete = "*" not in names and "__getattr__" not in names
-    return ModelFile(path, tuple(name for name in names if name != "*"), complete)
+    return ModelFile(
+        path,
+        tuple(name for name in names if name != "*"),
+        complete,
+        frozenset(_mentioned_names(tree)),
+        frozenset(_imported_modules(tree)),
+    )
+
+
+def _mentioned_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name", "arg"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                yield value
+
+
+def _imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "" if node.level or node.module is None else node.module.partition(".")[0]
 
 
 def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:

@@ -13,25 +13,27 @@ from elasticcb.errors import UsageError
 _GLOB = frozenset("*?[")
 
 
-def resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> str:
-    """`origin` with its local paths made absolute, relative ones being relative to `base`.
+def resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> tuple[str, list[str]]:
+    """`origin` with its local paths made absolute, relative ones being relative to `base`; and what is wrong with it.
 
     With a reader of the user's own, a part that isn't a file here is handed over as it stands: it may be
-    the name of a table, say. A bare word is taken for a folder only when there is no such reader.
-
-    Raises:
-        UsageError: a part is empty, or, without a reader of the user's own, is no file, folder or match.
+    the name of a table, say. A bare word is taken for a folder only when there is no such reader. A part is wrong
+    when it is empty, or, without a reader of the user's own, no file, folder or match.
     """
     parts = [part.strip() for part in origin.split(",")]
     if not all(parts):
-        raise UsageError(
-            f"{flag}={origin!r} is empty, or holds an empty part. Expected a path, folder, glob or URL, or "
-            "several of these with commas between."
-        )
+        problem = f"{flag}={origin!r} is empty, or holds an empty part."
+        return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these with commas between."]
     # A file may have a comma in its name.
     if absolute(base, origin).is_file():
-        return str(absolute(base, origin))
-    return ",".join(_resolve_part(part, base, flag, custom_reader) for part in parts)
+        return str(absolute(base, origin)), []
+    resolved, problems = [], []
+    for part in parts:
+        try:
+            resolved.append(_resolve_part(part, base, flag, custom_reader))
+        except UsageError as error:
+            problems.append(str(error))
+    return ",".join(resolved), problems
 
 
 def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:

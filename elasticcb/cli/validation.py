@@ -6,14 +6,13 @@ No check imports TensorFlow or runs the user's code.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elasticcb.cli.given import Given
 from elasticcb.cli.kubernetes_checks import check_kubernetes
-from elasticcb.cli.model_file import ModelFile, find_model_file
+from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
@@ -24,6 +23,7 @@ from elasticcb.job_ca import check_installed
 from elasticcb.remote_files import is_url, problem_of
 from elasticcb.settings import ClusterKind, Command, WorkerRange
 from elasticcb.tls import FILES, TLS, tls_files
+from elasticcb.writable import problem_of_folder
 
 # What a command can't do without, and why.
 NEEDED: dict[Command, dict[str, str]] = {
@@ -83,6 +83,10 @@ def _join(command: Command, problems: list[str]) -> str:
 
 
 # ---------------------------------------------------------------- flags by themselves
+
+
+def _check_readable(command: Command, given: Given) -> Iterator[str]:
+    yield from given.unreadable
 
 
 def _check_needed(command: Command, given: Given) -> Iterator[str]:
@@ -265,22 +269,15 @@ def _check_folders(command: Command, given: Given) -> Iterator[str]:
             yield f"{given.flag(name, with_value=True)} is a URL. Expected a folder of this machine.{hint}"
         elif name != "checkpoint_dir_for_init" and command in BY_NAME[name].commands:
             path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
-            if path is not None:
-                yield from _check_writable(given.flag(name), path)
+            problem = "" if path is None else problem_of_folder(path)
+            if problem:
+                yield f"{given.flag(name)} names {path}, which {problem}. Name another folder."
+            elif path is not None and name == "output" and problem_of_folder(path.parent):
+                # The export is written beside its folder, and then takes its place.
+                yield f"{given.flag(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
     output = given.path("output") if command is Command.TRAIN else None
     if output is not None and output.is_dir() and "://" not in given["output"]:
         yield from _check_replaceable(given, output)
-
-
-def _check_writable(flag: str, path: Path) -> Iterator[str]:
-    nearest = path
-    while not os.path.lexists(nearest) and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        which = "" if nearest == path else f", but {nearest} stands in its way: it"
-        yield f"{flag} names {path}{which or ', which'} is not a folder. Name another folder."
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield (f"{flag} names {path}, but {nearest} can't be written to. Name another folder, or change its rights.")
 
 
 def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
@@ -351,44 +348,59 @@ def _check_files(command: Command, given: Given) -> tuple[dict[str, str], list[s
     problems: list[str] = []
     model: ModelFile | None = None
     zoo = given.path("model_zoo")
-    if zoo is not None and given["model_def"]:
+    if zoo is not None:
         try:
-            model = find_model_file(
-                zoo, given["model_def"], given.flag("model_zoo"), given.flag("model_def", with_value=True)
-            )
+            check_zoo(zoo, given.flag("model_zoo"))
+            if given["model_def"]:
+                model = find_model_file(zoo, given["model_def"], given.flag("model_def", with_value=True))
         except UsageError as error:
             problems.append(str(error))
     if model is not None:
         problems.extend(_check_model_names(command, given, model))
-    # Without a readable model file nobody knows whether it has a reader: then it may have one.
-    custom_reader = model is None or model.may_define(given["custom_data_reader"])
+    # Of a file that can't be read, nobody knows whether it has a reader, which may understand other names than paths.
+    custom_reader = "custom_data_reader" in given if model is None else model.may_define(given["custom_data_reader"])
     origins: dict[str, str] = {}
     for option in OPTIONS:
         origin = given[option.name]
         if option.kind is not Kind.DATA or command not in option.commands or not (origin and origin.strip()):
             continue
-        try:
-            origins[option.name] = resolve_origin(
-                origin, given.base(option.name), given.flag(option.name), custom_reader
-            )
-        except UsageError as error:
-            problems.append(str(error))
+        resolved, wrong = resolve_origin(origin, given.base(option.name), given.flag(option.name), custom_reader)
+        origins[option.name] = resolved
+        problems.extend(wrong)
     return origins, problems
 
 
 def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iterator[str]:
+    name = given["model_def"].rpartition(".")[2]
+    if not model.may_define(name):
+        yield model.complaint(name, given.flag("model_def", with_value=True))
+    if command is Command.TRAIN:
+        yield from _check_trainable(given, model)
     # A default name may be missing (a compiled model needs no `loss`); one that was asked for may not.
     for option in OPTIONS:
         if option.kind is Kind.NAME and option.name in given and given[option.name]:
             if given[option.name] == option.default or command not in option.commands:
                 continue
-            try:
-                model.check(given[option.name], given.flag(option.name))
-            except UsageError as error:
-                yield str(error)
+            if not model.may_define(given[option.name]):
+                yield model.complaint(given[option.name], given.flag(option.name))
+
+
+def _check_trainable(given: Given, model: ModelFile) -> Iterator[str]:
+    loss, optimizer = given["loss"], given["optimizer"]
+    if "optimizer" not in given and not model.may_define(optimizer) and not model.can_compile():
+        yield (
+            f"{model.path} has no optimizer to train with. Define `{optimizer}()`, which returns a Keras optimizer, or "
+            "return a compiled model."
+        )
+    if "loss" not in given and not model.may_define(loss) and not model.can_lose():
+        yield (
+            f"{model.path} has no loss to train with. Define `{loss}(labels, predictions)`, or return a model that is "
+            "compiled with a loss."
+        )
 
 
 _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
+    _check_readable,
     _check_needed,
     _check_meaning,
     _check_empty,

@@ -77,6 +77,14 @@ def test_what_is_wrong_in_the_file_is_told_with_its_place(workplace, job, compla
     assert expected in complaint("train", "--config", str(job))
 
 
+def test_all_that_is_wrong_in_the_file_is_told_at_once(workplace, job, complaint):
+    job.write_text(CONFIG + "num_wokers: 2\nnum_ps: 1\noutput:\n")
+    message = complaint("train", "--config", str(job))
+    for words in ("job.yaml:10: there is no flag 'num_wokers'", "job.yaml:11: 'num_ps' is given a second time",
+                  "job.yaml:12: output has no value"):  # fmt: skip
+        assert words in message
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

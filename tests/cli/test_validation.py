@@ -20,6 +20,60 @@ def test_all_that_is_wrong_is_told_at_once(workplace, complaint):
         assert name in message
 
 
+def test_a_mistake_in_one_file_hides_none_in_another(workplace, complaint):
+    message = complaint(
+        "train", "--model_zoo=zoo", "--model_def=linear.linar.custom_model", "--num_epochs=two", "--minibatch_size=0",
+        "--training_data=data/trian.csv,data/none.csv", "--validation_data=data/tset.csv", "--use_async=maybe",
+    )  # fmt: skip
+    assert "for 7 reasons" in message
+    for words in ("'two' is not a valid integer", "'maybe' is not a valid boolean", "--minibatch_size=0", "linar",
+                  "Did you mean linear.linear", "trian.csv", "none.csv", "tset.csv"):  # fmt: skip
+        assert words in message
+    message = complaint("train", "--model_zoo=zo", "--training_data=data/trian.csv", "--evaluation_steps=1")
+    assert "for 4 reasons" in message
+    message = complaint("train", *workplace.flags("--loss=los", "--feed=fed", model="linear.linear.modle"), "--port=-1")
+    assert "for 5 reasons" in message
+    # A reader that was asked for may know what these are.
+    reader = ["--custom_data_reader=sales", "--training_data=orders"]
+    assert "orders" not in complaint("train", "--model_zoo=zoo", "--model_def=linear.linar.custom_model", *reader)
+
+
+@pytest.mark.parametrize(
+    ("text", "lacking"),
+    [
+        ("def custom_model(): return keras.Sequential()\n", ["optimizer", "loss"]),
+        ("def custom_model(): return keras.Sequential()\ndef loss(y, p): return y - p\n", ["optimizer"]),
+        ("def custom_model(): return keras.Sequential()\noptimizer = 'sgd'\n", ["loss"]),
+        ("import os, numpy as np\nclass custom_model(keras.Model): pass\noptimizer = 'sgd'\n", ["loss"]),
+    ],
+)
+def test_a_model_that_nothing_can_train_is_told_before(workplace, complaint, text, lacking):
+    workplace.write("zoo/lacking.py", "import keras\n" + text)
+    message = complaint("train", *workplace.flags("--training_data=data/train.csv", model="lacking.custom_model"))
+    for name in ("optimizer", "loss"):
+        assert (f"has no {name} to train with. Define `{name}(" in message) == (name in lacking)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def custom_model():\n    model = keras.Sequential()\n    model.compile('sgd', 'mse')\n    return model\n",
+        "def custom_model(): return keras.models.load_model('m.keras')\n",
+        "from my_models import custom_model\n",
+        "from . import custom_model\n",
+        "import my_models\ncustom_model = my_models.make\n",
+        "class custom_model(keras.Model):\n    def train_step(self, data): pass\noptimizer = 'sgd'\n",
+        "class custom_model(keras.Model):\n    def compute_loss(self, **k): return 1\noptimizer = 'sgd'\n",
+        "class custom_model(keras.Model):\n    def call(self, x):\n        self.add_loss(x)\noptimizer = 'sgd'\n",
+        "def custom_model(): return keras.layers.Dense(1, kernel_regularizer='l2')\noptimizer = 'sgd'\n",
+        "for name in ('loss', 'optimizer', 'custom_model'): globals()[name] = 1\ncustom_model = 1\n",
+    ],
+)
+def test_a_model_that_may_bring_its_loss_and_optimizer_is_let_through(workplace, text):
+    workplace.write("zoo/own.py", "import keras\n" + text)
+    workplace.settings(*workplace.flags("--training_data=data/train.csv", model="own.custom_model"))
+
+
 def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
     complaint("train", *workplace.train, "--num_ps=0", "--checkpoint_dir=new", "--output=export")
     assert sorted(os.listdir(workplace.root)) == ["checkpoints", "data", "zoo"]
@@ -91,7 +145,13 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         ),
         (["--output=s3://bucket/model"], "is a URL. Expected a folder of this machine. To send the export"),
         (["--output=data/train.csv"], "which is not a folder"),
-        (["--output=data/train.csv/model"], "stands in its way"),
+        (["--output=data/train.csv/model"], "train.csv is not a folder. Name another folder."),
+        (
+            ["--output=/proc/nowhere/model"],
+            "/proc/nowhere/model, which can't be written to, since /proc can't",
+        ),
+        (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to, since /proc"),
+        (["--checkpoint_dir=" + "x" * 300], "can't be made: File name too long"),
         (["--output=data"], "holds files that are no SavedModel"),
         (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
