@@ -21,6 +21,8 @@ class JobStatus:
     epochs: int = 0  # planned; 0: not training
     records_done: int = 0  # over all epochs
     records_total: int = 0  # over all epochs; 0: not known yet
+    records_evaluated: int = 0  # in the last evaluation round, so far
+    records_predicted: int = 0  # so far
     records_per_second: float = 0.0  # of late
     version: int = 0
     loss: float | None = None  # mean over the last batches
@@ -52,7 +54,7 @@ class Summary:
     seconds: float
     records_per_epoch: tuple[int, ...] = ()  # training records of each epoch, every record counted once
     records_evaluated: int = 0  # in the last evaluation round, each exactly once
-    records_predicted: int = 0
+    records_predicted: int = 0  # each counted once
     records_trained_more_than_once: int = 0  # at most so many, after crashes
     tasks_retried: int = 0
     gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)

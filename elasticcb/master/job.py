@@ -241,6 +241,7 @@ class Job:
             initial_epoch=self._initial_epoch,
             open_ended=self._host.open_ended,
         )
+        self._report.evaluated_before = self._queue.accounting.records_evaluated
         master = self._master
         logger.info("The servers hold the model, version %d", self._ps.version)
         with master.changed:
@@ -359,7 +360,6 @@ class Job:
             self._begin_round(self._master.rounds.requested(self._master.version).round)
         else:
             self._report.phase = "predicting"
-            self._report.records_predicted = sum(count for _, count in self._host.sources["prediction"])
             self._hooks.call("on_predict_begin", {})
 
     def _connect(self) -> None:
@@ -657,10 +657,9 @@ class Job:
         self._master.rounds.snapshot_taken(version)
         reason = evaluation_round.reason.value
         logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
-        sources = self._host.sources["evaluation"]
-        self._report.records_evaluated = sum(count for _, count in sources)
         with self._master.changed:
-            self._queue.add_evaluation(evaluation_round.id, sources)
+            self._report.evaluated_before = self._queue.accounting.records_evaluated
+            self._queue.add_evaluation(evaluation_round.id, self._host.sources["evaluation"])
             self._master.changed.notify_all()
 
     def _round_done(self) -> None:

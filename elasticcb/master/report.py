@@ -36,8 +36,7 @@ class Report:
         start_version: of the model, when the job began.
         phase: what the job does now, in one or two words.
         metrics: of the last evaluation round, by name.
-        records_evaluated: in that round.
-        records_predicted: in a job that predicts.
+        evaluated_before: records that were evaluated before that round.
         checkpoint_path: the newest one; "" if none was written.
         saved_model_inputs: of the exported model's signature.
     """
@@ -54,8 +53,7 @@ class Report:
         self.phase = "starting"
         self.start_version = 0
         self.metrics: dict[str, Any] = {}
-        self.records_evaluated = 0
-        self.records_predicted = 0
+        self.evaluated_before = 0
         self.checkpoint_path = ""
         self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
 
@@ -104,6 +102,8 @@ class Report:
         values: dict[str, Any] = {
             "tasks_todo": sum(states[TaskState.TODO] for states in counts),
             "tasks_doing": sum(states[TaskState.DOING] for states in counts),
+            "records_evaluated": queue.accounting.records_evaluated - self.evaluated_before,
+            "records_predicted": queue.accounting.records_predicted,
         }
         if self._settings.command is not Command.TRAIN:
             return values
@@ -142,8 +142,8 @@ class Report:
             command=self._settings.command,
             seconds=time.monotonic() - self._started,
             records_per_epoch=tuple(count for _, count in sorted(accounting.records_trained.items())),
-            records_evaluated=self.records_evaluated,
-            records_predicted=self.records_predicted,
+            records_evaluated=accounting.records_evaluated - self.evaluated_before,
+            records_predicted=accounting.records_predicted,
             records_trained_more_than_once=accounting.records_handed_out_again,
             tasks_retried=accounting.tasks_retried,
             gradients_rejected=master.totals.gradients_rejected,

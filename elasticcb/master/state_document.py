@@ -38,8 +38,8 @@ def document(seen: Observation, error: BaseException | None = None, over: bool =
             "planned": 0 if status is None else status.records_total,
             "per_second": 0.0 if status is None or over else status.records_per_second,
             "repeated": accounting.records_handed_out_again,
-            "evaluated": accounting.records_evaluated,
-            "predicted": accounting.records_predicted,
+            "evaluated": 0 if status is None else status.records_evaluated,
+            "predicted": 0 if status is None else status.records_predicted,
             "looked_up_rows": total.rows_looked_up,
         },
         "tasks": {

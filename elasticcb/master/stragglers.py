@@ -14,9 +14,13 @@ from statistics import median
 
 from elasticcb.master.task import BatchesLeft, TaskType
 
+_WARM_UP_BATCHES = 5  # of each worker, which are not timed: it compiles, and fills its caches
 _REPORTS = 11  # that a pace is the median of, at most
 _ENOUGH_REPORTS = 5
 _SLOW, _NO_LONGER_SLOW = 2.0, 1.5  # times the median of the others
+_LEAST_OTHERS = 2  # a median of one worker says nothing about which of two is slow
+# For which a worker must have been slow without a break to be called so; and fast, to be called so no longer.
+_LEAST_BATCHES, _LEAST_SECONDS = 10, 30.0
 _LEAST_GAIN_SECONDS = 1.0  # for which a task is split
 
 
@@ -42,17 +46,23 @@ class Paces:
     """How long a training batch takes each worker.
 
     Attributes:
-        stragglers: workers that take more than twice the median of the others.
+        stragglers: workers that have taken more than twice the median of the others for a while.
     """
 
     def __init__(self) -> None:
+        self._batches: dict[int, int] = {}  # by worker, all that it has told of
         self._reports: dict[int, deque[float]] = {}  # by worker, seconds per batch
         self._paces: dict[int, float] = {}
+        self._evidence: dict[int, tuple[int, float]] = {}  # by worker, batches and seconds that speak for a change
         self.stragglers: set[int] = set()
 
     def note(self, worker: int, batches: int, seconds: float) -> Verdict | None:
         """`worker` has trained so many batches in so many seconds; answers whether that changes what it is called."""
         if batches <= 0 or not 0 <= seconds < float("inf"):
+            return None
+        before = self._batches.get(worker, 0)
+        self._batches[worker] = before + batches
+        if before < _WARM_UP_BATCHES:
             return None
         reports = self._reports.setdefault(worker, deque(maxlen=_REPORTS))
         reports.append(seconds / batches)
@@ -60,15 +70,20 @@ class Paces:
             return None
         pace = self._paces[worker] = median(reports)
         others = [other for each, other in self._paces.items() if each != worker]
-        if not others:
+        if len(others) < _LEAST_OTHERS:
+            self._evidence.pop(worker, None)
+            self.stragglers.discard(worker)
             return None
         usual, slow = median(others), worker in self.stragglers
-        if (pace > _SLOW * usual) if not slow else (pace >= _NO_LONGER_SLOW * usual):
-            self.stragglers.add(worker)
-        else:
-            self.stragglers.discard(worker)
-        if slow == (worker in self.stragglers):
+        if pace >= _NO_LONGER_SLOW * usual if slow else pace <= _SLOW * usual:
+            self._evidence.pop(worker, None)
             return None
+        counted, lasted = self._evidence.get(worker, (0, 0.0))
+        self._evidence[worker] = counted, lasted = counted + batches, lasted + seconds
+        if counted < _LEAST_BATCHES or lasted < _LEAST_SECONDS:
+            return None
+        del self._evidence[worker]
+        self.stragglers ^= {worker}
         is_what = "is no straggler any more" if slow else "is a straggler"
         return Verdict(
             worker, not slow, f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
@@ -76,8 +91,8 @@ class Paces:
 
     def forget(self, worker: int) -> None:
         """`worker` is gone."""
-        self._reports.pop(worker, None)
-        self._paces.pop(worker, None)
+        for known in (self._batches, self._reports, self._paces, self._evidence):
+            known.pop(worker, None)
         self.stragglers.discard(worker)
 
     def of(self, worker: int) -> float | None:
@@ -86,7 +101,7 @@ class Paces:
 
     def knows(self, worker: int) -> bool:
         """Whether `worker` has told of batches, the first of which it needs to get up to speed."""
-        return worker in self._reports
+        return worker in self._batches
 
     @property
     def usual(self) -> float | None:

@@ -5,7 +5,9 @@ from collections import Counter
 
 import numpy as np
 
-from jobs import linear_data, number, train_flags, write_model_file
+from elasticcb.master import stragglers
+from elasticcb.settings import ClusterKind
+from jobs import job_settings, linear_data, run_job, write_model_file
 
 RECORDS, TASK = 1_600, 160
 MODEL_FILE = """
@@ -54,27 +56,37 @@ MODEL_FILE = """
 """
 
 
-def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_the_other_worker(tmp_path, start_job, monkeypatch):
-    write_model_file(tmp_path, MODEL_FILE, "slow")
+def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(stragglers, "_LEAST_BATCHES", 4)  # of which it does no more before the others are done
+    monkeypatch.setattr(stragglers, "_LEAST_SECONDS", 2.0)
+    monkeypatch.setattr(stragglers, "_WARM_UP_BATCHES", 1)
+    path = write_model_file(tmp_path, MODEL_FILE, "slow")
     linear_data(tmp_path, train=RECORDS)
     x = np.load(tmp_path / "train.npz")["x"]
     np.savez(tmp_path / "train.npz", x=x, y=np.arange(RECORDS, dtype=np.float32)[:, None])
     ledger = tmp_path / "ledger"
     ledger.mkdir()
     monkeypatch.setenv("LEDGER", str(ledger))
-    flags = train_flags(tmp_path, "slow", num_minibatches_per_task=20)
-    job = start_job("train", *(flag for flag in flags if not flag.startswith("--validation_data")))
-    assert job.finish() == 0, job.output
+    settings = job_settings(
+        path,
+        tmp_path / "job",
+        kind=ClusterKind.LOCAL,
+        training=str(tmp_path / "train.npz"),
+        minibatch_size=8,
+        num_minibatches_per_task=20,
+        num_workers=3,
+    )
+    summary, display = run_job(settings)
 
-    assert re.search(r"Worker 1 is a straggler: [\d.]+ s per batch, the median of the others is [\d.]+ s\.", job.output)
-    assert re.search(r"workers 2/2 \(slow: 1\)", job.output)
-    assert re.search(r"stragglers among the workers +1\n", job.output)
-    assert number(job.output, "tasks split for idle workers") >= 1
-    assert number(job.output, "records trained in epoch 1") == RECORDS
-    assert number(job.output, "records trained more than once") == 0
+    reason = r"Worker 1 is a straggler: [\d.]+ s per batch, the median of the others is [\d.]+ s\."
+    assert [each for each in display.messages if re.fullmatch(reason, each)]
+    assert any(status.stragglers == (1,) for status in display.statuses)
+    assert summary.stragglers == (1,)
+    assert summary.tasks_split >= 1
+    assert summary.records_per_epoch == (RECORDS,)
+    assert summary.records_trained_more_than_once == 0
     slow, fast = [(ledger / name).read_text().split() for name in ("slow", "fast")]
     times = Counter(map(int, slow + fast))
     assert sorted(times) == list(range(RECORDS))
     assert set(times.values()) == {1}
     assert len(slow) < 2 * TASK  # it had begun with one, and fetched another ahead
-    job.assert_no_orphans()

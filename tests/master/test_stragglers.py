@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticcb.master.stragglers import Paces, plan_split
+from elasticcb.master.stragglers import Paces, Verdict, plan_split
 from elasticcb.master.task import BatchesLeft, TaskType
 
 
@@ -21,34 +21,65 @@ def left(records: int, reported: int, lease: int = 7, kind: TaskType = TaskType.
     return BatchesLeft(lease, kind, records, reported, batch=10)
 
 
+def train(paces: Paces, reports: int, **seconds: float) -> list[Verdict]:
+    """The verdicts on so many reports of each worker, of a batch each."""
+    verdicts = []
+    for _ in range(reports):
+        for name, each in seconds.items():
+            verdicts.append(paces.note(int(name[1:]), 1, each))
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
 def test_worker_that_takes_more_than_twice_the_median_of_the_others_is_a_straggler_once() -> None:
-    paces, verdicts = Paces(), []
-    for _ in range(20):
-        for worker, seconds in ((1, 0.2), (2, 0.84), (3, 0.21), (4, 0.4)):
-            verdicts.append(paces.note(worker, 2, 2 * seconds))
-    told = [verdict for verdict in verdicts if verdict is not None]
+    paces = Paces()
+    told = train(paces, 60, w1=0.5, w2=2.1, w3=0.52, w4=1.0)
     assert [(verdict.worker, verdict.slow) for verdict in told] == [(2, True)]
-    assert told[0].reason == "is a straggler: 0.84 s per batch, the median of the others is 0.2 s"
+    assert told[0].reason == "is a straggler: 2.1 s per batch, the median of the others is 0.52 s"
     assert paces.stragglers == {2}
 
 
-def test_few_slow_reports_make_no_straggler_and_a_straggler_that_recovers_is_none() -> None:
-    paces = paces_of(w1=0.2, w2=0.2)
-    assert [paces.note(2, 1, 9.0) for _ in range(5)] == [None] * 5
-    verdict = paces.note(2, 1, 9.0)
-    assert verdict is not None
-    assert verdict.slow
-    verdicts = [paces.note(2, 1, seconds) for seconds in [0.35] * 6 + [0.2] * 6]
-    assert [verdict.slow for verdict in verdicts if verdict is not None] == [False]
-    assert "no straggler any more" in next(verdict.reason for verdict in verdicts if verdict is not None)
-
-
-def test_worker_alone_and_worker_without_enough_reports_are_no_stragglers() -> None:
+def test_nobody_is_a_straggler_before_there_is_evidence() -> None:
     paces = Paces()
-    assert all(paces.note(1, 1, 100.0) is None for _ in range(20))
-    assert all(paces.note(2, 1, 500.0) is None for _ in range(4))
+    # The first batches compile: they count for nothing, however long they take.
+    assert not train(paces, 5, w1=0.1, w2=90.0, w3=0.1)
+    assert paces.usual is None
+    assert not train(paces, 60, w1=0.1, w2=0.15, w3=0.1)
+    # Slow for a moment, for many short batches, and for few long ones.
+    assert not train(paces, 20, w1=0.1, w2=1.0, w3=0.1)
+    assert not train(paces, 20, w1=0.1, w2=0.15, w3=0.1)
+    paces = Paces()
+    assert not train(paces, 100, w1=0.01, w2=0.2, w3=0.01)
+    assert not train(Paces(), 15, w1=0.1, w2=30.0, w3=0.1)
+    assert len(train(Paces(), 20, w1=0.1, w2=30.0, w3=0.1)) == 1
+
+
+def test_of_two_workers_none_is_a_straggler() -> None:
+    paces = Paces()
+    assert not train(paces, 100, w1=0.1, w2=9.0)
+    # Nor when a third has just come.
+    assert not train(paces, 9, w1=0.1, w2=9.0, w3=0.1)
+    assert len(train(paces, 20, w1=0.1, w2=9.0, w3=0.1)) == 1
+
+
+def test_a_straggler_that_recovers_is_none_after_a_while() -> None:
+    paces = Paces()
+    train(paces, 60, w1=1.0, w2=5.0, w3=1.0)
+    assert paces.stragglers == {2}
+    assert not train(paces, 20, w1=1.0, w2=1.7, w3=1.0)
+    assert not train(paces, 20, w1=1.0, w2=1.2, w3=1.0)
+    told = train(paces, 20, w1=1.0, w2=1.2, w3=1.0)
+    assert [verdict.slow for verdict in told] == [False]
+    assert "no straggler any more" in told[0].reason
+
+
+def test_worker_without_enough_reports_has_no_pace() -> None:
+    paces = Paces()
+    assert not train(paces, 20, w1=100.0)
+    assert not train(paces, 9, w2=500.0)
     assert paces.of(2) is None
     assert paces.usual == 100.0
+    assert paces.knows(2)
+    assert not paces.knows(3)
 
 
 @pytest.mark.parametrize(("batches", "seconds"), [(0, 1.0), (-3, 1.0), (1, -1.0), (1, float("nan")), (1, float("inf"))])
