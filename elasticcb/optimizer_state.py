@@ -49,12 +49,15 @@ class ModelState:
     Attributes:
         ids: of embedding tables, by variable: the ids (int64 [n], in order) that the weights [n, dim], and the slots,
             are rows of. Where none are given, they are 0, 1, ….
+        used: of embedding tables, by variable: the version at which each of these rows was last trained, int64 [n].
+            Where none are given, nobody knows.
     """
 
     version: int
     weights: list[Array]
     optimizer: OptimizerState
     ids: dict[int, Array] = field(default_factory=dict)
+    used: dict[int, Array] = field(default_factory=dict)
 
 
 def read_optimizers(

@@ -39,7 +39,7 @@ class Source(NamedTuple):
     Attributes:
         optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
         version: of the model, beside weights.
-        ids: as in `ModelState`.
+        ids, used: as in `ModelState`.
     """
 
     weights: Sequence[Array] = ()
@@ -47,6 +47,7 @@ class Source(NamedTuple):
     optimizer_state: OptimizerState | None = None
     version: int = 0
     ids: Ids | None = None
+    used: Mapping[int, Array] | None = None
 
 
 class Restored(NamedTuple):
@@ -172,7 +173,7 @@ class PSControl(PSClient):
         )
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
-            tables = self._tables(source.weights, state, source.ids)
+            tables = self._tables(source.weights, state, source.ids, source.used)
             tensors = self._packed(server.index, source.weights, state, tables)
         return Frame(header, tensors), "Initialize"
 
@@ -214,6 +215,8 @@ class PSControl(PSClient):
         for table in parts[0]:
             whole = joined([part[table] for part in parts])
             state.weights[table], state.ids[table] = whole.rows, whole.ids
+            if whole.used is not None:
+                state.used[table] = whole.used
             state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
         self._free_memory()
         return state
@@ -264,14 +267,20 @@ class PSControl(PSClient):
         parts = {table: whole.part(index, self.buckets) for table, whole in tables.items()}
         return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
 
-    def _tables(self, weights: Sequence[Array], state: OptimizerState, ids: Ids | None) -> dict[int, TableState]:
+    def _tables(
+        self,
+        weights: Sequence[Array],
+        state: OptimizerState,
+        ids: Ids | None,
+        used: Mapping[int, Array] | None = None,
+    ) -> dict[int, TableState]:
         tables = {}
         for index, spec in enumerate(self.specs):
             if spec.table:
                 slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
                 rows = weights[index]
                 own = ids[index] if ids and index in ids else np.arange(len(rows), dtype=np.int64)
-                tables[index] = TableState(own, rows, slots)
+                tables[index] = TableState(own, rows, slots, used=(used or {}).get(index))
         return tables
 
     def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:

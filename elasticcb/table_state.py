@@ -24,7 +24,7 @@ class TableState:
         rows: [n, dim].
         slots: of the optimizer, by name: [n, dim] each. One that is not there starts afresh.
         hits: how often each was looked up in training, int64 [n]; None when nobody counted.
-        used: the version at which each was last trained, int64 [n]; None when nobody counted.
+        used: the version at which each was last trained, int64 [n]; None when nobody knows.
     """
 
     ids: Array

@@ -78,6 +78,8 @@ class Embedding(keras.layers.Layer):
         self.autocast = False
         self.supports_masking = mask_zero and combiner is None
         self.supports_jit = False  # XLA can't search
+        # The version at which each of `rows` was last trained by a job, int64 [n]; None: nobody knows.
+        self.used: Array | None = None
         self._initial_values()  # to tell now what is wrong with the initializer
 
     built: bool
@@ -130,6 +132,7 @@ class Embedding(keras.layers.Layer):
 
     def hold(self, ids: Array, rows: Array) -> None:
         """As `set_rows`, without copies where the ids are in order: neither array may be changed afterwards."""
+        self.used = None
         if ids.ndim != 1 or rows.shape != (len(ids), self.output_dim):
             raise UsageError(
                 f"The rows of the layer {self.name!r} have shape {rows.shape} for ids of shape {ids.shape}. Expected "

@@ -11,7 +11,7 @@ from elasticcb.layers.table_layers import is_own, table_layers
 from elasticcb.tensors import Array
 
 
-def install(model: keras.Model, index: int, ids: Array, rows: Array) -> None:
+def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:
     """Gives an embedding layer of `model`, served by nobody, its rows.
 
     No memory of the table's size is needed where the ids are in order, and all there for a keras.layers.Embedding, and
@@ -21,6 +21,7 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array) -> None:
         index: of the layer's variable in `model.weights`.
         ids: int64 [n], unique.
         rows: [n, dim]. Rows of a keras.layers.Embedding that are not given become zero.
+        used: the version at which each was last trained, int64 [n], if that is known; the ids are in order then.
 
     Raises:
         ModelFileError: there is no such embedding layer.
@@ -31,6 +32,7 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array) -> None:
     layer = layers[0]
     if is_own(layer):
         layer.hold(ids, rows)
+        layer.used = used
         return
     variable = layer._embeddings
     shape = tuple(variable.shape)
@@ -45,3 +47,9 @@ def held_ids(model: keras.Model, index: int) -> Array | None:
     """The ids that the rows of an embedding layer's variable are of, int64 [n]; None for 0, 1, …."""
     layer = table_layers(model)[index][0]
     return layer.rows()[0] if is_own(layer) else None
+
+
+def held_used(model: keras.Model, index: int) -> Array | None:
+    """When a job last trained the rows that an embedding layer holds: versions, int64 [n]; None: nobody knows."""
+    layer = table_layers(model)[index][0]
+    return layer.used if is_own(layer) else None

@@ -406,7 +406,7 @@ class Job:
         if self._newest_checkpoint:
             return Source(checkpoint=self._newest_checkpoint)
         weights, ids = self._host.weights()
-        return Source(weights, "", self._host.optimizer_state(), self._host.version, ids)
+        return Source(weights, "", self._host.optimizer_state(), self._host.version, ids, self._host.used())
 
     def _wait_for(self, condition: Any, what: str) -> None:
         while True:

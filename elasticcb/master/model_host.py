@@ -18,7 +18,7 @@ from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError
 from elasticcb.feed import Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
-from elasticcb.layers.install import held_ids, install
+from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
 from elasticcb.metric_messages import unflatten_outputs
@@ -131,11 +131,19 @@ class ModelHost:
             index: ids for index in self.tables if (ids := held_ids(self.model, index)) is not None
         }
 
-    def assign(self, weights: Sequence[Array], ids: Mapping[int, Array]) -> None:
-        """Sets all weights; `ids` as in `ModelState`."""
+    def used(self) -> dict[int, Array]:
+        """When the rows of embedding tables were last trained, as in `ModelState`."""
+        if not self._continues:  # versions count anew
+            return {}
+        return {index: used for index in self.tables if (used := held_used(self.model, index)) is not None}
+
+    def assign(
+        self, weights: Sequence[Array], ids: Mapping[int, Array], used: Mapping[int, Array] | None = None
+    ) -> None:
+        """Sets all weights; `ids` and `used` as in `ModelState`."""
         for index, (variable, value) in enumerate(zip(self.model.weights, weights, strict=True)):
             if index in ids:
-                install(self.model, index, ids[index], value)
+                install(self.model, index, ids[index], value, (used or {}).get(index))
             else:
                 variable.assign(value)
 
@@ -179,7 +187,7 @@ class ModelHost:
 
     def set_state(self, state: ModelState) -> None:
         """Makes the model and its optimizers hold what the servers hold."""
-        self.assign(state.weights, state.ids)
+        self.assign(state.weights, state.ids, state.used)
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)

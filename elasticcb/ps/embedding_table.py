@@ -6,7 +6,7 @@ Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >=
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,8 +198,10 @@ class EmbeddingTable:
         self._rows.remove(places)
         self._evicted += len(places)
 
-    def forget_candidates(self) -> None:
-        self._candidates.clear()
+    @property
+    def candidates(self) -> Candidates:
+        """The ids that were not asked for often enough yet."""
+        return self._candidates
 
     def _sweep(self) -> None:
         """Removes rows and candidates that are too old; not at each update, since all are looked at."""
@@ -276,32 +278,36 @@ class EmbeddingTable:
         """
         return self._rows.rows(start, count)
 
-    def load(self, state: TableState) -> None:
+    def load(self, state: TableState, version: int) -> None:
         """Replaces all rows by those of `state`. What it lacks (slots, counts) stays as it was for ids that stay, and
         begins anew for others.
 
+        Args:
+            version: of the model. Rows of which nobody knows when they were trained count as trained at it.
+
         Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
         """
-        state = self._completed(self._checked(state))
+        state = self._completed(self._checked(state), version)
         rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots)
         # Snapshots keep what they are of; nobody changes it any more.
         self._snapshots.clear()
         self._rows = rows
         self._candidates.clear()
-        self._version = self._swept = 0 if state.used is None else int(state.used.max(initial=0))
+        self._version = self._swept = version
         room = self._limits.room_at_start(self, len(state.ids))
         if room < len(state.ids):
-            newest = np.arange(len(state.ids)) if state.used is None else np.argsort(-state.used, kind="stable")
-            state = state.select(newest[:room])
+            assert state.used is not None
+            state = state.select(np.argsort(-state.used, kind="stable")[:room])
         rows.fill(state)
 
-    def _completed(self, state: TableState) -> TableState:
+    def _completed(self, state: TableState, version: int) -> TableState:
         """`state`, with what it lacks as it is here."""
         places = self._rows.index.find(state.ids)
         here = np.flatnonzero(places >= 0)
-        if not len(here):
-            return state
-        return self._rows.completed(state, here, places[here])
+        completed = self._rows.completed(state, here, places[here], version)
+        assert completed.used is not None
+        # Versions may count anew, as with a fresh optimizer.
+        return replace(completed, used=np.minimum(completed.used, version))
 
     def _checked(self, state: TableState) -> TableState:
         shape = (len(state.ids), self._rows.dim)

@@ -207,7 +207,7 @@ class Parameters:
         tables: Mapping[int, TableState] | None = None,
     ) -> None:
         """Sets weights (all of them, or none), what a checked `state` holds, and the rows of tables."""
-        self.tables.load(tables or {})
+        self.tables.load(tables or {}, version)
         with tf.device("/CPU:0"):
             for index, variable in self._variables.items():
                 if index in values:

@@ -239,7 +239,7 @@ class Servicer:
         limits = replace(self._limits)  # which knows of no tables yet
         place = (request.index, buckets)
         parameters = Parameters(specs, slices, self._make_optimizers, values, version, place, limits)
-        parameters.tables.load(tables)
+        parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
         else:

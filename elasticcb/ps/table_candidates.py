@@ -12,8 +12,6 @@ from elasticcb.ps.id_index import IdIndex
 
 Array = npt.NDArray[Any]
 
-_BYTES = 32 + 4 + 8  # of one: its place in the index, a count and a version
-
 
 class Candidates:
     """Counts them.
@@ -21,6 +19,8 @@ class Candidates:
     Args:
         min_count: so many times are enough.
     """
+
+    row_bytes = 32 + 4 + 8  # of one: its place in the index, a count and a version
 
     def __init__(self, min_count: int) -> None:
         self._min_count = min_count
@@ -30,8 +30,13 @@ class Candidates:
         return len(self._index)
 
     @property
+    def used(self) -> Array:
+        """The version at which each was last asked for, int64 [n]: a view, until the next change."""
+        return self._seen.array[: len(self)]
+
+    @property
     def bytes(self) -> int:
-        return len(self) * _BYTES
+        return len(self) * self.row_bytes
 
     def count(self, ids: Array, version: int) -> Array:
         """Counts `ids` (int64 [n], unique) once more; those that were counted often enough now, bool [n], are
@@ -50,21 +55,22 @@ class Candidates:
         self._seen.array[places] = version
         enough: Array = counts >= self._min_count
         if enough.any():
-            self._remove(places[enough])
+            self.evict(places[enough])
         return enough
 
     def forget_older(self, version: int) -> None:
         """Drops those that nobody asked for since before `version`."""
-        old = np.flatnonzero(self._seen.array[: len(self)] < version)
+        old = np.flatnonzero(self.used < version)
         if len(old):
-            self._remove(old)
+            self.evict(old)
 
     def clear(self) -> None:
         self._index = IdIndex()
         self._counts = GrowingArray((), np.int32)
         self._seen = GrowingArray((), np.int64)
 
-    def _remove(self, places: Array) -> None:
+    def evict(self, places: Array) -> None:
+        """Forgets those at `places` (int64 [n], unique); others may change places."""
         gaps, moved = self._index.remove(places)
         for array in (self._counts, self._seen):
             array.array[gaps] = array.array[moved]

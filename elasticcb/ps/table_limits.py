@@ -18,11 +18,22 @@ WHEN_FULL = (ERROR, EVICT, INITIAL)
 _EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
 
 
-class Limited(Protocol):
-    """A table, as the limits see it."""
+class Evictable(Protocol):
+    """What holds something for each of many ids."""
 
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """What one id costs."""
+
+    @property
+    def used(self) -> Array:
+        """The version at which each was last trained, or asked for, int64 [n]."""
+
+    def evict(self, places: Array) -> None: ...
+
+
+class Limited(Evictable, Protocol):
+    """A table, as the limits see it."""
 
     @property
     def may_lose_rows(self) -> bool:
@@ -32,13 +43,8 @@ class Limited(Protocol):
     def bytes(self) -> int: ...
 
     @property
-    def used(self) -> Array:
-        """The version at which each row was last trained, int64 [n]."""
-
-    def evict(self, places: Array) -> None: ...
-
-    def forget_candidates(self) -> None:
-        """Drops the counts of ids that have no row yet."""
+    def candidates(self) -> Evictable:
+        """The ids that have no row yet."""
 
 
 @dataclass
@@ -48,7 +54,8 @@ class TableLimits:
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
         when_full: what becomes of a new id then: "error" ends the job; "evict" makes room, by the rows that were not
-            trained for the longest time; "initial" lets new ids keep their initial values, untrained.
+            trained for the longest time; "initial" lets new ids keep their initial values, untrained. Counts of ids
+            without a row go in any case, those first that were not asked for for the longest time.
         min_count: an id gets a row from so many lookups in training on, and keeps its initial value until then.
         max_age: rows that were not trained for more versions than this go; 0: they stay.
     """
@@ -73,7 +80,8 @@ class TableLimits:
         Raises `ElasticCBError` when they can't be added and the limits say so.
         """
         fitting = self._fitting(table, rows)
-        if fitting < rows and self.when_full == EVICT:
+        # Without new rows, ids that are counted now may need it.
+        if fitting < rows or (self.memory_bytes and self.bytes > self.memory_bytes):
             wanted = rows * table.row_bytes - (self.memory_bytes - self.bytes)
             self._evict(max(wanted, int(self.memory_bytes * _EVICTED_AT_ONCE)), table, keep)
             fitting = self._fitting(table, rows)
@@ -114,13 +122,16 @@ class TableLimits:
         return f"{more} choose another --embedding_when_full than {ERROR!r} ({EVICT!r} or {INITIAL!r})."
 
     def _evict(self, wanted_bytes: int, table: Limited, keep: Array | None) -> None:
-        """Frees `wanted_bytes`, or all that may go."""
-        before = self.bytes
-        for each in self.tables:
-            each.forget_candidates()
-        wanted_bytes -= before - self.bytes
-        losing = [each for each in self.tables if each.may_lose_rows and len(each.used)]
-        if wanted_bytes <= 0 or not losing:
+        """Frees `wanted_bytes`, or all that may go.
+
+        Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would never
+        get a row, however old the rows are that stay.
+        """
+        losing: list[Evictable] = [each.candidates for each in self.tables]
+        if self.when_full == EVICT:
+            losing += [each for each in self.tables if each.may_lose_rows]
+        losing = [each for each in losing if len(each.used)]
+        if not losing:
             return
         ages = [each.used.copy() for each in losing]
         newest = max(int(age.max()) for age in ages) + 1

@@ -147,12 +147,13 @@ class TableRows:
         if len(new):
             self.fill(state.select(new))
 
-    def completed(self, state: TableState, chosen: Array, places: Array) -> TableState:
+    def completed(self, state: TableState, chosen: Array, places: Array, version: int) -> TableState:
         """`state`; where it lacks slots or counts, with those that some of its rows have here. Others begin anew.
 
         Args:
             chosen: which of its rows are here, int64 [n].
             places: where they are, int64 [n].
+            version: at which the others were trained, if nobody knows.
         """
         count = len(state.ids)
 
@@ -167,7 +168,7 @@ class TableRows:
             state,
             slots=state.slots | {name: filled(self._initial[name], slot.array) for name, slot in missing.items()},
             hits=filled(0, self._hits.array) if state.hits is None else state.hits,
-            used=filled(0, self._used.array) if state.used is None else state.used,
+            used=filled(version, self._used.array) if state.used is None else state.used,
         )
 
     def _reserve(self, rows: int) -> None:

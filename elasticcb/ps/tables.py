@@ -121,8 +121,12 @@ class Tables:
         """All rows, or those that were trained after version `since`."""
         return {number: table.export(since) for number, table in self._tables.items()}
 
-    def load(self, states: Mapping[int, TableState]) -> None:
-        """Replaces the rows of the tables that `states` holds by the part of it that is this server's."""
+    def load(self, states: Mapping[int, TableState], version: int) -> None:
+        """Replaces the rows of the tables that `states` holds by the part of it that is this server's.
+
+        Args:
+            version: of the model.
+        """
         for number, state in states.items():
             table, dim = self[number], self._specs[number].row_elements
             if state.rows.shape != (len(state.ids), dim):
@@ -134,7 +138,7 @@ class Tables:
             if number not in self._updates:  # nothing is trained here
                 own = replace(own, slots={})
             self.check_ids(number, own.ids)
-            table.load(own)
+            table.load(own, version)
 
 
 def _compiled(initial_values: InitialValues) -> Callable[[Array], Array]:

@@ -112,6 +112,28 @@ def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) 
     assert int(model.optimizer.iterations.numpy()) == 160
 
 
+def test_rows_age_on_from_one_fit_to_the_next() -> None:
+    model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
+    ids = np.arange(320).reshape(80, 4)
+    with cluster(embedding_max_age=30) as servers:
+        for part in np.split(ids, 4):  # 10 versions each
+            servers.fit(model, part, np.ones((20, 1)), batch_size=2, shuffle=False, verbose=0)
+    # The last look for old rows was at version 39, and took those of the first versions.
+    held, _ = model.layers[1].rows()
+    assert 0 not in held
+    assert set(range(80, 320)) <= set(held.tolist())
+
+
+def test_rows_that_the_caller_gives_count_as_trained_when_they_come() -> None:
+    model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
+    ids = np.arange(160).reshape(40, 4)
+    with cluster(embedding_max_age=30) as servers:
+        servers.fit(model, ids, np.ones((40, 1)), batch_size=1, shuffle=False, verbose=0)  # 40 versions
+        model.layers[1].set_rows(ids.ravel())
+        servers.fit(model, ids[:20], np.ones((20, 1)), batch_size=1, shuffle=False, verbose=0)
+    assert model.layers[1].rows()[0].tolist() == ids.ravel().tolist()
+
+
 def test_evaluate_leaves_the_learning_rate_alone() -> None:
     model = native_model(keras.optimizers.SGD(0.1))
     with cluster(num_ps=1) as servers:

@@ -5,7 +5,7 @@ import pytest
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.table_limits import EVICT, INITIAL, TableLimits
+from elasticcb.ps.table_limits import EVICT, INITIAL, WHEN_FULL, TableLimits
 from elasticcb.table_state import TableState
 from helpers_ps import train_rows
 
@@ -92,13 +92,13 @@ def test_cap_is_that_of_all_tables_together():
 def test_rows_that_were_given_are_never_evicted():
     limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT, max_age=2)
     given, other = make_table(limits, initial_values=None), make_table(limits)
-    given.load(TableState(np.arange(6), np.zeros((6, DIM), np.float32)))
+    given.load(TableState(np.arange(6), np.zeros((6, DIM), np.float32)), 0)
     for version in range(1, 20):
         train(other, [version], version)
         train(given, [3], version)
     assert ids_of(given) == list(range(6))
     with pytest.raises(ElasticCBError, match="are full"):
-        given.load(TableState(np.arange(11), np.zeros((11, DIM), np.float32)))
+        given.load(TableState(np.arange(11), np.zeros((11, DIM), np.float32)), 0)
 
 
 def test_evicting_costs_one_look_at_all_rows_for_many_new_ones():
@@ -145,21 +145,67 @@ def test_snapshot_keeps_the_rows_that_are_evicted():
 def test_checkpoint_of_more_rows_than_may_be_held_gives_the_newest(when_full):
     table = make_table(TableLimits(memory_bytes=3 * ROW_BYTES, when_full=when_full))
     rows = np.ones((5, DIM), np.float32)
-    table.load(TableState(np.arange(5), rows, used=np.array([5, 1, 4, 2, 3])))
+    table.load(TableState(np.arange(5), rows, used=np.array([5, 1, 4, 2, 3])), 5)
     assert ids_of(table) == [0, 2, 4]
 
 
 def test_checkpoint_of_more_rows_than_may_be_held_is_an_error_where_a_full_table_is():
     table = make_table(TableLimits(memory_bytes=3 * ROW_BYTES))
     with pytest.raises(ElasticCBError, match="are full"):
-        table.load(TableState(np.arange(5), np.ones((5, DIM), np.float32)))
+        table.load(TableState(np.arange(5), np.ones((5, DIM), np.float32)), 0)
 
 
-def test_candidates_make_room_for_rows():
-    limits = TableLimits(memory_bytes=4 * ROW_BYTES, when_full=EVICT, min_count=2)
+@pytest.mark.parametrize("when_full", WHEN_FULL)
+def test_candidates_make_room_for_rows(when_full):
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
     table = make_table(limits)
-    table.lookup(np.arange(100), True)
-    assert table.statistics().candidates == 100
-    table.lookup(np.arange(2), True)
-    assert table.statistics().rows == 2
+    for version, start in enumerate(range(0, 100, 5), 1):
+        train(table, [*range(3), 3 + start], version)
+    assert ids_of(table) == [0, 1, 2]
+    for version in (30, 31):
+        train(table, range(200, 207), version)
+    assert ids_of(table) == [0, 1, 2, *range(200, 207)]
     assert limits.bytes <= limits.memory_bytes
+
+
+@pytest.mark.parametrize("when_full", WHEN_FULL)
+def test_counts_of_ids_without_a_row_stay_below_the_cap_where_no_row_is_ever_made(when_full):
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
+    table = make_table(limits)
+    for start in range(0, 1000, 100):
+        table.lookup(np.arange(start, start + 100), True)
+        assert limits.bytes <= limits.memory_bytes
+
+
+def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
+    table = make_table(TableLimits(memory_bytes=400 * ROW_BYTES, when_full=EVICT, min_count=3))
+    others = iter(range(1000, 10**9))
+    for version in range(1, 300):
+        rare = version % 10  # each of ten comes in every tenth batch
+        once = [next(others) for _ in range(20)]  # and never again
+        train(table, [rare, *once], version)
+        if version % 2:  # these become rows, and the table is full
+            for _ in range(2):
+                table.lookup(np.array(once), True)
+    assert table.statistics().evicted > 1000
+    assert set(range(10)) <= set(ids_of(table))
+
+
+def test_row_of_which_nobody_knows_when_it_was_trained_counts_as_trained_now():
+    table = make_table(TableLimits(max_age=10))
+    table.load(TableState(np.arange(20), np.ones((20, DIM), np.float32)), 1000)
+    for version in range(1001, 1010):
+        train(table, [0], version)
+    assert ids_of(table) == list(range(20))
+    table.load(TableState(np.arange(21), np.ones((21, DIM), np.float32)), 1010)  # row 20 is new, 0 was trained last
+    for version in range(1011, 1016):
+        train(table, [1], version)
+    assert ids_of(table) == [0, 1, 20]
+
+
+def test_rows_age_from_zero_on_where_versions_do():
+    table = make_table(TableLimits(max_age=10))
+    table.load(TableState(np.arange(3), np.ones((3, DIM), np.float32), used=np.array([900, 990, 1000])), 0)
+    for version in range(1, 15):
+        train(table, [1], version)
+    assert ids_of(table) == [1]
