@@ -204,6 +204,14 @@ class MasterClient:
                 on_wait(told)
             request.waiting = True
 
+    def stop(self) -> tuple[int, str]:
+        """Asks for the end of the job, as Ctrl-C does; answers the master's process id, and its machine's name.
+
+        Raises `UsageError` when the job can't be ended so.
+        """
+        answer = self._connection.call(self._stub.Stop, pb.StopRequest())
+        return answer.pid, answer.host
+
     def status(self) -> dict[str, Any]:
         """The job's state, as `elasticcb status --json` shows it."""
         document: dict[str, Any] = json.loads(self._connection.call(self._stub.Status, pb.StatusRequest()).status)

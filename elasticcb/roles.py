@@ -23,6 +23,7 @@ from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
 from elasticcb.cluster.ray import RayCluster
 from elasticcb.errors import (
+    ConnectionLostError,
     DataError,
     ElasticCBError,
     JobDoneError,
@@ -123,7 +124,7 @@ def running_cluster(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("Started: %s", settings)
-    with native_messages_to(str(logs / "master.log")):
+    with contextlib.ExitStack() as until_end, native_messages_to(str(logs / "master.log")):
         kind = settings.cluster.kind
         backend = make_backend(
             settings.cluster, settings.directory, settings.log_level, display.message, fork_server=fork_server
@@ -158,7 +159,7 @@ def running_cluster(
 
         try:
             running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
-            with published(Path(settings.directory), running):
+            with published(Path(settings.directory), running, until_end):
                 yield run
         except BaseException as error:
             failure = error
@@ -406,7 +407,8 @@ class _Farewell:
             known = isinstance(error, ElasticCBError)
             text = str(error) if known else describe(error)
             trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
-            logger.error("%s", text, exc_info=error)
+            # Where the call was made says nothing about why nobody answers it.
+            logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
         try:
             fatal = isinstance(error, (ModelFileError, DataError))
             self._client.leave(*self._place, text, trace, fatal, asked)

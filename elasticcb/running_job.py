@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from elasticcb.access import Access
 from elasticcb.errors import UsageError
-from elasticcb.settings import ClusterSettings
+from elasticcb.settings import STATUS_FILE, ClusterSettings
 from elasticcb.tls import TLS, TLSFiles
 
-_FILE = "master.json"
+MASTER_FILE = "master.json"
 
 
 class RunningMaster(NamedTuple):
@@ -52,13 +54,19 @@ class RunningMaster(NamedTuple):
 
 
 @contextlib.contextmanager
-def published(folder: Path, master: RunningMaster) -> Iterator[None]:
-    """Within it, commands of the same user find `master` by the job's folder."""
-    path, unfinished = folder / _FILE, folder / f".tmp-{_FILE}"
+def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitStack) -> Iterator[None]:
+    """Within it, commands of the same user find `master` by the job's folder.
+
+    The file stays locked until `until_end` closes, which tells those who have opened it when the processes are gone.
+    """
+    path, unfinished = folder / MASTER_FILE, folder / f".tmp-{MASTER_FILE}"
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(master._asdict(), file)
+    file = until_end.enter_context(os.fdopen(descriptor, "w", encoding="utf-8"))
+    with contextlib.suppress(OSError):  # some file systems know no locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    json.dump(master._asdict(), file)
+    file.flush()
     unfinished.rename(path)
     try:
         yield
@@ -66,10 +74,43 @@ def published(folder: Path, master: RunningMaster) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def running_master(job: str) -> RunningMaster:
+def running_master(folder: str | Path) -> RunningMaster:
     """That of the job in a folder. Raises `UsageError` when no job runs there."""
     try:
-        return RunningMaster(**json.loads(Path(job, _FILE).read_text(encoding="utf-8")))
+        return RunningMaster(**json.loads(Path(folder, MASTER_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        what = "is not the folder of a job that runs" if Path(job).is_dir() else "is no folder"
-        raise UsageError(f"{job} {what}. Expected one with the file {_FILE}, whose master is up.") from None
+        raise UsageError(f"{folder} is not the folder of a job that runs. {_why_not(Path(folder))}") from None
+
+
+def _why_not(folder: Path) -> str:
+    if (folder / STATUS_FILE).is_file():
+        return f"It has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
+    return (
+        f"Expected one with the file {MASTER_FILE}, which a job has when it has started, some seconds after its begin."
+    )
+
+
+class EndOfJob:
+    """Tells when the processes of a job are gone. Make it while its master is up."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._file: IO[bytes] | None = (folder / MASTER_FILE).open("rb")
+        except OSError:
+            self._file = None
+
+    @property
+    def has_come(self) -> bool:
+        if self._file is None:
+            return True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # nobody can tell
+        return True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

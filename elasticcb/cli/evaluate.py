@@ -8,7 +8,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.follow import FollowSettings, follow
-from elasticcb.cli.job import build_settings, run_job
+from elasticcb.cli.job import build_settings, run_job, show_folder
 from elasticcb.settings import Command
 
 
@@ -31,4 +31,6 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
         run_job(Command.EVALUATE, given, context.obj)
         return
     limits = FollowSettings(enabled=True, timeout=given["follow_timeout"], max_evaluations=given["max_evaluations"])
-    follow(build_settings(Command.EVALUATE, given), limits)
+    settings = build_settings(Command.EVALUATE, given)
+    show_folder(settings)
+    follow(settings, limits)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import Session
 from elasticcb.cli.given import Given
+from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes_checks import read_cluster_spec
 from elasticcb.cli.launcher import keep_master
 from elasticcb.cli.option import Kind
@@ -20,7 +20,7 @@ from elasticcb.cli.submit import is_to_be_submitted, submit
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.kubernetes import runs_in_pod
-from elasticcb.errors import GO_ON, JobDoneError, LostServerError, UsageError
+from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.settings import (
     JOURNAL_FILE,
     CallbackErrors,
@@ -79,6 +79,7 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
 
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
+    show_folder(settings)
     local = settings.cluster.kind is ClusterKind.LOCAL
     trains = settings.command is Command.TRAIN
     if session.own_process and local and trains and settings.checkpoint.interval_seconds and can_fork():
@@ -89,6 +90,11 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
         keep_in_pod(settings, lambda goes_on, since: _run_master(settings, resumed or goes_on, since=since))
     else:
         _run_master(settings, resumed)
+
+
+def show_folder(settings: JobSettings) -> None:
+    """The first line of what a job prints: where its folder is."""
+    print(f"[{settings.name}] The job's folder is {settings.directory}", flush=True)
 
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
@@ -173,7 +179,7 @@ def build_settings(command: Command, given: Given) -> JobSettings:
     job = sections.pop("", {})
     job.setdefault("name", _default_name(given["model_def"]))
     if "directory" not in job:
-        job["directory"] = str(_new_folder(given.working_directory / "jobs", job["name"]))
+        job["directory"] = str(new_folder(given.working_directory / JOBS, command, job["name"]))
     Path(job["directory"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     return JobSettings(
         command=command,
@@ -190,18 +196,3 @@ def build_settings(command: Command, given: Given) -> JobSettings:
 def _default_name(definition: str) -> str:
     """ "mnist.mnist_functional.custom_model" -> "mnist-mnist_functional"; a repeated part stands once."""
     return "-".join(dict.fromkeys(definition.split(".")[:-1]))
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    """Makes a folder that no other job has, even one started in the same second."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
-        path = parent / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
-        try:
-            path.mkdir(mode=0o700, parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UsageError(f"The job's folder {path} can't be made: {error}. Name another: --job_dir.") from error
-        return path
-    raise UsageError(f"No free folder like {parent / name}-{stamp}. Name one: --job_dir.")

@@ -1,44 +1,65 @@
-"""`elasticcb logs`: what a job on Kubernetes says."""
+"""`elasticcb logs`: what the processes of a job write."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes_follow import follow_job
-from elasticcb.cli.kubernetes_job import KubernetesJob, namespace_option
+from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.local_job import log_lines
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.errors import UsageError
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@namespace_option
+@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job is over; Ctrl-C ends this alone.")
-@click.option("--worker", type=click.IntRange(0), metavar="N", help="What worker N writes, instead of the master.")
+@click.option("--master", is_flag=True, help="What the master writes, which is the default.")
+@click.option("--worker", type=click.IntRange(0), metavar="N", help="What worker N writes.")
 @click.option("--ps", type=click.IntRange(0), metavar="N", help="What parameter server N writes.")
 @click.option("--lines", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="The last ones.")
-def logs(job: str, namespace: str, follow: bool, worker: int | None, ps: int | None, lines: int) -> None:
-    """Show what the master of a job on Kubernetes writes, or one of its other processes.
+def logs(
+    job: str, namespace: str | None, follow: bool, master: bool, worker: int | None, ps: int | None, lines: int
+) -> None:
+    """Show what the master of a job writes, or one of its other processes.
+
+    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
+    job on Kubernetes.
 
     \b
     Examples:
+      elasticcb logs latest --follow
+      elasticcb logs jobs/train-mnist-20260101-120000 --worker=3
       elasticcb logs census --namespace=training --follow
-      elasticcb logs census --worker=3
     """
-    if worker is not None and ps is not None:
-        raise UsageError("--worker and --ps are given. Expected one of them, or none for the master.")
+    if master + (worker is not None) + (ps is not None) > 1:
+        raise UsageError("Expected one of --master, --worker and --ps, or none for the master.")
     role, index = ("worker", worker) if worker is not None else ("ps", ps) if ps is not None else ("master", 0)
-    found = KubernetesJob(KubernetesAPI(namespace), job)
-    if role == "master" and follow and found.state == "running":
-        end_with(follow_job(found.api, job, lines, from_now=True))
+    if namespace:
+        _show_pod(KubernetesJob(KubernetesAPI(namespace), job), role, index or 0, follow, lines)
+    else:
+        _show(log_lines(find_job(job), "master" if role == "master" else f"{role}-{index}", lines, follow))
+
+
+def _show(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, end="", flush=True)
+
+
+def _show_pod(job: KubernetesJob, role: str, index: int, follow: bool, lines: int) -> None:
+    if role == "master" and follow and job.state == "running":
+        end_with(follow_job(job.api, job.name, lines, from_now=True))
         return
-    pod = found.newest(role, index or 0)
+    pod = job.newest(role, index)
     if not pod:
-        raise UsageError(f"The job {job} has no pod of {role} {index}.")
+        raise UsageError(f"The job {job.name} has no pod of {role} {index}.")
     if not follow:
-        print(found.api.log(pod, lines), end="")
+        print(job.api.log(pod, lines), end="")
         return
-    for line in found.api.follow_log(pod, lines):
-        print(line, flush=True)
+    _show(f"{line}\n" for line in job.api.follow_log(pod, lines))

@@ -612,7 +612,7 @@ OPTIONS: tuple[Option, ...] = (
         field="directory",
         panel=JOB,
         kind=Kind.FOLDER,
-        default_text="jobs/NAME-TIME",
+        default_text="jobs/COMMAND-NAME-TIME",
         help="Folder for the job's logs and results.",
     ),
     Option(

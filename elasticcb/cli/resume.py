@@ -8,6 +8,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, Session
 from elasticcb.cli.job import end_with, run_settings
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes_again import make_again
 from elasticcb.cli.kubernetes_follow import follow_job
 from elasticcb.cli.kubernetes_job import KubernetesJob
@@ -23,19 +24,20 @@ from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 def resume(session: Session, job: str, namespace: str | None) -> None:
     """Go on with a training job that was interrupted, failed, or was killed with its machine.
 
-    JOB is the job's folder, or on Kubernetes the name of one that was stopped or has failed. Tasks that were
+    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
+    job on Kubernetes that was stopped or has failed. Tasks that were
     reported as done are not done again; parameter servers go on from what they wrote down last. The job runs with the
     settings that it began with.
 
     \b
     Examples:
-      elasticcb resume jobs/mnist-20260101-120000
+      elasticcb resume train-mnist-20260101-120000
       elasticcb resume mnist --namespace=training
     """
     if namespace:
         end_with(_resume_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job)))
     else:
-        run_settings(resumed_settings(job), session, resumed=True)
+        run_settings(resumed_settings(find_job(job)), session, resumed=True)
 
 
 def _resume_on_kubernetes(job: KubernetesJob) -> int:
@@ -51,21 +53,20 @@ def _resume_on_kubernetes(job: KubernetesJob) -> int:
     return follow_job(job.api, job.name, from_now=True)
 
 
-def resumed_settings(job: str) -> JobSettings:
+def resumed_settings(folder: Path) -> JobSettings:
     """The settings of the job in a folder. Raises `UsageError` when it can't be resumed."""
-    folder = Path(job).absolute()
-    expected = "Expected the folder of a job that `elasticcb train` has begun (--job_dir)."
-    if not folder.is_dir():
-        raise UsageError(f"{job} is no folder. {expected}")
     try:
         text = (folder / JOB_FILE).read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{job} holds no settings of a job ({error}). {expected}") from None
+        raise UsageError(
+            f"{folder} holds no settings of a job that can be resumed ({error.strerror}). Expected the folder of a "
+            "job of `elasticcb train`: those of `evaluate` and `predict` can only be started again."
+        ) from None
     if not (folder / JOURNAL_FILE).is_file():
         raise UsageError(
-            f"{job} holds no {JOURNAL_FILE}: the job keeps none (--checkpoint_interval=0). Begin a new one."
+            f"{folder} holds no {JOURNAL_FILE}: the job keeps none (--checkpoint_interval=0). Begin a new one."
         )
     settings = JobSettings.from_json(text)
     if settings.directory != str(folder):
-        raise UsageError(f"{job} was the folder {settings.directory} when the job began. Move it back there.")
+        raise UsageError(f"{folder} was the folder {settings.directory} when the job began. Move it back there.")
     return settings

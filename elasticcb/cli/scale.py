@@ -8,12 +8,11 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.errors import ConnectionLostError, UsageError
-from elasticcb.running_job import running_master
-
-_PATIENCE_SECONDS = 5.0
+from elasticcb.errors import UsageError
 
 
 @click.command(context_settings=CONTEXT)
@@ -24,41 +23,32 @@ _PATIENCE_SECONDS = 5.0
 def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
     """Give a job that runs more or fewer workers or parameter servers.
 
-    JOB is the job's folder, or its name on Kubernetes. New workers take tasks as soon as they are up. Those that are
+    JOB is the job's folder, its name in the folder jobs, or `latest`; with --namespace, the name of a job on
+    Kubernetes. New workers take tasks as soon as they are up. Those that are
     too many finish their batch, hand the rest of their task back, and leave: nothing is lost or trained twice.
     Parameter servers hand over what they hold while training goes on; the command returns when that is done.
 
     \b
     Examples:
-      elasticcb scale jobs/mnist-20260101-120000 --workers 4
-      elasticcb scale jobs/mnist-20260101-120000 --ps 2
+      elasticcb scale train-mnist-20260101-120000 --workers 4
+      elasticcb scale train-mnist-20260101-120000 --ps 2
       elasticcb scale mnist --namespace=training --workers 4
     """
-    from elasticcb.master_client import MasterClient
-
     if not workers and not ps:
         raise UsageError("Nothing is to be scaled. Expected --workers=N, --ps=M, or both.")
     if namespace:
         end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
         return
-    master = running_master(job)
-    client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
-    try:
+    with master_of(find_job(job)) as master:
         if workers:
-            before = client.scale(workers)
+            before = master.scale(workers)
             print(
                 f"{job} has {workers} workers from now on; there were {before}."
                 if workers != before
                 else f"{job} has {workers} workers already."
             )
         if ps:
-            print(client.scale_servers(ps, on_wait=_say_wait) or f"{job} has {ps} parameter servers already.")
-    except ConnectionLostError as error:
-        raise UsageError(
-            f"The master of {job} does not answer: {error} If it was killed, `elasticcb resume` goes on with the job."
-        ) from None
-    finally:
-        client.close()
+            print(master.scale_servers(ps, on_wait=_say_wait) or f"{job} has {ps} parameter servers already.")
 
 
 def _say_wait(waits_for: str) -> None:

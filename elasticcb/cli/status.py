@@ -9,15 +9,13 @@ from typing import Any
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes_job import KubernetesJob
 from elasticcb.cli.kubernetes_status import pods_lines, pods_state
+from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.errors import ConnectionLostError, UsageError
-from elasticcb.running_job import running_master
 from elasticcb.settings import STATUS_FILE, Command
 from elasticcb.status import JobStatus
-
-_PATIENCE_SECONDS = 5.0
 
 
 @click.command(context_settings=CONTEXT)
@@ -27,13 +25,13 @@ _PATIENCE_SECONDS = 5.0
 def status(job: str, as_json: bool, namespace: str | None) -> None:
     """Show how a job stands, or how it ended.
 
-    JOB is the job's folder, or its name on Kubernetes, where all its pods are shown, too. The keys of the JSON document
-    are in docs/operations.md.
+    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
+    job on Kubernetes, where all its pods are shown, too. The keys of the JSON document are in docs/operations.md.
 
     \b
     Examples:
-      elasticcb status jobs/mnist-20260101-120000
-      elasticcb status jobs/mnist-20260101-120000 --json
+      elasticcb status train-mnist-20260101-120000
+      elasticcb status latest --json
       elasticcb status mnist --namespace=training
     """
     if namespace:
@@ -41,28 +39,18 @@ def status(job: str, as_json: bool, namespace: str | None) -> None:
         progress = state_lines(state["progress"]) if state["progress"] else [f"{job}: {state['state']}"]
         print(json.dumps(state, indent=2) if as_json else "\n".join([*progress, "", *pods_lines(state)]))
         return
-    document = job_state(job)
+    document = job_state(find_job(job))
     print(json.dumps(document, indent=2) if as_json else "\n".join(state_lines(document)))
 
 
-def job_state(job: str) -> dict[str, Any]:
+def job_state(folder: Path) -> dict[str, Any]:
     """The state of the job in a folder. Raises `UsageError` when none runs there, or has ended there."""
-    ended = Path(job, STATUS_FILE)
+    ended = folder / STATUS_FILE
     if ended.is_file():
         document: dict[str, Any] = json.loads(ended.read_text(encoding="utf-8"))
         return document
-    master = running_master(job)
-    from elasticcb.master_client import MasterClient
-
-    client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
-    try:
-        return client.status()
-    except ConnectionLostError as error:
-        raise UsageError(
-            f"The master of {job} does not answer: {error} If it was killed, `elasticcb resume` goes on with the job."
-        ) from None
-    finally:
-        client.close()
+    with master_of(folder) as master:
+        return master.status()
 
 
 def state_lines(document: dict[str, Any]) -> list[str]:

@@ -9,6 +9,8 @@ callbacks) happens in the thread that calls `run`, which wakes up when the queue
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -84,6 +86,7 @@ class Master:
         add_MasterServicer_to_server(MasterServicer(self, cluster.silence_seconds), self._server.grpc_server)
         self._watchdog = Watchdog(self, cluster.silence_seconds, backend.watches)
         self.closing = False  # no job will come any more
+        self._interrupted = False  # somebody has asked for the end
         self._waiting: set[int] = set()  # workers that wait for a task
         self.stats: dict[int, Stats] = {}  # by id of a process, what it said last of itself
         self._reset()
@@ -597,6 +600,19 @@ class Master:
                 self.queue.stop_training(reason)
                 self.note()
             self.changed.notify_all()
+
+    def interrupt(self) -> None:
+        """Ends the job as Ctrl-C does, which would come to the main thread, whatever it does; a second time is none.
+
+        Raises `UsageError` when this process is not that of a command.
+        """
+        with self.changed:
+            if signal.getsignal(signal.SIGTERM) is not signal.default_int_handler:
+                raise UsageError("The job is one of a Python program. End that program.")
+            if not self._interrupted and not self.closing:
+                self._interrupted = True
+                logger.info("Asked to stop")
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
         with self.changed:

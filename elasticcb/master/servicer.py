@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +11,7 @@ import grpc
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.host_name import host_name
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.batch_log import BatchEvent, Pass
 from elasticcb.master.observation import observe
@@ -198,6 +200,11 @@ class MasterServicer(Generated):
     @_answered
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
         return pb.StatusResponse(status=json.dumps(document(observe(self._master))))
+
+    @_answered
+    def Stop(self, request: Any, context: Any) -> pb.StopResponse:
+        self._master.interrupt()
+        return pb.StopResponse(pid=os.getpid(), host=host_name())
 
 
 def _role(number: pb.Role) -> Role:

@@ -138,7 +138,7 @@ def test_each_job_gets_a_folder_of_its_own(workplace):
     folders = [workplace.settings(*workplace.train).directory for _ in range(3)]
     assert len(set(folders)) == 3
     for folder in folders:
-        pattern = rf"{re.escape(str(workplace.root))}/jobs/linear-\d{{8}}-\d{{6}}(-\d)?"
+        pattern = rf"{re.escape(str(workplace.root))}/jobs/train-linear-\d{{8}}-\d{{6}}(-\d)?"
         assert re.fullmatch(pattern, folder)
 
 

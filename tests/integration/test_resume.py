@@ -166,7 +166,7 @@ def test_interrupted_job_is_resumed_without_a_loss(data, start_job):
 
 
 def test_job_that_can_not_be_resumed_is_refused_in_words(data, start_job):
-    for folder, words in (("nowhere", "is no folder"), (".", "holds no settings of a job")):
+    for folder, words in (("nowhere", "There is no job"), (".", "is not the folder of a job")):
         job = start_job("resume", str(data / folder))
         assert job.finish() == 2
         assert words in job.output

@@ -24,6 +24,7 @@ SAME = {
     "gradients_rejected": ("gradients_rejected",),
     "batches_skipped": ("batches_skipped",),
     "callback_errors": ("callback_errors",),
+    "checkpoints_failed": ("checkpoints_failed",),
     "refused_calls": ("refused_calls",),
     "version": ("version",),
     "metrics": ("metrics",),

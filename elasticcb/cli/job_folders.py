@@ -1,0 +1,76 @@
+"""The folders of jobs: how new ones are called, and how commands about jobs find them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from elasticcb.errors import UsageError
+from elasticcb.running_job import MASTER_FILE
+from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
+
+JOBS = "jobs"  # below the working directory
+LATEST = "latest"
+_STAMP = re.compile(r".+-(\d{8}-\d{6})(?:-(\d+))?")
+_MOST_LISTED = 3
+
+
+def new_folder(parent: Path, command: Command, name: str) -> Path:
+    """Makes a folder that no other job has, even one started in the same second.
+
+    Raises `UsageError` when it can't be made.
+    """
+    stamp = f"{command.value}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"The job's folder {path} can't be made: {error}. Name another: --job_dir.") from error
+        return path
+    raise UsageError(f"No free folder like {parent / stamp}. Name one: --job_dir.")
+
+
+def find_job(job: str) -> Path:
+    """The folder of a job, which may be over.
+
+    Args:
+        job: the folder, its name below `jobs`, or "latest".
+
+    Raises:
+        UsageError: there is none.
+    """
+    parent = Path.cwd() / JOBS
+    names = list(_newest_first(parent))
+    if job == LATEST and names:
+        return parent / names[0]
+    folders = [Path(job).expanduser().absolute(), parent / job]
+    for folder in folders:
+        if any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, "logs")):
+            return folder
+    if folders[0].is_dir():
+        raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
+    tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} holds none"
+    raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
+
+
+def _newest_first(parent: Path) -> Iterator[str]:
+    """Names of the folders that commands have made there."""
+    try:
+        found = [(match, entry.name) for entry in parent.iterdir() if (match := _STAMP.fullmatch(entry.name))]
+    except OSError:
+        found = []
+    for _, name in sorted(found, key=lambda each: (each[0][1], int(each[0][2] or 1)), reverse=True):
+        yield name
+
+
+def _expected(job: str, names: list[str]) -> str:
+    text = "Expected the folder that the first line of the job names, or a job's name in the folder jobs"
+    close = difflib.get_close_matches(Path(job).name, names, n=_MOST_LISTED, cutoff=0.5) or names[:_MOST_LISTED]
+    text += f"; there are: {', '.join(close)}" if close else ""
+    return f"{text}. A job on Kubernetes needs --namespace."

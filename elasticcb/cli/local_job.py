@@ -1,0 +1,117 @@
+"""A job that runs on this machine, or by hand on several, as the commands about running jobs see it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
+from elasticcb.running_job import EndOfJob, running_master
+from elasticcb.settings import STATUS_FILE
+
+if TYPE_CHECKING:
+    from elasticcb.master_client import MasterClient
+
+_PATIENCE_SECONDS = 5.0  # for an answer of a master
+_LOOK_SECONDS = 0.2
+_TAKEOVER_SECONDS = 15.0  # for another master in the place of one that was killed
+
+
+@contextlib.contextmanager
+def master_of(folder: Path) -> Iterator[MasterClient]:
+    """The master of the job in a folder, to be called. Raises `UsageError` when none is up, or does not answer."""
+    from elasticcb.master_client import MasterClient
+
+    master = running_master(folder)
+    client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
+    try:
+        yield client
+    except ConnectionLostError as error:
+        raise UsageError(
+            f"The master of {folder} does not answer: {error} If it was killed, `elasticcb resume` goes on with the "
+            "job."
+        ) from None
+    finally:
+        client.close()
+
+
+def stop_job(folder: Path, seconds: float) -> str:
+    """Ends the job as Ctrl-C does, and waits until its processes are gone; says how it ended.
+
+    Args:
+        seconds: to wait.
+
+    Raises:
+        UsageError: no job runs there, or its master is gone.
+        JobFailedError: it has not ended in time, or ended by an error.
+    """
+    give_up = time.monotonic() + seconds
+    told = False
+    while True:
+        with contextlib.closing(EndOfJob(folder)) as end:
+            with master_of(folder) as master:
+                pid, host = master.stop()
+            if not told:
+                print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
+                told = True
+            while not (gone := end.has_come) and time.monotonic() < give_up:
+                time.sleep(_LOOK_SECONDS)
+        ended = how_it_ended(folder) if gone else None
+        if ended is not None:
+            break
+        if time.monotonic() > give_up:
+            raise JobFailedError(
+                f"The job in {folder} has not ended within {seconds:g} s, and is still about to. Wait longer with "
+                f"--timeout, or end it at once, without a checkpoint: `kill {pid}` on {host}."
+            )
+        time.sleep(_LOOK_SECONDS)  # its master was killed meanwhile; another one may take its place
+    if ended["phase"] == "failed":
+        raise JobFailedError(f"The job in {folder} has failed: {ended['error']}")
+    return "The job was done before it was asked." if ended["phase"] == "done" else str(ended["error"])
+
+
+def how_it_ended(folder: Path) -> dict[str, Any] | None:
+    """The state that the job in a folder has ended in; None: it has not."""
+    try:
+        document: dict[str, Any] = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return document
+
+
+def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:
+    """What a process of a job wrote: the last lines, and with `follow` those to come, until the job is over.
+
+    Args:
+        process: "master", "worker-0", "ps-1".
+
+    Raises:
+        UsageError: there is no log of it.
+    """
+    path = folder / "logs" / f"{process}.log"
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except OSError:
+        logs = ", ".join(sorted(log.stem for log in path.parent.glob("*.log"))) or "none"
+        raise UsageError(
+            f"The job in {folder} has no log of {process}; there are: {logs}. Processes that were started by hand, or "
+            "run on other machines, write where they run."
+        ) from None
+    with file:
+        yield from file.read().splitlines(keepends=True)[-lines:]
+        gone_since = math.inf
+        while follow:
+            with contextlib.closing(EndOfJob(folder)) as end:
+                gone = end.has_come
+            yield from file
+            now = time.monotonic()
+            gone_since = min(gone_since, now) if gone else math.inf
+            if gone and (how_it_ended(folder) is not None or now > gone_since + _TAKEOVER_SECONDS):
+                return
+            time.sleep(_LOOK_SECONDS)

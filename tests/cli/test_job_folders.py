@@ -1,0 +1,44 @@
+"""How commands find the folder of a job."""
+
+import pytest
+
+from elasticcb.cli.job_folders import find_job, new_folder
+from elasticcb.errors import UsageError
+from elasticcb.settings import Command
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """The working directory, with jobs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train-mnist-20260101-120000", "train-mnist-20260102-120000", "evaluate-mnist-20260102-120000-12"):
+        (tmp_path / "jobs" / name / "logs").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "logs").mkdir(parents=True)
+    return tmp_path
+
+
+def test_a_job_is_found_by_its_folder_and_by_its_name(jobs):
+    name = "train-mnist-20260101-120000"
+    for job in (f"jobs/{name}", str(jobs / "jobs" / name), name):
+        assert find_job(job) == jobs / "jobs" / name
+    assert find_job("elsewhere") == jobs / "elsewhere"
+
+
+def test_the_latest_job_is_the_one_begun_last(jobs):
+    assert find_job("latest").name == "evaluate-mnist-20260102-120000-12"
+    begun = new_folder(jobs / "jobs", Command.PREDICT, "mnist")
+    begun.joinpath("logs").mkdir()
+    assert begun.name.startswith("predict-mnist-20")
+    assert find_job("latest") == begun
+
+
+def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):
+    with pytest.raises(UsageError, match=r"There is no job train-mnist.* there are: train-mnist-2026010"):
+        find_job("train-mnist")
+    with pytest.raises(UsageError, match=r"There is no job census.*20260102.*--namespace"):
+        find_job("census")
+    with pytest.raises(UsageError, match="is not the folder of a job"):
+        find_job("jobs")
+    monkeypatch.chdir(jobs / "elsewhere")
+    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs holds none"):
+        find_job("latest")
