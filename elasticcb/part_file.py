@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from elasticcb import table_state
 from elasticcb.errors import CheckpointError
 from elasticcb.table_state import TableState
+from elasticcb.tensor_file import Outline, TensorFile
 
 Array = npt.NDArray[Any]
 Key = tuple[int, str]  # variable, name
 
 FORMAT = 1
 _CHUNK_BYTES = 4 << 20
+
+
+class HeldTable(Protocol):
+    """An embedding table that is read in pieces while it is trained (elasticcb/ps/table_snapshot.py)."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int) -> TableState: ...
+
+    def pieces(self) -> Iterator[TableState]: ...
+
+    def release(self) -> None: ...
 
 
 @dataclass
@@ -36,6 +47,12 @@ class Part:
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
     optimizer: str = ""  # class name; "": none
     tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
+    held: Mapping[int, HeldTable] = field(default_factory=dict)  # tables that are read in pieces
+
+    def release(self) -> None:
+        """What is held is not needed any more."""
+        for table in self.held.values():
+            table.release()
 
 
 @dataclass(frozen=True)
@@ -60,11 +77,27 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     tensors |= table_state.to_tensors(part.tables)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
-        save_file({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in tensors.items()}, path, metadata)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        with TensorFile(path) as file:
+            # What a table has is known from its first piece.
+            tables = {number: table.pieces() for number, table in part.held.items()}
+            first = {number: next(pieces) for number, pieces in tables.items()}
+            outlines = {name: Outline(array.dtype, array.shape) for name, array in tensors.items()}
+            for number, piece in first.items():
+                rows = len(part.held[number])
+                for name, array in table_state.to_tensors({number: piece}).items():
+                    outlines[name] = Outline(array.dtype, (rows, *array.shape[1:]))
+            file.begin(outlines, metadata)
+            for name, array in tensors.items():
+                file.put(name, 0, array)
+            for number, pieces in tables.items():
+                start = 0
+                for piece in itertools.chain([first.pop(number)], pieces):
+                    for name, array in table_state.to_tensors({number: piece}).items():
+                        file.put(name, start, array)
+                    start += len(piece.ids)
+            file.finish()
         return SavedFile(path.name, path.stat().st_size, _sha256(path))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
 
 

@@ -6,6 +6,7 @@ Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >=
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
-from elasticcb.ps.table_snapshot import TableSnapshot
+from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.table_state import TableState
 
 Array = npt.NDArray[Any]
@@ -84,7 +85,6 @@ class EmbeddingTable:
         self._limits = TableLimits() if limits is None else limits
         self._rows = TableRows(dim, dtype, slots)
         self._candidates = Candidates(self._limits.min_count)
-        self._snapshots: list[TableSnapshot] = []
         self._version = self._swept = 0
         self._lookups = self._created = self._evicted = self._refused = self._dropped = 0
         self._limits.tables.append(self)
@@ -137,8 +137,6 @@ class EmbeddingTable:
 
     def commit(self, change: Change, rows: Array, slots: Mapping[str, Array], version: int) -> None:
         """Sets new rows and slots, each [n, dim]; the table has not changed since `change` was prepared."""
-        for snapshot in self._snapshots:
-            snapshot.keep(change.ids, change.rows)
         self._rows.write(change.places, rows, slots, version)
         self.advance(version)
 
@@ -191,10 +189,6 @@ class EmbeddingTable:
 
     def evict(self, places: Array) -> None:
         """Removes rows; their ids have initial values again."""
-        if self._snapshots:
-            ids, rows = self._rows.index.ids[places], self._rows.read(places)
-            for snapshot in self._snapshots:
-                snapshot.keep(ids, rows)
         self._rows.remove(places)
         self._evicted += len(places)
 
@@ -218,14 +212,16 @@ class EmbeddingTable:
     # -------------------------------------------------------------- all rows
 
     def snapshot(self) -> TableSnapshot:
-        """The rows as they are now, however training goes on. Release it after use."""
-        snapshot = TableSnapshot(self._rows, self.initial_rows, self._forget)
-        self._snapshots.append(snapshot)
-        return snapshot
+        """The rows as they are now, to look up, however training goes on. Release it after use."""
+        return TableSnapshot(self._rows, self.initial_rows)
 
-    def _forget(self, snapshot: TableSnapshot) -> None:
-        if snapshot in self._snapshots:
-            self._snapshots.remove(snapshot)
+    def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> HeldTable:
+        """What `export` gives, to be read in pieces while training goes on. Release it after use.
+
+        Args:
+            lock: that is held at each call of this table; it must not be when the pieces are read.
+        """
+        return HeldTable(TableSnapshot(self._rows, since=since), self._rows.row_bytes, lock)
 
     def export(self, since: int | None = None) -> TableState:
         """Everything, or what was trained after version `since`, as arrays that are never written again."""
@@ -289,9 +285,7 @@ class EmbeddingTable:
         """
         state = self._completed(self._checked(state), version)
         rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots)
-        # Snapshots keep what they are of; nobody changes it any more.
-        self._snapshots.clear()
-        self._rows = rows
+        self._rows = rows  # snapshots have those before, which nobody changes any more
         self._candidates.clear()
         self._version = self._swept = version
         room = self._limits.room_at_start(self, len(state.ids))

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from elasticcb.eager_tensors import array_of
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.optimizer_state import Key, OptimizerState
 from elasticcb.optimizer_variables import Leaf, leaves
 from elasticcb.part_file import Part
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
-from elasticcb.tensors import dtype_of
+from elasticcb.tensors import Array, dtype_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +116,12 @@ class OptimizerSet:
     # -------------------------------------------------------------- state
 
     def state(self) -> OptimizerState:
-        """Everything that the optimizers hold, of the shapes of this server's parts."""
+        """Everything that the optimizers hold, of the shapes of this server's parts. The arrays do not change later."""
         state = OptimizerState(optimizers=self.names)
         for part in self.parts:
-            state.slots |= {(slot.variable, slot.name): slot.value.numpy() for slot in part.slots}
-            state.extras |= {(slot.variable, slot.name): slot.value.numpy() for slot in part.extras}
-            state.shared |= {part.prefix + name: value.numpy() for name, value in part.shared.items()}
+            state.slots |= {(slot.variable, slot.name): _present(slot.value) for slot in part.slots}
+            state.extras |= {(slot.variable, slot.name): _present(slot.value) for slot in part.extras}
+            state.shared |= {part.prefix + name: _present(value) for name, value in part.shared.items()}
         return state
 
     def check(self, state: OptimizerState) -> None:
@@ -204,6 +206,11 @@ class OptimizerSet:
         """Lets each set its final weights; whether any did."""
         finalized = [part.finalize() for part in self.parts]
         return any(finalized)
+
+
+def _present(variable: keras.Variable) -> Array:
+    # Without a copy: TensorFlow gives a variable that is read somewhere other memory at its next update.
+    return array_of(tf.convert_to_tensor(variable.value))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -350,11 +351,23 @@ class Parameters:
         Args:
             since: of embedding tables, only the rows that were trained after this version.
         """
+        return replace(self._dense(), tables=self.tables.export(since))
+
+    def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> Part:
+        """The same, of which tables are read in pieces while training goes on. Release it after use.
+
+        Args:
+            lock: that is held at each call of this object; it must not be when the tables are read.
+            since: as of `export`.
+        """
+        return replace(self._dense(), held=self.tables.hold(lock, since))
+
+    def _dense(self) -> Part:
         weights = self._arrays()
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights, tables=self.tables.export(since))
+        part = Part(version=self.version, weights=weights)
         if self.optimizers is not None:
             state = self.optimizers.state()
             part.optimizer = ", ".join(state.optimizers)

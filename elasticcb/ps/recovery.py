@@ -255,9 +255,12 @@ class RecoveryWriter:
                 self._replica.begin()
             whole = self._replaced or self._log.needs_whole
             saved = self._take(None if whole else self._version)
-            if self._replaced or (saved.part.version, saved.noted) != (self._version, self._noted):
-                self._log.write(saved, whole)
-                self._version, self._noted, self._replaced = saved.part.version, saved.noted, False
+            try:
+                if self._replaced or (saved.part.version, saved.noted) != (self._version, self._noted):
+                    self._log.write(saved, whole)
+                    self._version, self._noted, self._replaced = saved.part.version, saved.noted, False
+            finally:
+                saved.part.release()
             if self._replica is not None:
                 self._replica.written(saved.noted)
 

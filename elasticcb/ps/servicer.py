@@ -407,7 +407,7 @@ class Servicer:
             if model is not self._model:
                 raise CheckpointError("Another map counts by now.")
             noted = 0 if model.replica is None else model.replica.noted
-            return Saved(model.parameters.export(since), model.answered.last(), noted)
+            return Saved(model.parameters.hold(self._lock, since), model.answered.last(), noted)
 
     def _save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory
@@ -415,11 +415,16 @@ class Servicer:
             model = self._initialized()
             if frame.header.hold:
                 model.peers.call("Save", frame.header)
-                model.held = {directory: model.parameters.export()}
+                for part in model.held.values():
+                    part.release()
+                model.held = {directory: model.parameters.hold(self._lock)}
                 return Frame(pb.SaveResponse(version=model.parameters.version), {})
-            part = model.held.pop(directory, None) or model.parameters.export()
-        # The arrays are never written again: others go on while the file is.
-        saved = checkpoint.save_part(directory, part, model.slices, model.index, model.num_ps)
+            held = model.held.pop(directory, None)
+            part = model.parameters.hold(self._lock) if held is None else held
+        try:  # others go on while the file is written
+            saved = checkpoint.save_part(directory, part, model.slices, model.index, model.num_ps)
+        finally:
+            part.release()
         response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
         return Frame(response, {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +23,34 @@ OVERHEAD_BYTES = 16 + 32
 _OF_SIZE: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
+class Keeper(Protocol):
+    """What wants to know what was there before a change."""
+
+    def keep(self, places: Array, counts_only: bool) -> None:
+        """What is at `places` (int64 [n], unique) is about to change; or only its counts are."""
+
+
 class TableRows:
     """Rows at places 0, 1, 2, … without gaps, found by id.
 
     Args:
         dim, dtype: of a row.
         slots: the initial row of each slot, [dim], by name.
+
+    Attributes:
+        initial_slots: the same.
+        snapshots: are told before what is at a place changes.
     """
 
     def __init__(self, dim: int, dtype: npt.DTypeLike, slots: Mapping[str, Array]) -> None:
         self.dim, self.dtype = dim, np.dtype(dtype)
         self.index = IdIndex()
-        self._initial = {name: np.asarray(row, self.dtype).reshape(dim) for name, row in slots.items()}
+        self.initial_slots = {name: np.asarray(row, self.dtype).reshape(dim) for name, row in slots.items()}
         self._rows = GrowingArray((dim,), self.dtype)
         self._slots = {name: GrowingArray((dim,), self.dtype) for name in slots}
         self._hits = GrowingArray((), np.int64)
         self._used = GrowingArray((), np.int64)
+        self.snapshots: list[Keeper] = []
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,13 +77,15 @@ class TableRows:
         self._reserve(end)
         self._rows.array[first:end] = rows
         for name, slot in self._slots.items():
-            slot.array[first:end] = self._initial[name]
+            slot.array[first:end] = self.initial_slots[name]
         self._hits.array[first:end] = 0
         self._used.array[first:end] = version
         return places
 
     def remove(self, places: Array) -> None:
         """Removes what is at `places` (int64 [n], unique); other rows may change places."""
+        count = len(self) - len(places)
+        self._changing(np.concatenate([places[places < count], np.arange(count, len(self))]))
         gaps, moved = self.index.remove(places)
         for array in (self._rows, *self._slots.values(), self._hits, self._used):
             array.array[gaps] = array.array[moved]
@@ -86,6 +100,7 @@ class TableRows:
 
     def write(self, places: Array, rows: Array, slots: Mapping[str, Array], version: int) -> None:
         """Sets rows and slots, each [n, dim], that were trained at `version`."""
+        self._changing(places)
         _scatter(self._rows.array, places, rows)
         for name, slot in self._slots.items():
             _scatter(slot.array, places, slots[name])
@@ -93,6 +108,7 @@ class TableRows:
 
     def count_hits(self, places: Array) -> None:
         """Notes one more lookup of each of `places` (unique)."""
+        self._changing(places, counts_only=True)
         self._hits.array[places] = self._hits.array.take(places) + 1
 
     def slice(self, start: int, count: int) -> TableState:
@@ -109,15 +125,18 @@ class TableRows:
     def at(self, places: Array) -> TableState:
         """Copies of what is at `places` (int64 [n])."""
         return TableState(
-            self.index.ids[places],
-            self.read(places),
+            *self.ids_and_rows_at(places),
             self.read_slots(places),
             self._hits.array[places],
             self._used.array[places],
         )
 
+    def ids_and_rows_at(self, places: Array) -> tuple[Array, Array]:
+        """The same without the rest."""
+        return self.index.ids[places], self.read(places)
+
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
-        """(ids, rows) of the same, without the rest."""
+        """(ids, rows) of what is at places [start, start + count), without the rest."""
         end = min(start + count, len(self))
         return self.index.ids[start:end].copy(), self._rows.array[start:end].copy()
 
@@ -138,6 +157,7 @@ class TableRows:
         new, here = np.flatnonzero(places < 0), np.flatnonzero(places >= 0)
         if len(here):
             given, places = state.select(here), places[here]
+            self._changing(places)
             _scatter(self._rows.array, places, given.rows)
             for name, slot in given.slots.items():
                 _scatter(self._slots[name].array, places, slot)
@@ -166,10 +186,14 @@ class TableRows:
         missing = {name: slot for name, slot in self._slots.items() if name not in state.slots}
         return replace(
             state,
-            slots=state.slots | {name: filled(self._initial[name], slot.array) for name, slot in missing.items()},
+            slots=state.slots | {name: filled(self.initial_slots[name], slot.array) for name, slot in missing.items()},
             hits=filled(0, self._hits.array) if state.hits is None else state.hits,
             used=filled(version, self._used.array) if state.used is None else state.used,
         )
+
+    def _changing(self, places: Array, counts_only: bool = False) -> None:
+        for snapshot in tuple(self.snapshots):
+            snapshot.keep(places, counts_only)
 
     def _reserve(self, rows: int) -> None:
         for array in (self._rows, *self._slots.values(), self._hits, self._used):

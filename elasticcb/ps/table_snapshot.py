@@ -1,18 +1,20 @@
-"""Rows of an embedding table as they were at one time."""
+"""An embedding table as it was at one time, while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.ps.growing_array import GrowingArray
-from elasticcb.ps.id_index import IdIndex
 from elasticcb.ps.table_rows import TableRows
+from elasticcb.table_state import TableState
 
 Array = npt.NDArray[Any]
+
+CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
 
 
 class TableSnapshot:
@@ -20,45 +22,133 @@ class TableSnapshot:
 
     Args:
         rows: of the table.
-        initial_rows: of ids without a row.
-        forget: tells the table, once, that nobody needs this any more.
+        initial_rows: of ids without a row; with it, rows can be looked up by id. Without it, all is read from the first
+            row to the last, with slots and counts.
+        since: only rows that were trained after this version are read; None: all.
     """
 
     def __init__(
-        self, rows: TableRows, initial_rows: Callable[[Array], Array], forget: Callable[[TableSnapshot], None]
+        self, rows: TableRows, initial_rows: Callable[[Array], Array] | None = None, since: int | None = None
     ) -> None:
-        self._rows, self._initial_rows, self._forget = rows, initial_rows, forget
-        self._index = IdIndex()
-        self._kept = GrowingArray((rows.dim,), rows.dtype)
+        self._rows, self._initial_rows = rows, initial_rows
+        self._whole = initial_rows is None
+        self._end = len(rows)
+        self._first = 0  # place before which nothing is read any more
+        # By place: 0 while the row is unchanged, else the place in `_kept`, from 1; -1 for one that is never read.
+        self._marks = np.zeros(self._end, np.int32)
+        self._wanted: Array | None = None  # places, in order; None: all
+        if since is not None:
+            wanted = rows.used > since
+            self._wanted = np.flatnonzero(wanted)
+            np.subtract(wanted, 1, out=self._marks, dtype=np.int32)
+        self._kept = TableRows(rows.dim, rows.dtype, rows.initial_slots if self._whole else {})
+        rows.snapshots.append(self)
 
     @property
     def kept(self) -> int:
-        """How many rows have changed since."""
-        return len(self._index)
+        """How many rows have changed before they were read."""
+        return len(self._kept)
 
-    def keep(self, ids: Array, rows: Array) -> None:
-        """Takes `rows` ([n, dim]) of `ids` (int64 [n], unique), which are about to change."""
-        new = np.flatnonzero(self._index.find(ids) < 0)
-        if len(new):
-            places = self._index.insert(ids[new])
-            self._kept.reserve(len(self._index))
-            self._kept.array[places] = rows[new]
+    def __len__(self) -> int:
+        """How many rows there are to read."""
+        return self._end if self._wanted is None else len(self._wanted)
+
+    def keep(self, places: Array, counts_only: bool) -> None:
+        """Takes what is at `places` (int64 [n], unique), which is about to change; or only counts are."""
+        if counts_only and not self._whole:
+            return
+        places = places[(places >= self._first) & (places < self._end)]
+        places = places[self._marks.take(places) == 0]
+        if len(places):
+            state = self._rows.at(places) if self._whole else TableState(*self._rows.ids_and_rows_at(places))
+            self._marks[places] = np.arange(len(self._kept) + 1, len(self._kept) + len(places) + 1)
+            self._kept.fill(state)
 
     def lookup(self, ids: Array) -> Array:
         """The rows of `ids` (int64 [n], unique), a new array [n, dim]."""
         result = np.empty((len(ids), self._rows.dim), self._rows.dtype)
-        kept = self._index.find(ids)
-        places = self._rows.index.find(ids)
-        changed, present = kept >= 0, (kept < 0) & (places >= 0)
-        new = ~changed & ~present
-        result[changed] = self._kept.array[kept[changed]]
+        kept, places = self._kept.index.find(ids), self._rows.index.find(ids)
+        known = (kept < 0) & (places >= 0) & (places < self._end)
+        # In the place of a row that was kept, there may be another one by now.
+        present = np.flatnonzero(known)
+        present = present[self._marks.take(places[present]) == 0]
+        changed = np.flatnonzero(kept >= 0)
+        new = np.ones(len(ids), bool)
+        new[present] = new[changed] = False
+        result[changed] = self._kept.read(kept[changed])
         result[present] = self._rows.read(places[present])
         if new.any():
+            assert self._initial_rows is not None
             result[new] = self._initial_rows(ids[new])
         return result
 
+    def read(self, start: int, count: int) -> TableState:
+        """Copies of rows [start, start + count) of all that there are to read, with slots and counts.
+
+        The same may be read again, but none before `start`: they are not kept any more.
+        """
+        end = min(start + count, len(self))
+        if start >= end:
+            self._first = self._end
+            return self._rows.slice(0, 0)
+        places = np.arange(start, end) if self._wanted is None else self._wanted[start:end]
+        self._first = int(places[0])
+        marks = self._marks[places]
+        # There may be fewer rows by now; those behind the last one are kept.
+        if not len(self._rows):
+            return self._kept.at(marks - 1)
+        if self._wanted is None and end <= len(self._rows):
+            state = self._rows.slice(start, end - start)
+        else:
+            state = self._rows.at(np.minimum(places, len(self._rows) - 1))
+        changed = np.flatnonzero(marks)
+        if len(changed):
+            kept = self._kept.at(marks[changed] - 1)
+            assert state.hits is not None
+            assert state.used is not None
+            state.ids[changed], state.rows[changed] = kept.ids, kept.rows
+            state.hits[changed], state.used[changed] = kept.hits, kept.used
+            for name, slot in state.slots.items():
+                slot[changed] = kept.slots[name]
+        return state
+
     def release(self) -> None:
-        """Frees what is kept. Nothing may be looked up afterwards."""
-        forget, self._forget = self._forget, lambda snapshot: None
-        forget(self)
-        self._index, self._kept = IdIndex(), GrowingArray((0,), np.float32)
+        """Keeps nothing any more. Nothing may be read afterwards."""
+        if self in self._rows.snapshots:
+            self._rows.snapshots.remove(self)
+
+
+class HeldTable:
+    """A whole table as it was at one time, read in pieces by a thread of its own.
+
+    Args:
+        snapshot: whole.
+        lock: under which the table changes; it is held for one piece at a time.
+    """
+
+    def __init__(self, snapshot: TableSnapshot, row_bytes: int, lock: AbstractContextManager[Any]) -> None:
+        self._snapshot, self._lock = snapshot, lock
+        self._rows = max(1, CHUNK_BYTES // row_bytes)  # of a piece
+
+    def __len__(self) -> int:
+        return len(self._snapshot)
+
+    def read(self, start: int) -> TableState:
+        """The piece that begins with row `start`; none before it may be read any more. Behind the last row, an empty
+        one."""
+        with self._lock:
+            return self._snapshot.read(start, self._rows)
+
+    def pieces(self) -> Iterator[TableState]:
+        """All of it, in order; at least one piece."""
+        start = 0
+        while True:
+            piece = self.read(start)
+            yield piece
+            start += len(piece.ids)
+            if start >= len(self):
+                return
+
+    def release(self) -> None:
+        """It is not needed any more."""
+        self._snapshot.release()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,7 +15,7 @@ from elasticcb.buckets import BucketMap
 from elasticcb.eager_tensors import array_of
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues
-from elasticcb.ps.embedding_table import EmbeddingTable, TableSnapshot
+from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.push import Rows, check_row_ids
@@ -120,6 +122,10 @@ class Tables:
     def export(self, since: int | None = None) -> dict[int, TableState]:
         """All rows, or those that were trained after version `since`."""
         return {number: table.export(since) for number, table in self._tables.items()}
+
+    def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> dict[int, HeldTable]:
+        """What `export` gives, as `EmbeddingTable.hold` does."""
+        return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
     def load(self, states: Mapping[int, TableState], version: int) -> None:
         """Replaces the rows of the tables that `states` holds by the part of it that is this server's.

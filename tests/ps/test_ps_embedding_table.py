@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.ps import table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.table_state import TableState
+from elasticcb.table_state import TableState, joined
 from helpers_ps import train_rows
 
 DIM = 3
@@ -41,7 +44,8 @@ class Model:
 
     def copy(self):
         other = Model()
-        other.rows = dict(self.rows)
+        for name in ("rows", "momentum", "hits", "used"):
+            setattr(other, name, dict(getattr(self, name)))
         return other
 
     def make(self, each):
@@ -71,17 +75,45 @@ class Model:
             assert (state.hits[place], state.used[place]) == (self.hits[each], self.used[each])
 
 
-WEIGHTS = [0.3, 0.1, 0.4, 0.05, 0.05, 0.05, 0.05]
+class Reading:
+    """A held table that is read piece by piece, and what it has to be in the end."""
+
+    def __init__(self, table, model, since):
+        self.held, self.expected, self.pieces = table.hold(contextlib.nullcontext(), since), model.copy(), []
+        if since is not None:
+            for each, used in model.used.items():
+                if used <= since:
+                    for held in (self.expected.rows, self.expected.momentum, self.expected.hits, self.expected.used):
+                        del held[each]
+
+    def read_on(self):
+        start = sum(len(piece.ids) for piece in self.pieces)
+        if start >= len(self.held):
+            return False
+        self.pieces.append(self.held.read(start))
+        return True
+
+    def finish(self):
+        while self.read_on():
+            pass
+        self.held.release()
+        if self.pieces or len(self.held):
+            self.expected.check(joined(self.pieces))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_table_does_what_dicts_of_rows_do(seed):
+WEIGHTS = [0.25, 0.05, 0.3, 0.04, 0.04, 0.04, 0.04, 0.04, 0.2]
+EVENTS = ["lookup", "peek", "update", "snapshot", "release", "evict", "reload", "hold", "read"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_table_does_what_dicts_of_rows_do(seed, monkeypatch):
+    monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)  # 20 rows
     random = np.random.default_rng(seed)
     table, model, version = make_table(), Model(), 0
-    snapshots = []
-    for step in range(120):
+    snapshots, readings = [], []
+    for step in range(200):
         ids = some_ids(random)
-        what = random.choice(["lookup", "peek", "update", "snapshot", "release", "evict", "reload"], p=WEIGHTS)
+        what = random.choice(EVENTS, p=WEIGHTS)
         if what in ("lookup", "peek"):
             create = what == "lookup"
             np.testing.assert_array_equal(table.lookup(ids, create), model.lookup(ids, create))
@@ -100,6 +132,11 @@ def test_table_does_what_dicts_of_rows_do(seed):
                 for held in (model.rows, model.momentum, model.hits, model.used):
                     del held[each]
             table.evict(places)
+        elif what == "hold":
+            readings.append(Reading(table, model, random.choice([None, version - 2])))
+        elif what == "read" and readings:
+            if not readings[0].read_on():
+                readings.pop(0).finish()
         elif what == "reload":
             state = table.export()
             table.load(state.select(random.permutation(len(state.ids))), version)
@@ -108,6 +145,42 @@ def test_table_does_what_dicts_of_rows_do(seed):
             model.check(table.export())
         for snapshot, then in snapshots:
             np.testing.assert_array_equal(snapshot.lookup(ids), then.lookup(ids, False))
+    for reading in readings:
+        reading.finish()
+
+
+def test_piece_may_be_read_again_until_the_next_one_is(monkeypatch):
+    monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)
+    table = make_table()
+    table.lookup(np.arange(100), True)
+    before = table.export()
+    held = table.hold(contextlib.nullcontext())
+    starts = [0]
+    for version in (1, 2, 3, 4):
+        piece = held.read(starts[-1])
+        train_rows(table, np.arange(100), np.ones((100, DIM), np.float32), descend, version)
+        table.evict(np.array([0, 99 - version]))
+        table.lookup(np.arange(100), True)
+        again = held.read(starts[-1])
+        for one in (piece, again):
+            places = slice(starts[-1], starts[-1] + len(one.ids))
+            for name in ("ids", "rows", "hits", "used"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(before, name)[places])
+            np.testing.assert_array_equal(one.slots["momentum"], before.slots["momentum"][places])
+        starts.append(starts[-1] + len(piece.ids))
+    assert len(starts) == 5
+    held.release()
+    train_rows(table, np.arange(100), np.ones((100, DIM), np.float32), descend, 5)  # is kept for nobody
+
+
+def test_rows_that_were_read_are_not_kept(monkeypatch):
+    monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)
+    table = make_table()
+    table.lookup(np.arange(100), True)
+    snapshot = table_snapshot.TableSnapshot(table._rows)
+    snapshot.read(60, 20)
+    train_rows(table, np.arange(100), np.ones((100, DIM), np.float32), descend, 1)
+    assert snapshot.kept == 40
 
 
 def test_rows_stream_in_parts_that_make_up_all_of_them():

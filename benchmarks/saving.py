@@ -1,0 +1,165 @@
+"""How long pushes wait while a parameter server saves or exports its tables, and what memory that takes.
+
+    python benchmarks/saving.py
+
+One server with one embedding table, in a process of its own, and one client that pushes without a pause: rows of some
+ids at random, with Adam. Meanwhile the master's side has the server save (`PSControl.save`) and export
+(`PSControl.export`) all that it holds. Prints a Markdown table: the longest push meanwhile, how long saving or
+exporting took, and the server's peak of resident memory above what it held before. `--repetitions` are made one after
+another in the same processes. To compare with another checkout, run both in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+MIB = 2**20
+
+
+def serve(pipe: Any, folder: str) -> None:
+    import keras
+
+    from elasticcb.ps.server import PSServer
+    from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
+
+    settings = JobSettings(
+        command=Command.TRAIN,
+        name="benchmark",
+        directory=folder,
+        model=ModelSettings(),
+        checkpoint=CheckpointSettings(interval_seconds=0),
+    )
+    server = PSServer(settings, lambda count: [keras.optimizers.Adam() for _ in range(count)])
+    server.start()
+    pipe.send(server.address)
+    pipe.recv()
+    server.stop(0)
+
+
+def specs_of(dim: int) -> list[Any]:
+    import keras
+
+    from elasticcb.ps.partition import VariableSpec
+    from elasticcb.table_spec import TableSpec
+
+    initializer = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
+    table = TableSpec(None, initializer, 7).to_json()
+    return [
+        VariableSpec("dense/kernel", (16,), "float32", True),
+        VariableSpec("table/embeddings", (0, dim), "float32", True, table=table),
+    ]
+
+
+class Pusher:
+    """Pushes in a thread of its own; the longest push since the last look."""
+
+    def __init__(self, client: Any, rows: int, dim: int, ids: int) -> None:
+        self._client, self._rows, self._dim, self._ids = client, rows, dim, ids
+        self._random = np.random.default_rng(0)
+        self.longest = 0.0
+        self.pushes = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        from elasticcb.ps_client import Push
+
+        dense = [{"float32": np.ones(16, np.float32)}]
+        while not self._stopped:
+            ids = np.unique(self._random.integers(0, self._rows, self._ids))
+            gradients = np.ones((len(ids), self._dim), np.float32)
+            begun = time.perf_counter()
+            self._client.push(Push(dense, (0,), {1: (ids, gradients)}, [{}], 0.0), None, ids={1: ids})
+            self.longest = max(self.longest, time.perf_counter() - begun)
+            self.pushes += 1
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._thread.join()
+
+
+def memory(process: int, name: str) -> float:
+    """VmRSS or VmHWM, in MiB."""
+    with open(f"/proc/{process}/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
+
+
+def measure(function: Callable[[], Any], pusher: Pusher, process: int) -> tuple[float, float, float, int]:
+    """Seconds of the longest push and in all, MiB above those before, pushes."""
+    with open(f"/proc/{process}/clear_refs", "w", encoding="ascii") as peak:
+        peak.write("5")
+    before, pushes = memory(process, "VmRSS"), pusher.pushes
+    pusher.longest = 0.0
+    begun = time.perf_counter()
+    function()
+    seconds = time.perf_counter() - begun
+    return pusher.longest, seconds, memory(process, "VmHWM") - before, pusher.pushes - pushes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=float, default=6e6, help="of the table")
+    parser.add_argument("--dim", type=int, default=16, help="elements of a row")
+    parser.add_argument("--ids", type=int, default=3328, help="of a push")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--folder", help="for the checkpoints; of a disk")
+    given = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+    rows = int(given.rows)
+    folder = tempfile.mkdtemp(prefix="saving-", dir=given.folder)
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    server = context.Process(target=serve, args=(other, folder))
+    server.start()
+    address = pipe.recv()
+
+    from elasticcb.ps_client import PSClient
+    from elasticcb.ps_control import PSControl, Source
+
+    specs = specs_of(given.dim)
+    control = PSControl([address], specs, True)
+    control.initialize(Source([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
+    client = PSClient([address], specs, True, client_id=1)
+    client.pull()
+    pusher = Pusher(client, rows, given.dim, given.ids)
+    try:
+        while pusher.pushes < 20:  # the first ones compile
+            time.sleep(0.1)
+        assert server.pid is not None
+        held = memory(server.pid, "VmRSS")
+        print(f"{rows:,} rows of {given.dim}, Adam; pushes of {given.ids} ids; the server holds {held:,.0f} MiB")
+        print("| | longest push, s | in all, s | pushes meanwhile | MiB above |")
+        print("|---|---|---|---|---|")
+        for _ in range(given.repetitions):
+            cases: dict[str, Callable[[], Any]] = {
+                "5 s of training": lambda: time.sleep(5),
+                "checkpoint": lambda: control.save(folder),
+                "export": control.export,
+            }
+            for name, function in cases.items():
+                longest, seconds, above, pushes = measure(function, pusher, server.pid)
+                print(f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} |", flush=True)
+    finally:
+        pusher.stop()
+        client.close()
+        control.close()
+        pipe.send(None)
+        server.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What is saved or exported is of one version, however training goes on meanwhile."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from elasticcb.part_file import SavedFile, read_part
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps import table_snapshot
+from elasticcb.ps.recovery import RecoveryLog
+from elasticcb.tensor_file import TensorFile
+from elasticcb.tensors import Frame
+
+TABLE = 3
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 300)  # a few rows
+
+
+def assert_same_parts(one, other):
+    assert (one.version, one.optimizer) == (other.version, other.optimizer)
+    for held in ("weights", "slots", "extras", "shared"):
+        arrays, expected = getattr(one, held), getattr(other, held)
+        assert arrays.keys() == expected.keys()
+        for key in arrays:
+            np.testing.assert_array_equal(arrays[key], expected[key], strict=True)
+    assert one.tables.keys() == other.tables.keys()
+    for number, table in one.tables.items():
+        expected = other.tables[number]
+        np.testing.assert_array_equal(table.ids, expected.ids)
+        np.testing.assert_array_equal(table.rows, expected.rows)
+        np.testing.assert_array_equal(table.hits, expected.hits)
+        np.testing.assert_array_equal(table.used, expected.used)
+        assert table.slots.keys() == expected.slots.keys() != set()
+        for name, slot in table.slots.items():
+            np.testing.assert_array_equal(slot, expected.slots[name])
+
+
+class Training:
+    """Pushes at each piece that is written: to rows that were written already, that are not yet, and new ones."""
+
+    def __init__(self, servers, monkeypatch):
+        self.servers, self.step, self.pieces = servers, 100, 0
+        put = TensorFile.put
+
+        def put_and_push(file, name, first, array):
+            self.pieces += name.endswith("/ids")
+            self.push()
+            put(file, name, first, array)
+
+        monkeypatch.setattr(TensorFile, "put", put_and_push)
+
+    def push(self):
+        self.step += 1
+        self.servers.push(self.step, (self.step % 60, 60 + self.step % 7, self.step))
+
+
+def trained(losing):
+    servers = losing()
+    for step in range(20):
+        servers.push(step, tuple(range(step, 60, 7)))
+    return servers
+
+
+@pytest.mark.parametrize("held_before", [False, True])
+def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, held_before):
+    servers = trained(losing)
+    expected = copy.deepcopy(servers.model(0).parameters.export())
+    training = Training(servers, monkeypatch)
+    save = servers.servers[0]._servicer.methods()["Save"][1]
+    if held_before:
+        save(Frame(pb.SaveRequest(directory=str(tmp_path), hold=True), {}))
+        training.push()
+    saved = save(Frame(pb.SaveRequest(directory=str(tmp_path)), {})).header
+    found = read_part(tmp_path / saved.file, SavedFile(saved.file, saved.bytes, saved.sha256))
+    assert_same_parts(found, expected)
+    assert training.pieces > 5
+    assert servers.model(0).parameters.version > expected.version
+    assert not servers.model(0).parameters.tables[TABLE]._rows.snapshots
+
+
+@pytest.mark.parametrize("since", [None, 12])
+def test_recovery_file_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, since):
+    servers = trained(losing)
+    expected = copy.deepcopy(servers.model(0).parameters.export(since))
+    training = Training(servers, monkeypatch)
+    log = RecoveryLog(tmp_path / "files", "run")
+    log.begin()
+    saved = servers.servers[0]._servicer._saved(servers.model(0), since)
+    log.write(saved, True)
+    saved.part.release()
+    assert training.pieces > 2
+    found = log.read().part
+    found.tables = {
+        number: table.select(_order(table, expected.tables[number])) for number, table in found.tables.items()
+    }
+    assert_same_parts(found, expected)
+
+
+def _order(table, expected):
+    """The rows of `table`, which `RecoveryLog.read` has sorted, as `expected` has them."""
+    return np.searchsorted(table.ids, expected.ids)
+
+
+def test_checkpoint_that_can_not_be_written_holds_nothing_any_more(losing, monkeypatch, tmp_path):
+    servers = trained(losing)
+    save = servers.servers[0]._servicer.methods()["Save"][1]
+    with pytest.raises(Exception, match="can't be written"):
+        save(Frame(pb.SaveRequest(directory=str(tmp_path / "no folder")), {}))
+    for folder in ("one", "two"):  # the first is never written
+        save(Frame(pb.SaveRequest(directory=folder, hold=True), {}))
+    assert len(servers.model(0).parameters.tables[TABLE]._rows.snapshots) == 1
