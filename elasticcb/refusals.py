@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent import futures
 from enum import Enum
 from typing import Any
@@ -101,13 +101,21 @@ class Gate(grpc.ServerInterceptor):
     Args:
         token: that calls must carry; "": none.
         threads: that answer the calls.
+        control_threads: that answer those of `control` instead, full names of methods; it may grow.
         refused: counts those that are refused, here or by the method. gRPC itself refuses messages that are too large,
             which nobody hears of.
     """
 
-    def __init__(self, token: str, threads: CallThreads, refused: RefusedCalls) -> None:
+    def __init__(
+        self,
+        token: str,
+        threads: CallThreads,
+        refused: RefusedCalls,
+        control_threads: CallThreads,
+        control: Collection[str],
+    ) -> None:
         self._token = token.encode()
-        self._threads = threads
+        self._threads, self._control_threads, self._control = threads, control_threads, control
         self._refused = refused
         self._at_once = _AtOnce(1)
         self._watched: dict[str, Any] = {}  # handlers by method
@@ -135,13 +143,14 @@ class Gate(grpc.ServerInterceptor):
                 f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
                 "run the same release of ElasticCB in all processes of a job.",
             )
-        if self._threads.calls >= _MOST_CALLS:
+        threads = self._control_threads if call.method in self._control else self._threads
+        if threads.calls >= _MOST_CALLS:
             return self._busy
         if call.method not in self._watched:
             handler = continuation(call)
             if handler is None:
                 return None
-            self._watched[call.method] = self._watching(handler)
+            self._watched[call.method] = self._watching(handler, threads)
         return self._watched[call.method]
 
     def _refusing(self, refusal: Refusal, code: grpc.StatusCode, text: str, metadata: Any = ()) -> Any:
@@ -150,12 +159,14 @@ class Gate(grpc.ServerInterceptor):
             context.set_trailing_metadata(metadata)
             context.abort(code, text)
 
-        # A name that gRPC looks for. The method of a stream gets no message unless it asks for one.
+        # A name that gRPC looks for, for the threads to run it. The method of a stream gets no message unless it asks
+        # for one.
         refuse.experimental_thread_pool = self._at_once  # type: ignore[attr-defined]
         return grpc.stream_unary_rpc_method_handler(refuse)
 
-    def _watching(self, handler: Any) -> Any:
-        """The same handler of a method, which counts the messages that can't be read, or that it refuses."""
+    def _watching(self, handler: Any, threads: CallThreads) -> Any:
+        """The same handler of a method, run by `threads`, which counts the messages that can't be read, or that it
+        refuses."""
         read = handler.request_deserializer or bytes
 
         def answer(message: bytes, context: Any) -> Any:
@@ -171,6 +182,7 @@ class Gate(grpc.ServerInterceptor):
                     self._refused.add(Refusal.MALFORMED, context.peer())
                 raise
 
+        answer.experimental_thread_pool = threads  # type: ignore[attr-defined]  # as above
         return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
 
 

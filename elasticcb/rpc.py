@@ -52,6 +52,8 @@ _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 # With these codes the server itself ends a call.
 _ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}
 
+_CONTROL_THREADS = 8  # for calls that wait for nothing
+
 _ATTACH = "Attach"  # method of every service of frames, by which a client shows its shared memory
 _ATTACH_SECONDS = 10.0
 _ALIVE_SECONDS = 30.0  # for a server to say that it is alive
@@ -76,7 +78,8 @@ class Server:
     Args:
         host: interface to listen on.
         port: 0 takes any free one.
-        threads: how many calls it answers at once; a long poll takes one all the while.
+        threads: how many calls it answers at once; a long poll takes one all the while. Calls that wait for nothing
+            have others.
         access: what a call must carry to be answered, and by which the server shows itself.
         largest_message: bytes of a message, above which it is refused; -1: what gRPC can carry.
 
@@ -96,7 +99,9 @@ class Server:
     ) -> None:
         self._pool = CallThreads(threads)
         self.refused = RefusedCalls()
-        gate = Gate(access.token, self._pool, self.refused)
+        self._control_pool = CallThreads(_CONTROL_THREADS)
+        self._control: set[str] = set()  # methods that it answers: "/SERVICE/METHOD"
+        gate = Gate(access.token, self._pool, self.refused, self._control_pool, self._control)
         options = [*_OPTIONS, _largest(largest_message)]
         self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
@@ -117,6 +122,7 @@ class Server:
     def add(self, service: FrameService) -> None:
         """Serves it from `start` until `stop`."""
         service.refused = self.refused
+        self._control.update(service.control)
         self.grpc_server.add_generic_rpc_handlers((service,))
         self._frame_services.append(service)
 
@@ -129,7 +135,8 @@ class Server:
         for service in self._frame_services:
             service.stop(grace_seconds)
         stopped.wait(grace_seconds + 5.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._control_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FrameService(grpc.GenericRpcHandler):
@@ -141,6 +148,7 @@ class FrameService(grpc.GenericRpcHandler):
             the response frame. An `ElasticCBError` that it raises is raised at the caller's.
         transient: methods that keep no array of a request beyond the call, so that none has to be copied out of
             shared memory.
+        control: methods that wait for nothing. However many others run, they are answered, and so is `Attach`.
     """
 
     def __init__(
@@ -148,7 +156,9 @@ class FrameService(grpc.GenericRpcHandler):
         service: str,
         methods: dict[str, tuple[type, Callable[..., Frame[Any]]]],
         transient: Collection[str] = (),
+        control: Collection[str] = (),
     ) -> None:
+        self.control = [f"/{service}/{name}" for name in (*control, _ATTACH)]
         self._methods = methods
         self._transient = transient
         self.refused = RefusedCalls()  # the server's, once it has the service

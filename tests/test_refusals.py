@@ -14,6 +14,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import WireError
 from elasticcb.master.master import Master
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.server import PSServer
 from elasticcb.ps_control import PSControl
 from elasticcb.refusals import PROTOCOL
@@ -137,6 +138,29 @@ def test_strangers_take_no_threads(echo):
     assert server.refusal(b"", RELEASE) is grpc.StatusCode.UNAUTHENTICATED  # while the only thread is busy
     let_go.set()
     call.join()
+
+
+def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(monkeypatch):
+    ps = PSServer(SETTINGS, None)
+    ps.start()
+    connection = Connection(ps.address, "the server", 60.0)
+    control = PSControl([ps.address], [], False)
+    pushing = connection.frame_call(SERVICE, "Exchange", pb.ExchangeResponse)
+    monkeypatch.setattr(refusals, "_MOST_CALLS", 30)
+    with ps._servicer._lock:  # an update that takes long
+        pushes = [
+            pushing.future(Frame(pb.ExchangeRequest(sequence=1), {}), timeout=60.0, metadata=connection.metadata)
+            for _ in range(40)
+        ]
+        assert connection.is_alive(SERVICE, 10.0)  # as the master asks, before it gives a server up
+        assert set(control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
+        assert control.links[0]._connection._memories[SERVICE].link is not None
+        log = connection.frame_call(SERVICE, "ReadLog", pb.ReadLogResponse)
+        assert not connection.call(log, Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
+        assert sum(push.done() for push in pushes) <= 10  # those that are too many
+    connection.close()
+    control.close()
+    ps.stop()
 
 
 def test_calls_beyond_the_most_are_refused_and_taken_later(echo, monkeypatch):

@@ -19,7 +19,8 @@ from elasticcb.tensors import Frame
 
 logger = logging.getLogger(__name__)
 
-_THREADS_WITH_REPLICAS = 1024
+# A push may wait for the neighbour, which answers however many pushes wait there.
+_CONTROL = ("Replicate", "ReadLog", "RefusedCalls")
 
 
 class PSServer:
@@ -48,9 +49,7 @@ class PSServer:
     ) -> None:
         self._access = access
         self._warn, self._lost_workers = warn, lost_workers
-        # A push waits for the neighbour, which must have a thread left for it, however many workers push there.
-        more = {"threads": _THREADS_WITH_REPLICAS} if settings.cluster.ps_replicas else {}
-        self._server = rpc.Server(host, port, access=access, **more)
+        self._server = rpc.Server(host, port, access=access)
         exposed = access.exposed_at(host)
         if exposed:
             logger.warning(exposed)
@@ -60,7 +59,7 @@ class PSServer:
             for name, (header_type, _) in self._servicer.methods().items()
         }
         methods["RefusedCalls"] = (pb.RefusedCallsRequest, self._answer_refused_calls)
-        self._server.add(rpc.FrameService(SERVICE, methods, transient={"Exchange"}))
+        self._server.add(rpc.FrameService(SERVICE, methods, transient={"Exchange"}, control=_CONTROL))
 
     def _answer_refused_calls(self, frame: Frame[Any]) -> Frame[Any]:
         return Frame(pb.RefusedCallsResponse(calls=self.refused_calls()), {})
