@@ -132,7 +132,8 @@ class ClientMemory:
         key = secrets.token_bytes(_KEY_BYTES)
         listener = _listener()
         message = {
-            "path": segment.path, "size": segment.size, "key": key.hex(), "socket": listener.name if listener else "",
+            "path": segment.path, "inode": segment.inode, "size": segment.size, "key": key.hex(),
+            "socket": listener.name if listener else "",
         }  # fmt: skip
         try:
             answer = self._attach(json.dumps(message).encode())
@@ -147,7 +148,6 @@ class ClientMemory:
             segment.close()
             logger.debug("The server does not share memory: %s", error)
         finally:
-            segment.unlink()
             if listener is not None:
                 listener.close()
 
@@ -176,16 +176,18 @@ class ServerMemory:
         """Maps a client's segment and connects to it; returns the answer. Raises `WireError` when the first fails."""
         try:
             given = json.loads(message)
-            path, size, key = str(given["path"]), int(given["size"]), bytes.fromhex(given["key"])
-            socket = str(given["socket"])
+            path, inode, size = str(given["path"]), int(given["inode"]), int(given["size"])
+            key, socket = bytes.fromhex(given["key"]), str(given["socket"])
         except (ValueError, KeyError, TypeError) as error:
             raise WireError(f"A message to attach shared memory can't be read: {error}.") from error
-        segment = Segment.attach(path, size)
+        segment = Segment.attach(path, inode, size)
         with self._lock:
             for old in [old for old, other in self._segments.items() if other.abandoned]:
                 self._segments.pop(old).close()
             self._segments[key] = segment
         linked = socket and self._links.connect(socket, key, lambda: self._detach(key))
+        if not linked and segment.abandoned:  # the client has ended meanwhile, and nobody else would notice
+            self._detach(key)
         return _LINKED if linked else b""
 
     def _detach(self, key: bytes) -> None:

@@ -1,8 +1,8 @@
 """Memory that two processes of one machine share, so that tensors between them are not sent, but written and read.
 
 A segment is a file in memory (/dev/shm) that the client of a connection makes, with a part for its requests and two
-for the answers, of which it may keep one in use. The server maps it, the client then removes its name: nothing is left
-behind, however the processes end. One call at a time uses a segment.
+for the answers, of which it may keep one in use. It has no name: the server opens it by the client's descriptor, and
+the memory is freed when both have closed it, however they end. One call at a time uses a segment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
+import re
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,7 @@ from elasticcb.errors import WireError
 from elasticcb.tensors import SHARED_ALIGNMENT, Array, aligned
 
 _FOLDER = "/dev/shm"
-_PREFIX = "elasticcb-"
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 REQUEST = 0  # number of the part that requests lie in
 ANSWERS = (1, 2)
@@ -33,12 +33,14 @@ class Segment:
     """Memory in parts: one for requests, two for answers.
 
     Attributes:
-        path: of the file, while it has a name.
+        path: by which another process opens it, as long as its maker lives.
+        inode: number of the file.
         size: bytes of each part.
     """
 
-    def __init__(self, path: str, descriptor: int, size: int) -> None:
-        self.path = path
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.inode = os.fstat(descriptor).st_ino
         self.size = size
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
@@ -50,39 +52,33 @@ class Segment:
     def create(cls, size: int) -> Segment:
         """A new one, readable by this user alone. Raises `OSError` when there is no room, or no such memory."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        path = os.path.join(_FOLDER, f"{_PREFIX}{secrets.token_hex(16)}")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(_FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             # Pages that can't be had would otherwise end the process when they are first written.
             os.posix_fallocate(descriptor, 0, _PARTS * size)
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # the sign that its maker lives
-            return cls(path, descriptor, size)
+            return cls(descriptor, size)
         except OSError:
             os.close(descriptor)
-            os.unlink(path)
             raise
 
     @classmethod
-    def attach(cls, path: str, size: int) -> Segment:
+    def attach(cls, path: str, inode: int, size: int) -> Segment:
         """One that another process made. Raises `WireError` when it is not there, or no segment."""
-        name = os.path.basename(path)
-        if not name.startswith(_PREFIX) or os.path.dirname(path) != _FOLDER:
-            raise WireError(f"{path!r} is not the name of a shared segment.")
+        if not _PATH.fullmatch(path):
+            raise WireError(f"{path!r} is not the path of a shared segment.")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            status, device = os.stat(path), os.stat(_FOLDER).st_dev
+            # Elsewhere, or after its maker has ended, the same path is another file.
+            is_it = (status.st_dev, status.st_ino, status.st_nlink, status.st_uid) == (device, inode, 0, os.getuid())
+            if not is_it or status.st_size != _PARTS * size or size <= 0:
+                raise WireError(
+                    f"{path} is not the shared segment {inode} of {_PARTS * size} bytes of this user: it is the file "
+                    f"{status.st_ino} of {status.st_size} bytes."
+                )
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size)
         except OSError as error:
             raise WireError(f"The segment {path} is not on this machine: {error.strerror}.") from error
-        status = os.fstat(descriptor)
-        if status.st_size != _PARTS * size or size <= 0 or status.st_uid != os.getuid():
-            os.close(descriptor)
-            raise WireError(
-                f"The segment {path} has {status.st_size} bytes; {_PARTS * size} of this user were expected."
-            )
-        return cls(path, descriptor, size)
-
-    def unlink(self) -> None:
-        """Removes its name; those who have it mapped keep it."""
-        os.unlink(self.path)
 
     @property
     def abandoned(self) -> bool:
@@ -117,7 +113,7 @@ class Segment:
 
 def is_supported() -> bool:
     """Whether this system has files in memory whose pages can be reserved: Linux has."""
-    return os.path.isdir(_FOLDER) and hasattr(os, "posix_fallocate")
+    return os.path.isdir(_FOLDER) and hasattr(os, "posix_fallocate") and hasattr(os, "O_TMPFILE")
 
 
 def aligned_copy(array: Array) -> Array:

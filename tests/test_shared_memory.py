@@ -3,13 +3,18 @@
 import errno
 import multiprocessing
 import os
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from elasticcb import shared_memory
 from elasticcb.errors import ConnectionLostError, WireError
+from elasticcb.frame_memory import ServerMemory
+from elasticcb.local_link import ServerLinks
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import Connection, FrameService, Server
 from elasticcb.shared_memory import Segment
@@ -20,14 +25,11 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where segments have their names: not where those of other jobs of this machine have theirs."""
-    monkeypatch.setattr("elasticcb.shared_memory._FOLDER", str(tmp_path))
-    return tmp_path
-
-
-def segments(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob("elasticcb-*")}
+def folder(monkeypatch):
+    """Where segments are: not where those of other jobs of this machine are."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr("elasticcb.shared_memory._FOLDER", folder)
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_no_name_is_left_in_memory_while_calls_go_on(serve, folder):
     call = serve(echo)
     for _ in range(3):
         call(a=np.ones(100_000))
-    assert segments(folder) == set()
+    assert list(folder.iterdir()) == []
 
 
 def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
@@ -130,7 +132,7 @@ def test_frames_travel_whole_where_there_is_no_room(serve, folder, monkeypatch, 
     call = serve(echo)
     for value in (1.0, 2.0, 3.0):
         np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
-    assert segments(folder) == set()
+    assert list(folder.iterdir()) == []
     assert caplog.text.count("No space left on device") == 1
 
 
@@ -170,7 +172,6 @@ def test_memory_is_shared_once_a_server_that_was_away_is_back():
 def test_descriptors_of_a_segment_that_nobody_uses_are_closed():
     before = len(os.listdir("/proc/self/fd"))
     segment = Segment.create(4096)
-    segment.unlink()
     del segment
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -199,23 +200,35 @@ def test_calls_from_several_threads_do_not_mix(serve):
     assert wrong == []
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/dev/shm/elasticcb-missing", "/dev/shm/../etc/elasticcb-x"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/1/fd/../../environ", "/proc/4194305/fd/1", "/proc/self/fd/1"])
 def test_a_segment_that_is_none_is_refused(path):
     with pytest.raises(WireError, match="segment"):
-        Segment.attach(path, 4096)
+        Segment.attach(path, 7, 4096)
+
+
+def test_another_file_under_the_path_of_a_segment_is_refused(tmp_path):
+    one, other = Segment.create(4096), Segment.create(4096)
+    with pytest.raises(WireError, match="is not the shared segment"):
+        Segment.attach(one.path, other.inode, 4096)
+    with (tmp_path / "file").open("wb+") as file:
+        file.truncate(3 * 4096)
+        path, inode = f"/proc/{os.getpid()}/fd/{file.fileno()}", os.fstat(file.fileno()).st_ino
+        with pytest.raises(WireError, match="is not the shared segment"):
+            Segment.attach(path, inode, 4096)
+    one.close()
+    other.close()
 
 
 def test_a_segment_of_another_size_is_refused():
     segment = Segment.create(4096)
     with pytest.raises(WireError, match="bytes"):
-        Segment.attach(segment.path, 8192)
-    segment.unlink()
+        Segment.attach(segment.path, segment.inode, 8192)
     segment.close()
 
 
 def make_segment(queue):
     segment = Segment.create(4096)
-    queue.put(segment.path)
+    queue.put((segment.path, segment.inode))
     queue.get()
 
 
@@ -224,11 +237,61 @@ def test_a_segment_is_abandoned_when_its_maker_is_killed():
     queue = context.Queue()
     maker = context.Process(target=make_segment, args=(queue,))
     maker.start()
-    path = queue.get(timeout=60)
-    segment = Segment.attach(path, 4096)
+    segment = Segment.attach(*queue.get(timeout=60), 4096)
     assert not segment.abandoned
     maker.kill()
     maker.join()
     assert segment.abandoned
-    os.unlink(path)
     segment.close()
+
+
+def call_of_a_large_frame(address, folder):
+    shared_memory._FOLDER = folder
+    connection = Connection(address, "the echo server", 60.0)
+    method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+    connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(1 << 20)}))
+
+
+@pytest.mark.parametrize("reached", ["the server", "nobody"])
+def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, folder, monkeypatch):
+    attaching, killed, ended = threading.Event(), threading.Event(), threading.Event()
+    attach = ServerMemory.attach
+
+    def slow(self, message):
+        if reached == "nobody":
+            attaching.set()
+            killed.wait(60)
+            ended.set()
+        return attach(self, message)
+
+    def connect(links, name, key, detach):  # the server has mapped the segment
+        attaching.set()
+        killed.wait(60)
+        try:
+            return connected(links, name, key, detach)
+        finally:
+            ended.set()
+
+    connected = ServerLinks.connect
+    monkeypatch.setattr(ServerMemory, "attach", slow)
+    if reached == "the server":
+        monkeypatch.setattr(ServerLinks, "connect", connect)
+    server = Server()
+    service = FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, echo)})
+    server.add(service)
+    server.start()
+    client = multiprocessing.get_context("spawn").Process(
+        target=call_of_a_large_frame, args=(server.address, str(folder))
+    )
+    client.start()
+    assert attaching.wait(120)
+    assert list(folder.iterdir()) == []  # a file without a name is freed with its last descriptor
+    client.kill()
+    client.join()
+    killed.set()
+    assert ended.wait(60)
+    give_up = time.monotonic() + 30
+    while service._memory._segments:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    server.stop()

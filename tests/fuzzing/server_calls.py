@@ -203,7 +203,7 @@ class ServerFuzzer:
     def _by_grpc(self, call: Call, broken: bool) -> None:
         connection, message, method = self._connections[call.server], self._message(call, broken), call.method
         if self._random.random() < 0.01:
-            known = b'{"path": "/dev/shm/elasticcb-0", "size": 65536, "key": "00ff", "socket": "elasticcb-0"}'
+            known = b'{"path": "/proc/1/fd/0", "inode": 7, "size": 65536, "key": "00ff", "socket": "elasticcb-0"}'
             message, method = changed_bytes(known, self._random), "Attach"
         connection.channel.unary_unary(f"/{SERVICE}/{method}")(message, timeout=30.0, metadata=connection.metadata)
 
