@@ -60,6 +60,7 @@ class Replica:
         self._sizes: deque[tuple[int, int]] = deque()  # (number, bytes) of what is not written down
         self._size = 0
         self._written = 0
+        self._begun = 0  # times that it has asked for a log
         self._active = False  # the neighbour has all changes since it became so
         self._confirmed = 0  # up to this number changes need not be waited for
         self._closed = False
@@ -153,7 +154,8 @@ class Replica:
             return
         with self._sending:
             try:
-                self._send(_BEGIN_SECONDS, begin=True)
+                self._begun += 1
+                self._send(_BEGIN_SECONDS, begin=self._begun)
             except ElasticCBError as error:
                 logger.debug("No log can be begun: %s", error)
                 return
@@ -271,7 +273,7 @@ class Neighbours:
         origin, entries = Origin(request.run, request.index), unpacked(frame, request.first)
         with self._lock:
             if request.begin:
-                self._logs.begin(origin, request.stream)
+                self._logs.begin(origin, request.stream, request.begin)
             self._logs.add(origin, request.stream, entries, request.written)
         return Frame(pb.ReplicateResponse(), {})
 

@@ -43,8 +43,8 @@ class Origin(NamedTuple):
 
 
 class _Log:
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
+    def __init__(self, stream: int, number: int) -> None:
+        self.stream, self.number = stream, number
         self.entries: deque[Entry] = deque()
         self.dropped: int | None = None  # the last number that is not kept any more; None: nothing came yet
 
@@ -57,10 +57,24 @@ class ReplicaLogs:
 
     def __init__(self) -> None:
         self._logs: dict[Origin, _Log] = {}
+        self._gone: dict[Origin, set[int]] = {}  # processes that had a log, and were replaced
 
-    def begin(self, origin: Origin, stream: int) -> None:
-        """Forgets what was kept of `origin`; process `stream` goes on."""
-        self._logs[origin] = _Log(stream)
+    def begin(self, origin: Origin, stream: int, number: int) -> None:
+        """Forgets what was kept of `origin`; process `stream` goes on, with its log of this `number`, from 1.
+
+        Raises `ElasticCBError` when the process has begun a later one meanwhile, or was replaced: the call is late.
+        """
+        log = self._logs.get(origin)
+        begun = log.number if log is not None and log.stream == stream else 0
+        if number <= begun or stream in self._gone.get(origin, ()):
+            raise ElasticCBError(f"Parameter server {origin.server} asked too late for a log of its changes.")
+        self._replace(origin, stream)
+        self._logs[origin] = _Log(stream, number)
+
+    def _replace(self, origin: Origin, stream: int) -> None:
+        log = self._logs.get(origin)
+        if log is not None and log.stream != stream:
+            self._gone.setdefault(origin, set()).add(log.stream)
 
     def add(self, origin: Origin, stream: int, entries: Sequence[Entry], written: int) -> None:
         """Keeps `entries`, and lets those up to number `written` go.
@@ -92,7 +106,9 @@ class ReplicaLogs:
         log = self._logs.get(origin)
         if log is None or (log.dropped is not None and log.dropped > after):
             return None
-        log.stream = stream
+        self._replace(origin, stream)
+        if log.stream != stream:
+            log.stream, log.number = stream, 0
         found: list[Entry] = []
         size = 0
         for entry in log.entries:

@@ -146,7 +146,7 @@ class ServerFuzzer:
         entries = [pb.LogEntry(method="Exchange", header=push.header.SerializeToString())]
         arrays = {f"0/{name}": array for name, array in push.tensors.items()}
         named = {"run": "another", "index": 1, "stream": 5}
-        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(begin=True, first=1, entries=entries, **named), arrays))
+        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(begin=1, first=1, entries=entries, **named), arrays))
         yield Call(1, "Replicate", Frame(pb.ReplicateRequest(first=2, entries=entries, written=1, **named), arrays))
         yield Call(1, "ReadLog", Frame(pb.ReadLogRequest(run="another", index=1, stream=6, after=1), {}))
 

@@ -223,7 +223,7 @@ def entries(*numbers, size=0):
 
 def logs_with(*numbers, written=0):
     logs = ReplicaLogs()
-    logs.begin(ORIGIN, 1)
+    logs.begin(ORIGIN, 1, 1)
     logs.add(ORIGIN, 1, entries(*numbers), written)
     return logs
 
@@ -251,9 +251,24 @@ def test_log_that_was_begun_and_got_nothing_lacks_nothing():
     assert numbers_of(logs.take_over(ORIGIN, 2, 17, 1 << 20)) == []
 
 
+def test_log_that_was_asked_for_late_does_not_replace_a_later_one():
+    logs = ReplicaLogs()
+    logs.begin(ORIGIN, 1, 2)
+    logs.add(ORIGIN, 1, entries(5), 0)
+    for late in (1, 2):
+        with pytest.raises(ElasticCBError, match="asked too late"):
+            logs.begin(ORIGIN, 1, late)
+    assert numbers_of(logs.take_over(ORIGIN, 2, 4, 1 << 20)) == [5]
+    with pytest.raises(ElasticCBError, match="asked too late"):
+        logs.begin(ORIGIN, 1, 3)  # by the process that was replaced
+    assert numbers_of(logs.take_over(ORIGIN, 2, 4, 1 << 20)) == [5]
+    logs.begin(ORIGIN, 2, 1)
+    assert numbers_of(logs.take_over(ORIGIN, 3, 4, 1 << 20)) == []
+
+
 def test_log_comes_in_pages_of_at_least_one_entry():
     logs = ReplicaLogs()
-    logs.begin(ORIGIN, 1)
+    logs.begin(ORIGIN, 1, 1)
     logs.add(ORIGIN, 1, entries(1, 2, 3, size=10_000), 0)
     assert numbers_of(logs.take_over(ORIGIN, 1, 0, 25_000)) == [1, 2]
     assert numbers_of(logs.take_over(ORIGIN, 1, 2, 1)) == [3]
