@@ -269,6 +269,9 @@ class Cluster:
         Raises:
             ValueError, TypeError: as Keras does, for arguments that don't fit each other.
             ElasticCBError: the job failed; the message has the traceback of the user's code.
+
+        Warns:
+            RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         model._assert_compile_called("fit")
         epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
