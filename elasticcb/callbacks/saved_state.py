@@ -1,37 +1,24 @@
-"""What a callback remembers, as far as it is plain: numbers, texts, arrays, and lists and dicts of them."""
+"""What callbacks remember: their attributes, as far as they can be written as JSON (plain_values.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
-from elasticcb.errors import WireError
-from elasticcb.tensors import Array, dtype_of
+from elasticcb.callbacks.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
+from elasticcb.tensors import Array
 
 # Given by whoever calls the hooks, or by `keep_files`.
 _GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
-_ARRAY = "elasticcb.array"  # the one key of a dict that stands for an array, with its name
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `values` that are plain, and no arrays, as JSON values."""
-    return _saved("", values, None)
-
-
-def saved_states(callbacks: Sequence[Any], arrays: dict[str, Array] | None = None) -> list[Any]:
-    """Of each callback its class and its attributes that are plain, as JSON values; others are left out.
-
-    Args:
-        arrays: takes up the arrays, by names that stand in their places; None: they are left out.
-    """
-    states: list[Any] = []
-    for place, callback in enumerate(callbacks):
-        values = {name: value for name, value in vars(callback).items() if name not in _GIVEN}
-        states.append([type(callback).__name__, _saved(str(place), values, arrays)])
-    return states
+    return _written(Writer(), "", values)[0]
 
 
 def keep_files(callbacks: Sequence[Any]) -> None:
@@ -41,68 +28,109 @@ def keep_files(callbacks: Sequence[Any]) -> None:
             callback.append = True
 
 
-def restore_states(callbacks: Sequence[Any], saved: Sequence[Any], arrays: Mapping[str, Array]) -> None:
-    """Sets what `saved_states` gave, each state to the next callback of its class; attributes with arrays that are
-    missing stay as they are."""
-    left = list(saved)
-    for callback in callbacks:
-        found = next((entry for entry in left if entry[0] == type(callback).__name__), None)
-        if found is None:
-            continue
-        left.remove(found)
-        for name, value in found[1].items():
-            try:
-                setattr(callback, name, _restored(value, arrays))
-            except KeyError:
+class CallbackStates:
+    """Saves what the callbacks of a process remember, and gives it back to those of another.
+
+    Make it when `on_train_begin` has run: functions that callbacks hold by then, another process gives them, too.
+
+    A function that a callback has come to hold later is saved by its name: `EarlyStopping` derives one together with a
+    number, and the number without the function would be derived a second time. Where such a function can't be
+    imported by a name, nothing of its callback is saved.
+
+    Args:
+        callbacks: of this process, in their order.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], say: Callable[[str], None]) -> None:
+        self._callbacks, self._say = list(callbacks), say
+        self._given = [{name: v for name, v in vars(each).items() if _is_function(v)} for each in self._callbacks]
+        self._told: set[int] = set()
+
+    def save(self, arrays: dict[str, Array] | None = None) -> list[Any]:
+        """Of each callback its class and its attributes, as JSON values; None for all that can't be saved.
+
+        Args:
+            arrays: takes up the arrays, by names that stand in their places; None: they are left out.
+        """
+        return [
+            [type(callback).__name__, self._state_of(place, callback, arrays)]
+            for place, callback in enumerate(self._callbacks)
+        ]
+
+    def _state_of(self, place: int, callback: Any, arrays: dict[str, Array] | None) -> dict[str, Any] | None:
+        given = self._given[place]
+        values = {
+            name: value
+            for name, value in vars(callback).items()
+            if name not in _GIVEN and (value is None or given.get(name) is not value)
+        }
+        taken: dict[str, Array] | None = None if arrays is None else {}
+        state, left = _written(Writer(callback, taken), str(place), values)
+        nameless = [name for name in left if _is_function(values[name])]
+        if nameless:
+            if place not in self._told:
+                self._told.add(place)
+                self._say(
+                    f"What {type(callback).__name__} remembers can't be saved: its attribute {nameless[0]} became a "
+                    f"function without a name to import it by ({_shown(values[nameless[0]])}) after training had "
+                    "begun. If the job is resumed, this callback starts as at the beginning of training. Use a "
+                    "function at the top level of a module, or a method of the callback, instead."
+                )
+            return None
+        if arrays is not None and taken is not None:
+            arrays.update(taken)
+        return state
+
+    def restore(self, saved: Sequence[Any], arrays: Mapping[str, Array]) -> None:
+        """Sets what `save` gave, each state to the next callback of its class; attributes with arrays that are missing
+        stay as they are."""
+        left = list(saved)
+        for callback in self._callbacks:
+            found = next((entry for entry in left if entry[0] == type(callback).__name__), None)
+            if found is None:
                 continue
+            left.remove(found)
+            try:
+                values = _values(callback, found[1] or {}, arrays)
+            except NameNotFound as error:
+                self._say(
+                    f"What {type(callback).__name__} remembered can't be restored: {error}. It starts as at the "
+                    "beginning of training."
+                )
+                continue
+            for name, value in values.items():
+                setattr(callback, name, value)
 
 
-def _restored(value: Any, arrays: Mapping[str, Array]) -> Any:
-    if isinstance(value, list):
-        return [_restored(item, arrays) for item in value]
-    if isinstance(value, dict):
-        if value.keys() == {_ARRAY}:
-            return arrays[value[_ARRAY]]
-        return {key: _restored(item, arrays) for key, item in value.items()}
-    return value
-
-
-def _saved(path: str, values: Mapping[str, Any], arrays: dict[str, Array] | None) -> dict[str, Any]:
-    """Those of `values` that are plain."""
-    found = {}
+def _written(writer: Writer, path: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Those of `values` that can be written, and the names of the others."""
+    written, left = {}, []
     for name, value in values.items():
-        own: dict[str, Array] | None = None if arrays is None else {}
-        known, saved = _plain(f"{path}/{name}", value, own)
-        if known:
-            found[name] = saved
-            if arrays is not None and own is not None:
-                arrays.update(own)
-    return found
+        try:
+            written[name] = writer.write(f"{path}/{name}", value)
+        except NotPlain:
+            left.append(name)
+    return written, left
 
 
-def _plain(path: str, value: Any, arrays: dict[str, Array] | None) -> tuple[bool, Any]:
-    """Whether a value is plain, and what it is in JSON; the arrays in it are added to `arrays`."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return True, value
-    if isinstance(value, np.ndarray):
-        if arrays is None or not _can_be_kept(value):
-            return False, None
-        arrays[path] = value
-        return True, {_ARRAY: path}
-    if isinstance(value, list):
-        items = [_plain(f"{path}/{i}", item, arrays) for i, item in enumerate(value)]
-        return all(known for known, _ in items), [item for _, item in items]
-    if isinstance(value, Mapping) and type(value) is dict and all(isinstance(key, str) for key in value):
-        pairs = {key: _plain(f"{path}/{key}", item, arrays) for key, item in value.items()}
-        return all(known for known, _ in pairs.values()), {key: item for key, (_, item) in pairs.items()}
-    return False, None
+def _values(callback: Any, state: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
+    values = {}
+    for name, written in state.items():
+        try:
+            values[name] = read(written, arrays, callback)
+        except MissingArray:
+            continue
+    return values
 
 
-def _can_be_kept(array: Array) -> bool:
-    """Whether it holds numbers, as weights do."""
-    try:
-        return dtype_of(array.dtype.name).kind != "c"
-    except WireError:
-        return False
+def _is_function(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        return _is_function(value.func)
+    return isinstance(value, types.FunctionType)
+
+
+def _shown(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(function.__qualname__)

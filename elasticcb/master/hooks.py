@@ -64,17 +64,25 @@ class MasterHooks:
             if reads:
                 self._send_changes()
 
-    def call_again(self, hook: str, *args: Any) -> None:
-        """Calls a hook of training for another master, which was killed: what it has set then, the servers hold,
-        or something newer."""
+    def call_again(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
+        """Calls a hook of training that an earlier process of the job has called: the callback gets ready, but what it
+        sets on the model is not sent. The servers hold what it set then, and what was trained since.
+
+        Args:
+            learning_rate: the base rate that the hook found then; None: the present one.
+        """
         if self._callbacks.wants(hook):
             if self._callbacks.readers(hook):
                 self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+            variable = self._host.learning_rate
+            if learning_rate is not None and variable is not None:
+                variable.assign(not_cached(learning_rate))
             self._callbacks.call(hook, *args)
             if self._callbacks.stop_requested:
                 self._stop_training(self._callbacks.stop_reason)
             self._forget()
-            self.adopt_learning_rate(self._ps.learning_rate)
+            if variable is not None and self.base_learning_rate is not None:
+                variable.assign(not_cached(self.base_learning_rate))
 
     def begin_round(self, evaluation_round: int) -> int:
         """Calls `on_test_begin`, and makes the servers keep the weights of the round; returns their version.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from elasticcb import remote_checkpoint
 from elasticcb.callbacks.placement import BATCH_HOOKS
-from elasticcb.callbacks.saved_state import keep_files, plain, restore_states, saved_states
+from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint import find_undamaged
 from elasticcb.errors import (
@@ -133,6 +133,7 @@ class Job:
         self._report = Report(master, settings, display)
         self._epoch_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
         self._last_epoch_logs: dict[str, Any] = {}
+        self._epoch_entry: dict[str, Any] = {}  # of the epoch that has begun, for the journal
         self._servers: Servers = None  # type: ignore[assignment]  # until `_connect`
         self._checkpoints: CheckpointWriter = None  # type: ignore[assignment]  # until the servers hold the model
         self._begun = False  # the servers hold the model, and workers take tasks
@@ -217,15 +218,16 @@ class Job:
         if self._memory is not None:
             keep_files(self._host.callbacks.callbacks)
         was_over = self._memory is not None and self._memory.over
-        if self._takeover is not None:
-            self._hooks.call_again("on_train_begin", {})
-        elif self._settings.command is Command.TRAIN and not was_over:
-            self._hooks.call("on_train_begin", {})  # may restore weights, optimizer and epoch
+        if self._settings.command is Command.TRAIN and not was_over:
+            # Of a job that is resumed, what it would set on the model was trained on long ago.
+            begin = self._hooks.call if self._memory is None else self._hooks.call_again
+            begin("on_train_begin", {})  # may restore weights, optimizer and epoch
         self._initial_epoch = getattr(self._host.model, "_initial_epoch", None) or training.initial_epoch
+        self._states = CallbackStates(self._host.callbacks.callbacks, self._display.message)
         if self._memory is not None:
             self._initial_epoch = self._memory.ended_epochs
             self._last_epoch_logs = self._memory.logs
-            restore_states(self._host.callbacks.callbacks, self._memory.callbacks, self._arrays.load())
+            self._states.restore(self._memory.callbacks, self._arrays.load())
         self._holds_epochs = any(map(self._host.callbacks.wants, ("on_epoch_begin", "on_epoch_end")))
         self._queue = self._resumed_queue() or TaskQueue(
             training=self._host.sources.get("training", ()),
@@ -277,7 +279,12 @@ class Job:
                 buckets=self._ps.buckets,
             )
             self._begun = True
-            master.note(servers=self._servers.places, merging_units=sorted(master.merging_units))
+            master.note(
+                servers=self._servers.places,
+                merging_units=sorted(master.merging_units),
+                learning_rate=self._hooks.base_learning_rate,
+                **self._epoch_entry,
+            )
             master.changed.notify_all()
         if self._takeover is not None:
             seconds = time.monotonic() - self._takeover.since
@@ -313,7 +320,8 @@ class Job:
         """That of an earlier master. Raises `JobFailedError` when the data are others."""
         if self._memory is None or self._memory.queue is None:
             return None
-        if not self._host.repeatable and not self._memory.over:
+        stopped = self._memory.queue["stop_reason"] is not None
+        if not self._host.repeatable and not self._memory.over and not stopped:
             self._memory.states.clear()
             return None  # the epoch that was under way begins anew: its other batches can't be told from those done
         saved = [(name, count) for name, count in self._memory.queue["training"]]
@@ -327,6 +335,8 @@ class Job:
         if self._takeover is not None:
             return self._master.queue
         queue = TaskQueue.from_dict(self._memory.queue)
+        if not self._host.repeatable:
+            queue.drop_training()
         queue.repeat_milestones(self._memory.ended_epochs)
         queue.release_epoch(self._memory.ended_epochs - 1)
         return queue
@@ -336,7 +346,8 @@ class Job:
         if journal is not None:
             self._master.journal = journal
             if self._memory is None:
-                journal.add(run=self._ps.run, ended_epochs=self._initial_epoch)
+                rate = self._hooks.base_learning_rate
+                journal.add(run=self._ps.run, ended_epochs=self._initial_epoch, learning_rate=rate)
             self._master.note(next_id=self._master.roster.next_id)
 
     def _begin_autoscaling(self) -> None:
@@ -350,8 +361,13 @@ class Job:
         if self._settings.command is Command.TRAIN:
             if self._host.callbacks.stop_requested:
                 self._master.stop_training(self._host.callbacks.stop_reason)
-            elif self._initial_epoch < self._settings.training.num_epochs:
-                self._hooks.call("on_epoch_begin", self._initial_epoch, {})
+            elif self._memory is not None and self._memory.epoch_begun:
+                self._epoch_entry = {}  # as the journal has it
+                self._hooks.call_again(
+                    "on_epoch_begin", self._initial_epoch, {}, learning_rate=self._memory.learning_rate_before
+                )
+            elif self._memory is None or not self._queue.training_done:
+                self._begin_epoch(self._initial_epoch)
             self._report.phase = "training"
             if self._host.exports:
                 self._report.saved_model_inputs = self._host.saved_model_inputs()
@@ -600,9 +616,11 @@ class Job:
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         self._last_epoch_logs = logs
         self._hooks.call("on_epoch_end", epoch, logs)
-        if not self._queue.training_done and epoch + 1 < self._settings.training.num_epochs:
-            self._hooks.call("on_epoch_begin", epoch + 1, {})
+        # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
+        self._epoch_entry = {"epoch_begun": False}
+        if not self._queue.training_done:
+            self._begin_epoch(epoch + 1)
         with self._master.changed:
             self._queue.release_epoch(epoch)
             self._master.epoch_states.pop(epoch, None)  # not before: the journal holds them until the epoch is ended
@@ -610,6 +628,7 @@ class Job:
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,
                 logs=plain(logs),
+                **self._epoch_entry,
                 **callbacks,
             )
             self._master.rewrite_journal()
@@ -617,13 +636,17 @@ class Job:
         if callbacks:
             self._arrays.drop_others()
 
+    def _begin_epoch(self, epoch: int) -> None:
+        if epoch < self._settings.training.num_epochs:
+            self._epoch_entry = {"epoch_begun": True, "learning_rate_before": self._hooks.base_learning_rate}
+            self._hooks.call("on_epoch_begin", epoch, {})
+
     def _callback_states(self) -> dict[str, Any]:
         """What callbacks remember, for the journal."""
         if self._journal is None:
             return {}
         arrays: dict[str, Any] = {}
-        states = saved_states(self._host.callbacks.callbacks, arrays)
-        return {"callbacks": states, "callback_arrays": self._arrays.keep(arrays)}
+        return {"callbacks": self._states.save(arrays), "callback_arrays": self._arrays.keep(arrays)}
 
     def _training_done(self) -> None:
         self._report.phase = "finishing"

@@ -45,7 +45,10 @@ class Memory:
         states: by epoch that is not ended, the metric states of each training task that was done.
         ended_epochs: epochs before it are ended: the hooks of their end have run.
         evaluated: the version that the last finished evaluation round saw.
-        learning_rate: the base rate at the end of the last epoch; None: a schedule rules it, or no epoch ended.
+        learning_rate: the base rate when training began, or when the last epoch had ended and the next one had begun;
+            None: a schedule rules it.
+        epoch_begun: whether `on_epoch_begin` has run for the epoch after those that are ended.
+        learning_rate_before: the base rate before that.
         logs: of the last epoch that ended.
         callbacks: of each on the master, what `saved_states` gave at the end of the last epoch.
         callback_arrays: the file with the arrays among it (`CallbackArrays.keep`); None: there are none.
@@ -69,6 +72,8 @@ class Memory:
     ended_epochs: int = 0
     evaluated: int | None = None
     learning_rate: float | None = None
+    epoch_begun: bool = False
+    learning_rate_before: float | None = None
     logs: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
     callback_arrays: dict[str, Any] | None = None

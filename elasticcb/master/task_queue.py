@@ -342,8 +342,15 @@ class TaskQueue:
 
     def stop_training(self, reason: str) -> None:
         """No new training task: those that are TODO are dropped, those that are DOING are finished."""
-        if self._epochs.done or self._epochs.stop_reason is not None:
-            return
+        if not self._epochs.done and self._epochs.stop_reason is None:
+            self._stop(reason)
+
+    def drop_training(self) -> None:
+        """After `stop_training`: nobody will finish what was DOING then, either. No lease may be out."""
+        if not self._epochs.done and self._epochs.stop_reason is not None:
+            self._stop(self._epochs.stop_reason)
+
+    def _stop(self, reason: str) -> None:
         dropped = self._todo.remove_all(TaskType.TRAINING)
         for record in dropped:
             record.move(TaskEvent.TRAINING_STOPPED)

@@ -172,13 +172,13 @@ class Fails(keras.callbacks.Callback):
 
     def __init__(self, epoch):
         super().__init__()
-        self.at = {epoch}  # no JSON value: it does not come back with what callbacks remember
+        self.is_at = lambda present: present == epoch  # not a number, which would come back with what it remembers
 
     def on_epoch_begin(self, epoch, logs=None):
         self.present = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if self.present in self.at:
+        if self.is_at(self.present):
             raise ZeroDivisionError
 
 
@@ -264,6 +264,49 @@ def test_epoch_of_data_without_an_index_begins_anew(tmp_path):
     with cluster(tmp_path) as second:
         assert fit(second, make(), data(), None, epochs=2).epoch == [0, 1]
     assert set(taken) == set(range(0, 160, 16))
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+def test_training_that_was_stopped_stays_so_where_batches_have_no_index(tmp_path, hook):
+    """It is stopped in the second epoch, and the program ends before `on_train_end` is over."""
+
+    @runs_on("master")
+    class Stops(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.begun = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.begun.append(epoch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.stop("on_train_batch_end")
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.stop("on_epoch_end")
+            if hook == "on_train_batch_end" and fails and epoch == 1:
+                raise ZeroDivisionError
+
+        def stop(self, present):
+            if present == hook and self.begun == [0, 1]:
+                self.model.stop_training = True
+
+        def on_train_end(self, logs=None):
+            if fails:
+                raise ZeroDivisionError
+
+    def train():
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
+        stops = Stops()
+        with cluster(tmp_path) as present:
+            history = present.fit(make(), data, epochs=9, verbose=0, callbacks=[stops])
+        return history.epoch, stops.begun
+
+    fails = True
+    with pytest.raises(ZeroDivisionError):
+        train()
+    fails = False
+    assert train() == ([0, 1], [0, 1])
 
 
 def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):

@@ -88,6 +88,62 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     assert "is done; there is nothing to go on with" in again.output
 
 
+REMEMBERS = """
+    import numpy as np
+
+    class Begins(keras.callbacks.Callback):
+        "What it sets on the model counts once, however often it is called."
+
+        def note(self, *words):
+            with open(self.params["job_directory"] + "/begins", "a") as file:
+                print(*words, file=file)
+
+        def on_train_begin(self, logs=None):
+            self.note("train")
+            self.epochs = []
+            self.model.set_weights([np.full_like(weight, 50.0) for weight in self.model.get_weights()])
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epochs.append((epoch, float(self.model.optimizer.learning_rate.numpy())))
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.note(epoch, *(f"{epoch}:{rate:.4g}" for epoch, rate in self.epochs), self.model.get_weights()[0].max())
+
+    def callbacks():
+        halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+        return [halves, keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=4), Begins()]
+"""
+
+
+def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job):
+    write_model_file(data, LINEAR_MODEL + REMEMBERS, "remembers")
+    job = start_job(*[flag.replace("linear.", "remembers.") for flag in flags(data, num_epochs=30, num_ps=1)])
+    for _ in range(2):
+        job.wait_for_line(r"Evaluation at version")
+    job.master.kill()
+    job.wait_for_line(r"is back after")
+    job.wait_for_line(r"Evaluation at version")
+    job.interrupt()
+    assert job.finish() == 130
+
+    again = start_job("resume", str(data / "job"))
+    assert again.finish() == 0, again.output
+    assert "EarlyStopping.on_epoch_end set model.stop_training" in again.output
+    # The first epoch sets the mark, four do not reach it; weights that were set are a version of their own, once.
+    again_trained = number(again.output, "records trained more than once")
+    assert 0 <= number(again.output, "model version") - (5 * RECORDS // 8 + 1) <= again_trained // 8
+    with pytest.raises(AssertionError):
+        number(again.output, "records trained in epoch 6")
+    lines = [line.split() for line in (data / "job" / "begins").read_text().splitlines()]
+    assert lines.count(["train"]) == 3
+    ends = {int(first): rest for first, *rest in lines if first != "train"}
+    rates = [f"{epoch}:{0.01 * 0.5 ** (epoch + 1):.4g}" for epoch in range(5)]
+    for epoch, (*begun, weight) in ends.items():
+        assert begun == rates[: epoch + 1]
+        assert float(weight) < 10  # by the first epoch's end
+    assert list(ends) == [0, 1, 2, 3, 4]
+
+
 def test_server_and_worker_that_are_killed_with_the_master_are_replaced(data, start_job):
     job = start_job(*flags(data, num_epochs=3))
     job.wait_for_line(r"Evaluation at version")

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import restore_states, saved_states
+from elasticcb.callbacks.saved_state import CallbackStates
 from elasticcb.master import callback_arrays
 from elasticcb.master.callback_arrays import CallbackArrays
 
@@ -31,13 +31,13 @@ def test_best_weights_of_early_stopping_come_back(tmp_path):
     stopping.best, stopping.best_weights = 0.25, WEIGHTS
     stopping.odd = {"names": np.array(["a"]), "weights": np.ones(2)}  # text is not kept, so the dict is not
     taken: dict = {}
-    states = json.loads(json.dumps(saved_states([keras.callbacks.History(), stopping], taken)))
+    states = json.loads(json.dumps(CallbackStates([keras.callbacks.History(), stopping], print).save(taken)))
     assert len(taken) == 3
     entry = json.loads(json.dumps(opened(tmp_path)[0].keep(taken)))
 
     again = keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)
     again.on_train_begin()
-    restore_states([keras.callbacks.History(), again], states, opened(tmp_path, entry)[0].load())
+    CallbackStates([keras.callbacks.History(), again], print).restore(states, opened(tmp_path, entry)[0].load())
     assert again.best == 0.25
     assert not hasattr(again, "odd")
     for restored, expected in zip(again.best_weights, WEIGHTS, strict=True):
@@ -67,12 +67,12 @@ def test_file_that_is_gone_or_damaged_is_named_and_the_rest_is_restored(tmp_path
     history = keras.callbacks.History()
     history.epoch, history.kept = [0, 1], np.ones(3)
     taken: dict = {}
-    states = saved_states([history], taken)
+    states = CallbackStates([history], print).save(taken)
     entry = opened(tmp_path)[0].keep(taken)
     damage(tmp_path / "recovery" / "callbacks-1.safetensors")
     arrays, said = opened(tmp_path, entry)
     again = keras.callbacks.History()
-    restore_states([again], states, arrays.load())
+    CallbackStates([again], print).restore(states, arrays.load())
     assert again.epoch == [0, 1]
     assert not hasattr(again, "kept")
     assert "callbacks-1.safetensors" in said[0]

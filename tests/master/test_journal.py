@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import keep_files, plain, restore_states, saved_states
+from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.errors import JobFailedError
 from elasticcb.master.answers import DecisionKind
 from elasticcb.master.journal import Journal, states_entry
@@ -156,9 +156,9 @@ def test_plain_attributes_of_callbacks_are_saved_and_restored():
     history = keras.callbacks.History()
     history.on_train_begin()
     history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
-    saved = saved_states([stopping, history])
+    saved = CallbackStates([stopping, history], print).save()
     again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
-    restore_states(again, saved, {})
+    CallbackStates(again, print).restore(saved, {})
     assert (again[0].best, again[0].wait) == (0.25, 2)
     assert again[1].history == {"loss": [1.0, 0.5]}
     assert not {"best_weights", "params"} & saved[0][1].keys()
@@ -174,11 +174,11 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
     first = logger()
     first.on_train_begin()
     first.on_epoch_end(0, {"loss": 1.0})
-    saved = saved_states([first])
+    saved = CallbackStates([first], print).save()
     second = logger()
     keep_files([second])
     second.on_train_begin()
-    restore_states([second], saved, {})
+    CallbackStates([second], print).restore(saved, {})
     second.on_epoch_end(1, {"loss": 0.5})
     second.on_train_end()
     assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA"]
@@ -186,5 +186,5 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
 
 def test_callbacks_of_other_classes_stay_as_they_are():
     history = keras.callbacks.History()
-    restore_states([history], [["EarlyStopping", {"wait": 3}]], {})
+    CallbackStates([history], print).restore([["EarlyStopping", {"wait": 3}]], {})
     assert not hasattr(history, "wait")
