@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from elasticcb import frame_pieces
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.local_link import ClientLink, Listener, ServerLinks
 from elasticcb.shared_memory import ANSWERS, REQUEST, Segment, is_supported, needed
@@ -64,6 +65,14 @@ class ClientMemory:
         self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
         self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
         self._usable = is_supported()
+
+    def takes(self, size: int, often: bool) -> bool:
+        """Whether a frame with so many bytes of arrays may travel as one.
+
+        Args:
+            often: such frames travel again and again, so that a large segment pays.
+        """
+        return size <= frame_pieces.LARGEST_FRAME or (often and self._usable and size <= _LARGEST)
 
     def encode(self, frame: Frame[Any]) -> bytes:
         """The bytes to send for a request."""
@@ -225,6 +234,12 @@ class Reply(NamedTuple):
 
     segment: Segment | None
     part: int
+
+    def takes(self, size: int) -> bool:
+        """Whether an answer with so many bytes of arrays may travel as one."""
+        return size <= frame_pieces.LARGEST_FRAME or (
+            self.segment is not None and self.part != _WHOLE and size <= self.segment.size
+        )
 
     def encode(self, frame: Frame[Any]) -> bytes:
         """The bytes to answer with."""

@@ -25,8 +25,8 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-_REQUEST = struct.Struct("<IB")  # bytes of what follows the method's name, bytes of the name
-_ANSWER = struct.Struct("<IB")  # bytes of what follows, whether it is an error
+_REQUEST = struct.Struct("<QB")  # bytes of what follows the method's name, bytes of the name
+_ANSWER = struct.Struct("<QB")  # bytes of what follows, whether it is an error
 _CHUNK = 64 << 10  # bytes
 _HANDSHAKE_SECONDS = 5.0
 _QUIET_SECONDS = 20.0  # of waiting for an answer, after which the server is asked whether it is alive

@@ -23,6 +23,7 @@ from elasticcb.ps.partition import Slice, VariableSpec, partition
 from elasticcb.ps_link import Link, Places
 from elasticcb.shared_memory import aligned_copy
 from elasticcb.table_state import TableState, joined
+from elasticcb.table_state import from_tensors as tables_from
 from elasticcb.tensors import Array, Frame
 
 logger = logging.getLogger(__name__)
@@ -263,18 +264,28 @@ class PSClient:
 
         Raises `ServerReplacedError` when a server is replaced meanwhile: its rows have other places then.
         """
+        for piece in self._table_pieces(variable, chunk_rows):
+            yield piece.ids, piece.rows
+
+    def _table_pieces(self, variable: int, chunk_rows: int = 65_536, export_id: int = 0) -> Iterator[TableState]:
+        """The same; with `export_id`, all that the servers hold for that export, which may be trained meanwhile."""
         for server in self._servers:
             link, start, total = server.link, 0, 1
             while start < total:
-                request = pb.ReadTableRequest(variable=variable, start=start, count=chunk_rows)
-                answer = self._call(server, "ReadTable", request)
+                request = pb.ReadTableRequest(variable=variable, start=start, count=chunk_rows, export_id=export_id)
+                try:
+                    answer = self._call(server, "ReadTable", request)
+                except ElasticCBError:
+                    if server.link is link:
+                        raise
                 if server.link is not link:
                     raise ServerReplacedError(
                         f"Parameter server {server.index} was replaced while the embedding table "
                         f"{self.specs[variable].path!r} was read. Read it again."
                     )
-                yield answer.tensors["ids"], answer.tensors["rows"]
-                start, total = start + chunk_rows, answer.header.total
+                piece = tables_from(answer.tensors)[variable]
+                yield piece
+                start, total = start + len(piece.ids), answer.header.total
 
     def weights(self, blocks: Blocks | None = None) -> tuple[list[Array], dict[int, Array]]:
         """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`.
@@ -293,7 +304,7 @@ class PSClient:
     def _whole_table(self, variable: int) -> TableState:
         while True:
             with contextlib.suppress(ServerReplacedError):
-                return joined([TableState(*piece) for piece in self.read_table(variable)])
+                return joined(list(self._table_pieces(variable)))
 
     def pull_snapshot(self, evaluation_round: int) -> Blocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""

@@ -15,11 +15,10 @@ from elasticcb.blocks import pack_weights, unpack_weights
 from elasticcb.errors import CheckpointError, ElasticCBError, MixedVersionsError
 from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps_client import Ids, PSClient, Server
+from elasticcb.ps_client import Ids, PSClient, Server, ServerReplacedError
 from elasticcb.ps_link import Link
 from elasticcb.state_messages import cut_state, from_tensors, join_states, to_tensors
-from elasticcb.table_state import TableState, joined
-from elasticcb.table_state import from_tensors as tables_from
+from elasticcb.table_state import TableState, gathered
 from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Array, Frame
 
@@ -78,6 +77,7 @@ class PSControl(PSClient):
     def __init__(self, *args: Any, run: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run = run or secrets.token_hex(8)
+        self._export_id = 0
 
     def neighbour(self, index: int) -> int:
         """The server that keeps what the recovery files of server `index` lack, where there are replicas."""
@@ -196,8 +196,16 @@ class PSControl(PSClient):
         )
 
     def export(self) -> ModelState:
-        """Everything that the servers hold, as `in_step` gives it."""
-        answers = self.in_step(self._exported, lambda answer: int(answer.header.version))
+        """Everything that the servers hold, as `in_step` gives it. Training may go on."""
+        while True:
+            try:
+                with contextlib.suppress(ServerReplacedError):
+                    return self._exported()
+            finally:
+                self._end_export()
+
+    def _exported(self) -> ModelState:
+        answers = self.in_step(self._hold_export, lambda answer: int(answer.header.version))
         states = [
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
             for index, answer in enumerate(answers)
@@ -211,9 +219,9 @@ class PSControl(PSClient):
             weights=unpack_weights(blocks, self.specs, self.partition),
             optimizer=join_states(states, self.specs, self.partition),
         )
-        parts = [tables_from(answer.tensors) for answer in answers]
-        for table in parts[0]:
-            whole = joined([part[table] for part in parts])
+        for table in answers[0].header.rows:
+            rows = sum(answer.header.rows[table] for answer in answers)
+            whole = gathered(rows, self._table_pieces(table, export_id=self._export_id))
             state.weights[table], state.ids[table] = whole.rows, whole.ids
             if whole.used is not None:
                 state.used[table] = whole.used
@@ -221,9 +229,18 @@ class PSControl(PSClient):
         self._free_memory()
         return state
 
-    def _exported(self) -> list[Frame[Any]]:
-        self._call(self._servers[0], "Export", pb.ExportRequest(hold=True))
-        return list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest()), self._servers))
+    def _hold_export(self) -> list[Frame[Any]]:
+        """Has all servers hold what they have; their answers bring the dense part."""
+        self._export_id = secrets.randbits(62) + 1
+        id = self._export_id
+        self._call(self._servers[0], "Export", pb.ExportRequest(id=id, hold=True))
+        return list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest(id=id)), self._servers))
+
+    def _end_export(self) -> None:
+        for server in self._servers:
+            request = pb.ExportRequest(id=self._export_id, release=True)
+            with contextlib.suppress(ElasticCBError):  # one that is lost holds nothing
+                server.link.call("Export", Frame(request, {}), patience_seconds=0.0)
 
     def load_state(
         self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None

@@ -57,7 +57,10 @@ class Link:
     def __init__(self, index: int, address: str, id: int, patience_seconds: float, access: Access) -> None:
         self.address, self.id = address, id
         self._connection = Connection(address, f"parameter server {index}", patience_seconds, access)
-        self._calls = {name: self._connection.shared_frame_call(SERVICE, name, kind) for name, kind in _METHODS.items()}
+        self._calls = {
+            name: self._connection.shared_frame_call(SERVICE, name, kind, often=name == "Exchange")
+            for name, kind in _METHODS.items()
+        }
 
     def call(
         self,

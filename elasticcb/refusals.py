@@ -22,7 +22,7 @@ from elasticcb.access import TOKEN_VARIABLE
 logger = logging.getLogger(__name__)
 
 # It rises when messages change so that processes of the releases before and after can't work together.
-PROTOCOL = 1
+PROTOCOL = 2
 
 # Of the metadata that every call carries.
 TOKEN_KEY, PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"

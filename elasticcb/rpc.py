@@ -14,19 +14,21 @@ from typing import Any
 import grpc
 import numpy as np
 
-from elasticcb import errors, tls
+from elasticcb import errors, frame_pieces, tls
 from elasticcb.access import OPEN, Access
 from elasticcb.errors import ConnectionLostError, ElasticCBError, TLSError, WireError
 from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
+from elasticcb.frame_pieces import Pieces, UnknownPiecesError, bytes_of, in_pieces
 from elasticcb.local_link import CallError, ServerLinks
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.refusals import BUSY_KEY, PROTOCOL, PROTOCOL_KEY, TOKEN_KEY, CallThreads, Gate, Refusal, RefusedCalls
-from elasticcb.tensors import Frame, encode_frame, frame_decoder, has_arrays
+from elasticcb.tensors import Frame, InPieces, encode_frame, frame_decoder, has_arrays
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
 
-# Weights travel in one message; gRPC's own limit of 4 MB would refuse them.
+# Weights travel in messages of many MB; gRPC's own limit of 4 MB would refuse them.
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     # An error's text is metadata, of which gRPC takes 8 KB.
@@ -55,6 +57,7 @@ _ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITIO
 _CONTROL_THREADS = 8  # for calls that wait for nothing
 
 _ATTACH = "Attach"  # method of every service of frames, by which a client shows its shared memory
+_PIECE = "Piece"  # another, by which arrays go that are too large for their frames
 _ATTACH_SECONDS = 10.0
 _ALIVE_SECONDS = 30.0  # for a server to say that it is alive
 
@@ -158,13 +161,14 @@ class FrameService(grpc.GenericRpcHandler):
         transient: Collection[str] = (),
         control: Collection[str] = (),
     ) -> None:
-        self.control = [f"/{service}/{name}" for name in (*control, _ATTACH)]
-        self._methods = methods
-        self._transient = transient
+        self.control = [f"/{service}/{name}" for name in (*control, _ATTACH, _PIECE)]
+        self._pieces = Pieces()
+        self._methods = {**methods, _PIECE: (pb.PieceRequest, self._pieces.answer)}
+        self._transient = {*transient, _PIECE}
         self.refused = RefusedCalls()  # the server's, once it has the service
         self._links = ServerLinks(self._answer_link)
         self._memory = ServerMemory(self._links)
-        handlers = {name: self._handler(name) for name in [*methods, _ATTACH]}
+        handlers = {name: self._handler(name) for name in [*self._methods, _ATTACH]}
         self._handlers = grpc.method_handlers_generic_handler(service, handlers)
 
     def service(self, handler_call_details: Any) -> Any:
@@ -198,9 +202,10 @@ class FrameService(grpc.GenericRpcHandler):
         try:
             frame, reply = self._memory.decode(data, header_type)
             if reply.segment is not None and name not in self._transient:
-                frame = Frame(frame.header, {key: np.array(array) for key, array in frame.tensors.items()})
-            return reply.encode(function(frame))
-        except UnknownSegmentError as error:
+                frame = Frame(frame.header, {key: _copied(array) for key, array in frame.tensors.items()})
+            response = function(self._pieces.taken(frame))
+            return reply.encode(response if reply.takes(bytes_of(response)) else self._pieces.offered(response))
+        except (UnknownSegmentError, UnknownPiecesError) as error:
             raise CallError(grpc.StatusCode.NOT_FOUND, str(error)) from None
         except ElasticCBError as error:
             if error.user_traceback:
@@ -244,27 +249,42 @@ class Connection:
         self._answered = False  # whether the server has ever answered
         self._memories: dict[str, ClientMemory] = {}  # by service
 
-    def shared_frame_call(self, service: str, method: str, response_type: type) -> Callable[..., Frame[Any]]:
+    def shared_frame_call(
+        self, service: str, method: str, response_type: type, often: bool = True
+    ) -> Callable[..., Frame[Any]]:
         """As `frame_call`, with the arrays in shared memory when the server is on this machine. Calls of one
-        connection wait for each other."""
-        send = self.channel.unary_unary(f"/{service}/{method}", None, None)
+        connection wait for each other.
+
+        Args:
+            often: frames of the same size travel again and again, so that memory for a large one pays.
+        """
         memory = self._memory_of(service)
+        send = {name: self.channel.unary_unary(f"/{service}/{name}", None, None) for name in (method, _PIECE)}
+
+        def call_once(name: str, frame: Frame[Any], kind: type, timeout: float, metadata: Any) -> Frame[Any]:
+            try:
+                data = memory.encode(frame)
+                if memory.link is None or has_arrays(data):
+                    answer = send[name](data, timeout=timeout, metadata=metadata)
+                else:
+                    answer = memory.link.call(name, data, timeout)
+            except BaseException as error:  # after an interrupt, too, the server may still answer into it
+                if not _is_an_answer(error):
+                    memory.forget()
+                if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+                answer = send[name](encode_frame(frame), timeout=timeout, metadata=metadata)
+            return memory.decode(answer, kind)
 
         def call(frame: Frame[Any], timeout: float, metadata: Any = ()) -> Frame[Any]:
+            def piece(frame: Frame[Any]) -> Frame[Any]:
+                return call_once(_PIECE, frame, pb.PieceResponse, timeout, metadata)
+
+            def whole(frame: Frame[Any]) -> Frame[Any]:
+                return call_once(method, frame, response_type, timeout, metadata)
+
             with memory.lock:
-                try:
-                    data = memory.encode(frame)
-                    if memory.link is None or has_arrays(data):
-                        answer = send(data, timeout=timeout, metadata=metadata)
-                    else:
-                        answer = memory.link.call(method, data, timeout)
-                except BaseException as error:  # after an interrupt, too, the server may still answer into it
-                    if not _is_an_answer(error):
-                        memory.forget()
-                    if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
-                        raise
-                    answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
-                return memory.decode(answer, response_type)
+                return in_pieces(frame, whole, piece, memory.takes(bytes_of(frame), often))
 
         return call
 
@@ -292,6 +312,16 @@ class Connection:
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
         """The multi-callable of a method whose messages are frames."""
+        send = self._frame_sender(service, method, response_type)
+        send_piece = self._frame_sender(service, _PIECE, pb.PieceResponse)
+
+        def call(frame: Frame[Any], timeout: float | None = None, metadata: Any = ()) -> Frame[Any]:
+            whole, piece = (functools.partial(each, timeout=timeout, metadata=metadata) for each in (send, send_piece))
+            return in_pieces(frame, whole, piece, bytes_of(frame) <= frame_pieces.LARGEST_FRAME)
+
+        return call
+
+    def _frame_sender(self, service: str, method: str, response_type: type) -> Any:
         return self.channel.unary_unary(
             f"/{service}/{method}",
             request_serializer=encode_frame,
@@ -362,6 +392,10 @@ class Connection:
         self.channel.close()
         for memory in self._memories.values():
             memory.forget()
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, InPieces) else np.array(array)
 
 
 def _channel(address: str, own: tls.TLS | None) -> grpc.Channel:

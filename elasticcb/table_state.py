@@ -72,6 +72,28 @@ def joined(states: Sequence[TableState]) -> TableState:
     return whole if (ids[1:] > ids[:-1]).all() else whole.select(np.argsort(ids))
 
 
+def gathered(total: int, pieces: Iterable[TableState]) -> TableState:
+    """One table of pieces with the same arrays, `total` rows in all, in the order of the ids. The pieces are let go one
+    by one."""
+    arrays: dict[str, Array] = {}
+    filled = 0
+    for piece in pieces:
+        given = _arrays_of(piece)
+        if not arrays:
+            arrays = {name: np.empty((total, *array.shape[1:]), array.dtype) for name, array in given.items()}
+        for name, array in given.items():
+            arrays[name][filled : filled + len(array)] = array
+        filled += len(piece.ids)
+    if filled != total:
+        raise WireError(f"{filled} rows of an embedding table came instead of {total}.")
+    ids = arrays["ids"]
+    if not (ids[1:] > ids[:-1]).all():
+        order = np.argsort(ids)
+        for array in arrays.values():
+            array[:] = array[order]
+    return _state_of(0, arrays)
+
+
 def overlaid(states: Sequence[TableState]) -> TableState:
     """One table of several that were written one after another: of rows in several, the last."""
     ids = np.concatenate([state.ids for state in states])
@@ -88,14 +110,18 @@ def overlaid(states: Sequence[TableState]) -> TableState:
 
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
     """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
-    tensors: dict[str, Array] = {}
-    for index, state in tables.items():
-        prefix = f"{_PREFIX}{index}/"
-        tensors |= {prefix + "ids": state.ids, prefix + "rows": state.rows}
-        counts = {"hits": state.hits, "used": state.used}
-        tensors |= {prefix + name: count for name, count in counts.items() if count is not None}
-        tensors |= {f"{prefix}slot/{name}": slot for name, slot in state.slots.items()}
-    return tensors
+    return {
+        f"{_PREFIX}{index}/{name}": array
+        for index, state in tables.items()
+        for name, array in _arrays_of(state).items()
+    }
+
+
+def _arrays_of(state: TableState) -> dict[str, Array]:
+    arrays = {"ids": state.ids, "rows": state.rows}
+    counts = {"hits": state.hits, "used": state.used}
+    arrays |= {name: count for name, count in counts.items() if count is not None}
+    return arrays | {f"slot/{name}": slot for name, slot in state.slots.items()}
 
 
 def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:

@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,24 @@ def all_finite(array: Array) -> bool:
     return bool(np.isfinite(array).all())
 
 
+class InPieces(NamedTuple):
+    """Stands in a frame for an array that goes in pieces (elasticcb/frame_pieces.py), under this key."""
+
+    key: bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the frame."""
+        return 0
+
+
 @dataclass(frozen=True)
 class Frame(Generic[Header]):
     """A header and the arrays that travel with it, by name."""
@@ -135,6 +153,9 @@ def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable
     position = 0
     for description in header.tensors:
         size = _bytes_of(description)
+        if description.pieces:
+            tensors[description.name] = _in_pieces(description)
+            continue
         tensors[description.name] = _view(description, read(position, size), description.name)
         position += size + -size % SHARED_ALIGNMENT
     return Frame(header, tensors)
@@ -145,6 +166,9 @@ def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
     del header.tensors[:]
     arrays = []
     for name, array in frame.tensors.items():
+        if isinstance(array, InPieces):
+            header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name, pieces=array.key)
+            continue
         array = np.asarray(array, order="C")
         header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name)
         arrays.append(array)
@@ -179,8 +203,11 @@ def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[
         body = memoryview(data)
         tensors: dict[str, Array] = {}
         for description in header.tensors:
-            position += -position % _ALIGNMENT
             size = _bytes_of(description)
+            if description.pieces:
+                tensors[description.name] = _in_pieces(description)
+                continue
+            position += -position % _ALIGNMENT
             if position + size > len(data):
                 raise WireError(
                     f"The frame ends at byte {len(data)}, inside tensor {description.name!r}, which ends "
@@ -197,6 +224,10 @@ def _bytes_of(message: pb.Tensor) -> int:
     if any(size < 0 for size in message.shape):
         raise WireError(f"Tensor {message.name!r} has the shape {list(message.shape)}, with a negative size.")
     return math.prod(message.shape) * dtype_of(message.dtype).itemsize
+
+
+def _in_pieces(message: pb.Tensor) -> Any:
+    return InPieces(message.pieces, dtype_of(message.dtype), tuple(message.shape))
 
 
 def _view(message: pb.Tensor, content: memoryview, name: str) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.ps import table_snapshot
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
@@ -268,11 +269,13 @@ class EmbeddingTable:
         self._rows.fill(own.slice(0, len(own)))
 
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
-        """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end.
+        """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end, and
+        where they are large.
 
         In no order, which is the same from call to call as long as the table is not trained.
         """
-        return self._rows.rows(start, count)
+        most = max(1, table_snapshot.CHUNK_BYTES // self._rows.row_bytes)
+        return self._rows.rows(start, max(0, min(count, most)))
 
     def load(self, state: TableState, version: int) -> None:
         """Replaces all rows by those of `state`. What it lacks (slots, counts) stays as it was for ids that stay, and

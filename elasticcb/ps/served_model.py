@@ -51,6 +51,14 @@ class Change(NamedTuple):
     tables: Mapping[int, TableState]
 
 
+class Exported(NamedTuple):
+    """What is held for an `Export`."""
+
+    id: int
+    part: Part
+    dense: Snapshot
+
+
 class Gate:
     """Which calls a server takes before it hands over what it holds.
 
@@ -100,7 +108,7 @@ class ServedModel:
     answered: Answered[Verdict]
     snapshots: dict[int, Snapshot]  # by evaluation round
     held: dict[str, Part]  # by a checkpoint's folder, what is to be written there
-    held_export: Part | None = None
+    exported: Exported | None = None
     change: Change | None = None  # synchronous mode: what waits for the first server's word
     loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
     rate_version: int = 0  # rises when the master sets the base rate

@@ -28,7 +28,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.moving import Moves
 from elasticcb.ps.once import Once
 from elasticcb.ps.optimizer_set import MakeOptimizers
-from elasticcb.ps.parameters import Parameters, flat
+from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
@@ -42,11 +42,12 @@ from elasticcb.ps.recovery import (
 )
 from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.replica_log import Entry, Origin
-from elasticcb.ps.served_model import Change, ServedModel, Staged, Verdict, values_of
+from elasticcb.ps.served_model import Change, Exported, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
 from elasticcb.settings import TrainingSettings
 from elasticcb.state_messages import from_tensors, to_tensors
+from elasticcb.table_state import TableState
 from elasticcb.table_state import from_tensors as tables_from
 from elasticcb.table_state import to_tensors as tables_to
 from elasticcb.tensors import Frame, dtype_of
@@ -110,7 +111,6 @@ class Servicer:
             "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
             "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
             "LoadState": (pb.LoadStateRequest, self._load_state),
-            "ReadTable": (pb.ReadTableRequest, self._read_table),
         }
         methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
             name: (header, self._locked(function)) for name, (header, function) in table.items()
@@ -122,6 +122,7 @@ class Servicer:
         methods["ReadLog"] = (pb.ReadLogRequest, self._neighbours.read_log)
         methods["Initialize"] = (pb.InitializeRequest, self._initialize)
         methods["Save"] = (pb.SaveRequest, self._save)
+        methods["ReadTable"] = (pb.ReadTableRequest, self._read_table)
         methods["Export"] = (pb.ExportRequest, self._export)
         methods["Move"] = (pb.MoveRequest, self._moves.move)
         methods["Receive"] = (pb.ReceiveRequest, self._moves.receive)
@@ -429,20 +430,28 @@ class Servicer:
         return Frame(response, {})
 
     def _export(self, frame: Frame[pb.ExportRequest]) -> Frame[Any]:
+        request = frame.header
         with self._lock:
             model = self._initialized()
-            if frame.header.hold:
-                model.peers.call("Export", frame.header)
-                model.held_export = model.parameters.export()
-                return Frame(pb.ExportResponse(version=model.parameters.version), {})
-            part, model.held_export = model.held_export or model.parameters.export(), None
-        tensors: dict[str, Array] = {}
-        for kind, trainable in (("weights", True), ("state", False)):
-            blocks = flat(part.weights, model.specs, model.slices, trainable)
-            tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
-        optimizers = [name for name in part.optimizer.split(", ") if name]
-        tensors |= to_tensors(OptimizerState(part.slots, part.extras, part.shared)) | tables_to(part.tables)
-        return Frame(pb.ExportResponse(version=part.version, optimizers=optimizers), tensors)
+            parameters = model.parameters
+            if model.exported is not None and (request.release or not request.id or model.exported.id != request.id):
+                model.exported.part.release()
+                model.exported = None
+            if request.release:
+                return Frame(pb.ExportResponse(version=parameters.version), {})
+            if request.hold:
+                model.peers.call("Export", request)
+            if model.exported is None:
+                model.exported = Exported(request.id, parameters.hold(self._lock), parameters.snapshot())
+            part, dense = model.exported.part, model.exported.dense
+        response = pb.ExportResponse(version=part.version)
+        if request.hold:
+            return Frame(response, {})
+        tensors = {f"weights/{dtype}": block for dtype, block in dense.weights.items()}
+        tensors |= {f"state/{dtype}": block for dtype, block in dense.state.items()}
+        response.optimizers.extend(name for name in part.optimizer.split(", ") if name)
+        response.rows.update({number: len(table) for number, table in part.held.items()})
+        return Frame(response, tensors | to_tensors(OptimizerState(part.slots, part.extras, part.shared)))
 
     def _load_state(self, frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
@@ -486,12 +495,20 @@ class Servicer:
         if model.replica is not None:
             model.replica.note("LoadState", pb.LoadStateRequest(), {})  # the files hold it before it is answered
 
-    @staticmethod
-    def _read_table(frame: Frame[pb.ReadTableRequest], model: ServedModel) -> Frame[Any]:
+    def _read_table(self, frame: Frame[pb.ReadTableRequest]) -> Frame[Any]:
         request = frame.header
-        table = model.parameters.tables[request.variable]
-        ids, rows = table.rows(request.start, request.count)
-        return Frame(pb.ReadTableResponse(total=len(table)), {"ids": ids, "rows": rows})
+        number, start = request.variable, max(0, request.start)
+        with self._lock:
+            model = self._initialized()
+            table, exported = model.parameters.tables[number], model.exported
+            if not request.export_id:
+                total, state = len(table), TableState(*table.rows(start, request.count))
+        if request.export_id:
+            if exported is None or exported.id != request.export_id:
+                raise ElasticCBError("This export is over, or the server was restarted.")
+            held = exported.part.held[number]
+            total, state = len(held), held.read(start)
+        return Frame(pb.ReadTableResponse(total=total), tables_to({number: state}))
 
     # -------------------------------------------------------------- training
 

@@ -121,7 +121,14 @@ class ServerFuzzer:
             yield [Call(0, "Exchange", frame)]
         exported = self._call(Call(0, "Export", Frame(pb.ExportRequest(), {})))
         state = pb.LoadStateRequest(id=7, optimizers=exported.header.optimizers)
-        yield [Call(0, "LoadState", Frame(state, exported.tensors))]
+        table = self._call(Call(0, "ReadTable", Frame(pb.ReadTableRequest(variable=TABLE, count=4), {})))
+        yield [Call(0, "LoadState", Frame(state, {**exported.tensors, **table.tensors}))]
+        sent = pb.PieceRequest(key=b"k" * 20, size=10)
+        asked = pb.PieceRequest(key=b"k" * 20, count=4)
+        yield [
+            Call(0, "Piece", Frame(sent, {"piece": np.zeros(6, np.uint8)})),
+            Call(0, "Piece", Frame(asked, {})),
+        ]
         yield [self._beginning()]
         yield [Call(0, "Initialize", Frame(self._model(1, recover=True, neighbour=self._addresses[1]), {}))]
         yield [*self._log(push)]
@@ -132,7 +139,9 @@ class ServerFuzzer:
             pb.SnapshotRequest(evaluation_round=1, release=True),
             pb.FinishTrainingRequest(),
             pb.SetLearningRateRequest(learning_rate=0.1),
-            pb.ExportRequest(),
+            pb.ExportRequest(id=1),
+            pb.ReadTableRequest(variable=TABLE, export_id=1),
+            pb.ExportRequest(id=1, release=True),
             pb.SaveRequest(directory=str(self._folder)),
             pb.ReadTableRequest(variable=TABLE, count=4),
             pb.ReadLogRequest(run="run", index=0, stream=5, after=1),

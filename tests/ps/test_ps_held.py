@@ -7,10 +7,12 @@ import copy
 import numpy as np
 import pytest
 
+from elasticcb import frame_pieces
 from elasticcb.part_file import SavedFile, read_part
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.recovery import RecoveryLog
+from elasticcb.table_state import joined
 from elasticcb.tensor_file import TensorFile
 from elasticcb.tensors import Frame
 
@@ -115,3 +117,78 @@ def test_checkpoint_that_can_not_be_written_holds_nothing_any_more(losing, monke
     for folder in ("one", "two"):  # the first is never written
         save(Frame(pb.SaveRequest(directory=folder, hold=True), {}))
     assert len(servers.model(0).parameters.tables[TABLE]._rows.snapshots) == 1
+
+
+def read_with(monkeypatch, before):
+    """Has `before` called at each piece of a table that is read."""
+    read = table_snapshot.HeldTable.read
+
+    def other(table, start):
+        before()
+        return read(table, start)
+
+    monkeypatch.setattr(table_snapshot.HeldTable, "read", other)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch, num_ps):
+    servers = losing(num_ps=num_ps)
+    for step in range(20):
+        servers.push(step, tuple(range(step, 60, 7)))
+    parts = [copy.deepcopy(servers.model(index).parameters.export()) for index in range(num_ps)]
+    step = iter(range(100, 1000))
+    read_with(monkeypatch, lambda: servers.push(next(step), (3, 7, 11, 60)))
+    state = servers.master.export()
+    assert next(step) > 105
+    assert state.version == parts[0].version
+    whole = joined([part.tables[TABLE] for part in parts])
+    np.testing.assert_array_equal(state.ids[TABLE], whole.ids)
+    np.testing.assert_array_equal(state.weights[TABLE], whole.rows)
+    for name, slot in whole.slots.items():
+        np.testing.assert_array_equal(state.optimizer.slots[TABLE, name], slot)
+    for part, slices in zip(parts, servers.master.partition, strict=True):
+        for own in slices:
+            assert own.elements == servers.master.specs[own.variable].elements  # else the arrays are to be cut
+            np.testing.assert_array_equal(state.weights[own.variable], part.weights[own.variable])
+        for key, slot in part.slots.items():
+            np.testing.assert_array_equal(state.optimizer.slots[key], slot)
+    for index in range(num_ps):
+        assert servers.model(index).exported is None
+        assert not servers.model(index).parameters.tables[TABLE]._rows.snapshots
+
+
+def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeypatch):
+    servers = trained(losing)
+    servers.write()
+    expected = joined([servers.model(0).parameters.export().tables[TABLE]])
+    reads, call = [], servers.master._call
+
+    def lose_once(server, method, header):
+        reads.append(method == "ReadTable")
+        if sum(reads) == 3 and method == "ReadTable":
+            servers.replace(version=20)
+        return call(server, method, header)
+
+    servers.master._call = lose_once
+    state = servers.master.export()
+    np.testing.assert_array_equal(state.ids[TABLE], expected.ids)
+    np.testing.assert_array_equal(state.weights[TABLE], expected.rows)
+    assert sum(reads) > 8
+
+
+def test_weights_and_state_of_any_size_go_to_servers_and_back(losing, monkeypatch):
+    monkeypatch.setattr(frame_pieces, "LARGEST_FRAME", 100)
+    monkeypatch.setattr(frame_pieces, "PIECE_BYTES", 40)
+    monkeypatch.setattr(frame_pieces, "_SMALL_BYTES", 10)
+    servers = trained(losing)
+    state = servers.master.export()
+    servers.push(50)
+    assert servers.master.export().version == 21
+    assert servers.master.load_state(state.weights, state.optimizer, state.ids) == 22
+    again = servers.master.export()
+    for one, other in zip(state.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert state.optimizer.slots.keys() == again.optimizer.slots.keys()
+    for key, slot in state.optimizer.slots.items():
+        np.testing.assert_array_equal(slot, again.optimizer.slots[key])
+    assert not servers.servers[0]._servicer._model.exported
