@@ -31,13 +31,13 @@ class Pipeline(Protocol):
 
     @property
     def element_spec(self) -> Any:
-        """Of a batch."""
+        """Of a batch; in prediction, of its features."""
 
     def sources(self) -> Sources:
         """(name, units) of each source."""
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
-        """The batches of the units [start, end) of a source."""
+        """The batches of the units [start, end) of a source, as Keras gives them to the model's step."""
 
     def units_in(self, batch: Any) -> int:
         """How many units a batch is."""
@@ -72,14 +72,17 @@ class BatchPipeline:
 
     @property
     def element_spec(self) -> Any:
-        return tf.nest.map_structure(_spec_of, self.first_batch())
+        batch = self.first_batch()
+        if self._mode == "prediction":
+            batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        return tf.nest.map_structure(_spec_of, batch)
 
     def sources(self) -> Sources:
         count = self._source.num_batches
         return [(self._mode, _UNKNOWN if count is None else count)]
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
-        yield from map(self._tensors, self._source.batches(epoch, start, end))
+        yield from map(_tensors, self._source.batches(epoch, start, end))
 
     def units_in(self, batch: Any) -> int:
         return 1
@@ -89,13 +92,12 @@ class BatchPipeline:
             batch = self._source.first_batch()  # which takes none from the epochs
             if batch is None:
                 raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
-            self._first = self._tensors(batch)
+            self._first = _tensors(batch)
         return self._first
 
-    def _tensors(self, batch: Any) -> Any:
-        if self._mode == "prediction":
-            batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
-        return tf.nest.map_structure(_as_tensor, batch)
+
+def _tensors(batch: Any) -> Any:
+    return tf.nest.map_structure(_as_tensor, batch)
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -153,12 +155,13 @@ class FeedPipeline:
             )
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
+        self._predicts = mode == "prediction"  # then `feed` gives features alone
         self._minibatch_size = settings.training.minibatch_size
         self.dataset = fed.batch(self._minibatch_size).prefetch(2)
 
     @property
     def element_spec(self) -> Any:
-        """Of a batch."""
+        """Of a batch; in prediction, of its features."""
         return self.dataset.element_spec
 
     def sources(self) -> Sources:
@@ -171,7 +174,8 @@ class FeedPipeline:
         """The batches of records [start, end) of a source. Raises what the reader raised."""
         self._range = (name, start, end)
         try:
-            yield from self.dataset
+            for batch in self.dataset:
+                yield (batch,) if self._predicts else batch
         except tf.errors.OpError as error:
             self._stream.raise_error()
             raise batch_error(error, name, start, end) from error

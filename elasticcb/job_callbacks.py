@@ -32,12 +32,13 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
 
 def callback_params(settings: JobSettings, worker_id: int = -1, steps: int | None = None) -> dict[str, Any]:
     """`callback.params`; `worker_id` is -1 on the master, which alone knows the `steps`, batches of an epoch."""
+    exported = settings.output if settings.command is Command.TRAIN else ""
     return {
         "batch_size": settings.training.minibatch_size,
         "epochs": settings.training.num_epochs,
         "steps": steps,
         "verbose": 1,
-        "saved_model_path": settings.output or os.path.join(settings.directory, "saved_model"),
+        "saved_model_path": exported or os.path.join(settings.directory, "saved_model"),
         "checkpoint_path": settings.checkpoint.directory,
         "job_directory": settings.directory,
         "worker_id": worker_id,

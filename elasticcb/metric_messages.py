@@ -1,4 +1,4 @@
-"""Metric states on the wire, between a worker and the master. Knows no Keras."""
+"""Metric states, and outputs of batches, on the wire between a worker and the master."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from elasticcb.tensors import from_message, to_message
 States = dict[str, list[np.ndarray]]  # by metric: the values of `metric.variables`
 
 
-def to_metric_states(states: States, outputs: Sequence[Any]) -> list[pb.MetricState]:
-    """Metric states, and the outputs that some metrics need instead, as messages.
+Outputs = dict[str, np.ndarray]  # of one batch: the arrays of a structure by their paths in it
 
-    `outputs` are `(labels, predictions[, sample_weight])`, one per batch. They travel as arrays over all
-    batches, each named by its path in that structure.
-    """
-    messages = [
+
+def to_metric_states(states: States) -> list[pb.MetricState]:
+    """Metric states as messages."""
+    return [
         pb.MetricState(name=name, variables=[to_message(np.asarray(value)) for value in values])
         for name, values in states.items()
     ]
-    if outputs:
-        messages.append(pb.MetricState(outputs=to_outputs(outputs)))
-    return messages
 
 
-def to_outputs(outputs: Sequence[Any]) -> list[pb.Tensor]:
-    """Structures of arrays, one per batch, as arrays over all batches, each named by its path in the structure."""
-    leaves = [dict(_flatten(batch)) for batch in outputs]
-    joined = {path: np.concatenate([batch[path] for batch in leaves]) for path in leaves[0]} if leaves else {}
-    return [to_message(array, path) for path, array in joined.items()]
+def from_metric_states(messages: Sequence[pb.MetricState]) -> States:
+    """The states by unit, from `to_metric_states`."""
+    return {message.name: [from_message(variable) for variable in message.variables] for message in messages}
 
 
-def from_outputs(messages: Sequence[pb.Tensor]) -> dict[str, np.ndarray]:
-    """The arrays by path, from `to_outputs`."""
-    return {tensor.name: from_message(tensor) for tensor in messages}
+def to_outputs(batches: Sequence[Outputs]) -> list[pb.BatchOutputs]:
+    """What steps gave, one message per batch."""
+    return [pb.BatchOutputs(arrays=[to_message(array, path) for path, array in outputs.items()]) for outputs in batches]
 
 
-def from_metric_states(messages: Sequence[pb.MetricState]) -> tuple[States, dict[str, np.ndarray]]:
-    """The states by unit and the outputs by path, from `to_metric_states`."""
-    states = {m.name: [from_message(variable) for variable in m.variables] for m in messages if not m.outputs}
-    return states, from_outputs([tensor for m in messages for tensor in m.outputs])
+def from_outputs(messages: Sequence[pb.BatchOutputs]) -> list[Outputs]:
+    """What steps gave, by batch, from `to_outputs`."""
+    return [{tensor.name: from_message(tensor) for tensor in message.arrays} for message in messages]
+
+
+def flatten_outputs(structure: Any) -> Outputs:
+    """A structure of arrays and tensors as arrays by path; a ragged or sparse tensor is several of them."""
+    return dict(_flatten(structure))
 
 
 def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
-    """The structure of outputs whose arrays are named by their paths: "[0]", "[1].score"."""
+    """The structure of what `flatten_outputs` took apart, with tuples for lists; dense leaves are NumPy arrays."""
     if set(outputs) == {""}:
         return outputs[""]
     parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
@@ -55,12 +53,15 @@ def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
         kind, rest = path[0], path[1:]
         key, _, below = rest.partition(_END)
         parts.setdefault((kind, key), {})[below] = array
+    if all(kind == _COMPOSITE for kind, _ in parts):
+        return _composite({key: part[""] for (_, key), part in parts.items()})
     if all(kind == "[" for kind, _ in parts):
         return tuple(unflatten_outputs(part) for part in parts.values())
     return {key: unflatten_outputs(part) for (_, key), part in parts.items()}
 
 
 _END = "\x1f"  # ends a step of a path; no name of an output holds a unit separator
+_COMPOSITE = "~"  # begins a step into the arrays of a ragged or sparse tensor, or to the place of None
 
 
 def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -70,5 +71,26 @@ def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]
     elif isinstance(structure, (tuple, list)):
         for index, value in enumerate(structure):
             yield from _flatten(value, f"{path}[{index}{_END}")
+    elif structure is None:
+        yield f"{path}{_COMPOSITE}none{_END}", np.zeros(0)
+    elif hasattr(structure, "nested_row_splits"):  # a tf.RaggedTensor
+        yield f"{path}{_COMPOSITE}values{_END}", structure.flat_values.numpy()
+        for depth, splits in enumerate(structure.nested_row_splits):
+            yield f"{path}{_COMPOSITE}{depth}{_END}", splits.numpy()
+    elif hasattr(structure, "dense_shape"):  # a tf.SparseTensor
+        for name in ("indices", "values", "dense_shape"):
+            yield f"{path}{_COMPOSITE}{name}{_END}", getattr(structure, name).numpy()
     else:
         yield path, np.asarray(structure)
+
+
+def _composite(arrays: Mapping[str, np.ndarray]) -> Any:
+    """None, or the ragged or sparse tensor of these arrays."""
+    if "none" in arrays:
+        return None
+    import tensorflow as tf  # not above: the master answers calls before it is imported
+
+    if "dense_shape" in arrays:
+        return tf.SparseTensor(arrays["indices"], arrays["values"], arrays["dense_shape"])
+    splits = [arrays[str(depth)] for depth in range(len(arrays) - 1)]
+    return tf.RaggedTensor.from_nested_row_splits(arrays["values"], splits, validate=False)

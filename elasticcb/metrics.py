@@ -8,7 +8,7 @@ of per-batch results would not. How a metric travels is its `Transport`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -250,18 +250,18 @@ class ModelMetrics:
                 total.merge_state([other])
         return [np.asarray(variable.value) for variable in total.variables]
 
-    def load(self, states: Mapping[str, Sequence[np.ndarray]], outputs: Any = None) -> None:
+    def load(self, states: Mapping[str, Sequence[np.ndarray]], batches: Iterable[Sequence[Any]] = ()) -> None:
         """Sets the metrics to statistics that came from workers.
 
         Args:
             states: by unit, values of its variables; a unit that is missing is reset.
-            outputs: `(labels, predictions[, sample_weight])` of all records, for units that need them.
+            batches: `(labels, predictions[, sample_weight])` of each, for units that need them.
         """
         self.reset()
         units = self._units()
-        if outputs is not None:
-            labels, predictions, weight = (*outputs, None)[:3]
-            travelling = [unit for unit in units if self._transport(unit) is Transport.OUTPUTS]
+        travelling = [unit for unit in units if self._transport(unit) is Transport.OUTPUTS]
+        for batch in batches:
+            labels, predictions, weight = (*batch, None)[:3]
             for metric in self._model.metrics:
                 if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
                     metric.update_state(labels, predictions, weight)

@@ -84,7 +84,7 @@ def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, in
 
     Args:
         model: of `spec`, compiled unless `mode` is "prediction".
-        batch: `(features, labels[, sample_weight])`, or features alone for "prediction".
+        batch: what the step takes: `(features, labels[, sample_weight])`, or `(features,)` for "prediction".
 
     Returns:
         In training, for a model whose step is its own or that has several optimizers: the index of the optimizer that
@@ -93,9 +93,8 @@ def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, in
     Raises:
         ModelFileError: `feed` gives something else, or the model, its loss or its metrics can't take it.
     """
-    labelled = mode != "prediction"
     _check_structure(spec, batch, mode)
-    features = batch[0] if labelled and isinstance(batch, tuple) else batch
+    features = keras.utils.unpack_x_y_sample_weight(batch)[0] if isinstance(batch, tuple) else batch
     inputs = _count_inputs(model)
     if inputs and isinstance(features, tuple) and len(features) > inputs:
         # Keras would take the first and pass over the others.
@@ -113,7 +112,7 @@ def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, in
             elif mode == "evaluation":
                 _run_unchanged(model, model.test_step, batch)
             else:
-                _run_unchanged(model, model.predict_step, (batch,))
+                _run_unchanged(model, model.predict_step, batch)
     except ModelFileError as error:
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
@@ -201,12 +200,14 @@ def _count_inputs(model: keras.Model) -> int:
 
 def _shown(batch: Any, mode: str) -> str:
     parts: dict[str, Any] = {"features": batch}
-    if mode != "prediction" and isinstance(batch, tuple):
+    if isinstance(batch, tuple):
         parts = dict(zip(("features", "labels", "sample_weight"), batch, strict=False))
     shown = "; ".join(f"{name} {tf.nest.map_structure(_shape, part)}" for name, part in parts.items())
     hint = ""
-    if mode == "prediction" and isinstance(batch, tuple):
-        hint = " In prediction, `feed` must return features alone, without labels."
+    if mode == "prediction" and isinstance(batch, tuple) and len(batch) == 1:
+        hint = " A step gets them as `(features,)`: there are no labels in prediction."
+        if isinstance(batch[0], tuple):
+            hint = " In prediction, `feed` must return features alone, without labels."
     return f"\nThe batch ({mode}): {shown}.{hint}"
 
 

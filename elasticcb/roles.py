@@ -23,6 +23,7 @@ from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.local import LocalCluster, follow_parent, visible_gpus
 from elasticcb.cluster.ray import RayCluster
 from elasticcb.errors import (
+    CallbackError,
     ConnectionLostError,
     DataError,
     ElasticCBError,
@@ -410,7 +411,7 @@ class _Farewell:
             # Where the call was made says nothing about why nobody answers it.
             logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
         try:
-            fatal = isinstance(error, (ModelFileError, DataError))
+            fatal = isinstance(error, (ModelFileError, DataError, CallbackError))
             self._client.leave(*self._place, text, trace, fatal, asked)
         except ElasticCBError:
             logger.debug("The master is gone already")

@@ -252,7 +252,8 @@ class JobSettings:
     cluster: ClusterSettings = ClusterSettings()
     embedding: EmbeddingSettings = EmbeddingSettings()
     callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
-    output: str = ""  # folder of the exported SavedModel; "": no export
+    output: str = ""  # folder of the exported SavedModel, or file of the predictions; "": none
+    output_format: str = ""  # of the predictions, one of prediction_formats.FORMATS
     log_level: str = "INFO"
 
     def to_json(self) -> str:

@@ -55,6 +55,7 @@ class Summary:
     records_per_epoch: tuple[int, ...] = ()  # training records of each epoch, every record counted once
     records_evaluated: int = 0  # in the last evaluation round, each exactly once
     records_predicted: int = 0  # each counted once
+    records_predicted_more_than_once: int = 0  # at most so many, after workers were lost
     records_trained_more_than_once: int = 0  # at most so many, after crashes
     tasks_retried: int = 0
     gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)
@@ -75,6 +76,7 @@ class Summary:
     seconds_to_first_step: float | None = None  # from the start of the command
     saved_model_path: str = ""  # "": nothing was exported
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them
+    predictions_path: str = ""  # "": they went to callbacks alone
     checkpoint_path: str = ""  # newest one; "": none was written
     checkpoints_failed: int = 0  # that could not be written; training went on
     job_directory: str = ""

@@ -8,7 +8,14 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.metric_messages import from_metric_states, to_metric_states, unflatten_outputs
+from elasticcb.metric_messages import (
+    flatten_outputs,
+    from_metric_states,
+    from_outputs,
+    to_metric_states,
+    to_outputs,
+    unflatten_outputs,
+)
 from elasticcb.metrics import ModelMetrics, Transport
 
 generator = np.random.default_rng(0)
@@ -109,18 +116,15 @@ def test_merged_tasks_equal_one_process_over_all_records():
         batch = (X[task], Y[task], WEIGHT[task])
         model.test_step(batch)
         states = {name: [np.array(v) for v in values] for name, values in metrics.state_tensors().items()}
-        messages = to_metric_states(states, [(Y[task], model.predict_on_batch(X[task]), WEIGHT[task])])
-        states, arrays = from_metric_states(messages)
-        of_tasks.append(states)
-        outputs.append(arrays)
+        of_tasks.append(from_metric_states(to_metric_states(states)))
+        outputs.append((Y[task], model.predict_on_batch(X[task]), WEIGHT[task]))
 
     whole_model, whole = all_metrics()
     whole_model.test_step((X, Y, WEIGHT))
     expected = whole.results()
 
     merged = {name: metrics.merge_states(name, [task[name] for task in of_tasks]) for name in of_tasks[0]}
-    joined = {path: np.concatenate([task[path] for task in outputs]) for path in outputs[0]}
-    metrics.load(merged, unflatten_outputs(joined))
+    metrics.load(merged, outputs)
     assert metrics.results() == pytest.approx(expected, rel=1e-6)
     assert metrics.results({"accuracy", "auc"}) == pytest.approx({k: expected[k] for k in ("accuracy", "auc")})
 
@@ -165,15 +169,22 @@ def test_metric_that_cannot_be_copied_to_be_merged_is_told():
         metrics.merge_states("more", [[np.zeros(())], [np.ones(())]])
 
 
-@pytest.mark.parametrize("structure", [Y, (Y, WEIGHT), ({"a": Y, "b.c": X}, {"a": WEIGHT})])
-def test_outputs_keep_their_structure_on_the_way(structure):
-    messages = to_metric_states({}, [structure, structure])
-    _, outputs = from_metric_states(messages)
-    twice = tf.nest.map_structure(lambda array: np.concatenate([array, array]), structure)
-    arrived = unflatten_outputs(outputs)
-    tf.nest.assert_same_structure(twice, arrived)
-    for sent, received in zip(tf.nest.flatten(twice), tf.nest.flatten(arrived), strict=True):
-        np.testing.assert_array_equal(sent, received)
+RAGGED = tf.ragged.constant([[[1.0], [2.0, 3.0]], [], [[4.0]]])
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [Y, (Y, WEIGHT), ({"a": Y, "b.c": X}, {"a": WEIGHT}), (Y, None), RAGGED, {"a": RAGGED, "b": tf.sparse.eye(3)}],
+)
+def test_outputs_keep_their_structure_and_their_batches_on_the_way(structure):
+    batches = from_outputs(to_outputs([flatten_outputs(structure), flatten_outputs(structure)]))
+    assert len(batches) == 2
+    for arrived in map(unflatten_outputs, batches):
+        tf.nest.assert_same_structure(structure, arrived, expand_composites=True)
+        flat = [tf.nest.flatten(each, expand_composites=True) for each in (structure, arrived)]
+        for sent, received in zip(*flat, strict=True):
+            if sent is not None:
+                np.testing.assert_array_equal(sent, received)
 
 
 def test_training_logs_leave_out_what_can_neither_be_added_up_nor_merged(caplog):

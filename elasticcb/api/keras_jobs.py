@@ -25,6 +25,7 @@ from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.master.job import Job
 from elasticcb.master.master import Master
 from elasticcb.master.model_host import ModelHost
+from elasticcb.metric_messages import Outputs
 from elasticcb.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.status import JobStatus, Summary
@@ -87,8 +88,8 @@ class KerasJobs:
         callbacks: list[keras.callbacks.Callback],
         params: dict[str, Any],
         **training: Any,
-    ) -> tuple[Summary, dict[int, dict[str, Any]]]:
-        """Runs a job; gives its summary, and what was predicted by the first batch of each task.
+    ) -> tuple[Summary, dict[int, list[Outputs]]]:
+        """Runs a job; gives its summary, and by the first batch of each task what was predicted, by batch.
 
         Args:
             params: more of `callback.params`.

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from elasticcb.data.batches import BatchSource
+from elasticcb.metric_messages import Outputs, unflatten_outputs
 
 
-def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Mapping[str, np.ndarray]]) -> Any:
-    """The outputs of all tasks as one, in the structure of the model's outputs.
+def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Sequence[Outputs]]) -> Any:
+    """The outputs of all batches as one, in the structure of the model's outputs.
 
     Args:
-        parts: by the first batch of a task, its outputs by their path in that structure.
+        parts: by the first batch of a task, its outputs by batch.
     """
-    ordered = [parts[start] for start in sorted(parts)]
-    arrays = [np.concatenate([part[path] for part in ordered]) for path in ordered[0]]
-    first = keras.utils.unpack_x_y_sample_weight(next(iter(source.batches(0, 0, 1))))[0]
+    batches = [keras.tree.flatten(unflatten_outputs(batch)) for start in sorted(parts) for batch in parts[start]]
+    wholes = [_joined(leaves) for leaves in zip(*batches, strict=True)]
     # Keras takes arrays or tensors, not both.
     first = tf.nest.map_structure(
-        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, first
+        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
+        next(iter(source.batches(0, 0, 1))),
     )
-    return keras.tree.pack_sequence_as(model.predict_step((first,)), arrays)
+    return keras.tree.pack_sequence_as(model.predict_step(first), wholes)
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    """One output over all batches, as `keras.Model.predict` joins them."""
+    if all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) and len({x.shape[1:] for x in leaves}) == 1:
+        return np.concatenate(leaves)  # as Keras, without copies
+    tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))

@@ -5,7 +5,7 @@ This module imports neither Keras nor TensorFlow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -104,7 +104,7 @@ _ROWS = (
     Hook(
         "on_predict_end",
         (Place.MASTER, Place.WORKER),
-        "master: every record is predicted; worker: after its last prediction task",
+        "master: every record is predicted; worker: after its last prediction task, or before it leaves",
         "",
         "`{}`",
     ),
@@ -255,6 +255,20 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
 def hooks_at(callback: Any, process: Place, overridden: Collection[str]) -> frozenset[str]:
     """Which of the `overridden` hooks of `callback` run in a process of that kind, MASTER or WORKER."""
     return frozenset(name for name in overridden if process in _processes(callback, name, overridden))
+
+
+def takes_predictions(callbacks: Iterable[Any]) -> bool:
+    """Whether any of `callbacks` is given what a worker predicts."""
+    return any("on_predict_batch_end" in _on_worker(callback) for callback in callbacks)
+
+
+def holds_predictions(callbacks: Iterable[Any]) -> bool:
+    """Whether any of `callbacks` may keep what a worker predicts until `on_predict_end`."""
+    return any({"on_predict_batch_end", "on_predict_end"} <= _on_worker(callback) for callback in callbacks)
+
+
+def _on_worker(callback: Any) -> frozenset[str]:
+    return hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys())
 
 
 def needs_optimizer_state(callback: Any, hook: str) -> bool:

@@ -17,8 +17,9 @@ class PredictionOutputsProcessor(keras.callbacks.Callback):
     """Calls a function with the outputs of each prediction batch, on the worker that ran the batch.
 
     Give a function, or derive a class and override `process`. Workers run at the same time: whatever the
-    function writes to must be the worker's own, which `worker_id` is for. A prediction task that is handed
-    out again, because its worker died, is predicted again.
+    function writes to must be the worker's own, which `worker_id` is for. What a task that is handed out again,
+    because its worker died, had predicted is predicted again. A function that keeps results in memory loses them with
+    its worker: derive a class that has an `on_predict_end` as well (docs/callbacks.md).
 
     Args:
         process_fn: `process_fn(predictions, worker_id)` or `process_fn(predictions)`. `predictions` has the

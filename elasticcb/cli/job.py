@@ -16,6 +16,7 @@ from elasticcb.cli.launcher import keep_master
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import options_of
 from elasticcb.cli.pod_master import keep_in_pod
+from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.submit import is_to_be_submitted, submit
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.fork_server import can_fork
@@ -154,6 +155,8 @@ def build_settings(command: Command, given: Given) -> JobSettings:
         value = given[option.name]
         if option.name not in given or value is None:
             continue  # the settings' own default
+        if option.name == "output" and command is Command.PREDICT and not names_predictions(given):
+            continue
         if option.kind in (Kind.FOLDER, Kind.FILE):
             value = given.folder(option.name)
         elif option.kind is Kind.DATA:
@@ -177,6 +180,8 @@ def build_settings(command: Command, given: Given) -> JobSettings:
     if "autoscale" in given:
         sections["cluster"].setdefault("num_workers", sections["cluster"]["autoscale"].least)
     job = sections.pop("", {})
+    if "output" in job and command is Command.PREDICT:
+        job["output_format"] = prediction_format(given)
     job.setdefault("name", _default_name(given["model_def"]))
     if "directory" not in job:
         job["directory"] = str(new_folder(given.working_directory / JOBS, command, job["name"]))

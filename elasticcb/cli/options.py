@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from elasticcb.cli.kubernetes_options import KUBERNETES, KUBERNETES_OPTIONS
 from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
+from elasticcb.prediction_formats import FORMATS
 from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite, WhenFull, WireDtype
 
 MODEL = "Model file"
@@ -423,9 +424,20 @@ OPTIONS: tuple[Option, ...] = (
         field="output",
         panel=CHECKPOINTS,
         kind=Kind.FOLDER,
-        help="Folder of the exported SavedModel; without it nothing is exported. An earlier SavedModel there "
-        "is replaced.",
-        commands=TRAIN,
+        value="PATH",
+        help="`train`: folder of the exported SavedModel; without it nothing is exported. An earlier SavedModel there "
+        "is replaced. `predict`: file of the predictions, a new one.",
+        commands=TRAIN | PREDICT,
+    ),
+    Option(
+        name="output_format",
+        field="output_format",
+        panel=CHECKPOINTS,
+        kind=Kind.CHOICE,
+        choices=FORMATS,
+        default_text="by the ending of --output",
+        help="Format of the predictions: CSV, JSON lines, Parquet (needs pyarrow) or NumPy.",
+        commands=PREDICT,
     ),
     # ---------------------------------------------------------------- cluster
     Option(

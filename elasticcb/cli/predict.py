@@ -17,13 +17,16 @@ from elasticcb.settings import Command
 def predict(context: click.Context, /, **values: Any) -> None:
     """Predict with a trained model, from a checkpoint.
 
-    The predictions go to the callbacks of the model file, such as
+    The predictions go to the file of --output, with the record's number in
+    each row, and to the callbacks of the model file, such as
     elasticcb.callbacks.PredictionOutputsProcessor.
 
     \b
     Examples:
-      elasticcb predict --config job.yaml --checkpoint_dir_for_init=checkpoints
+      elasticcb predict --config job.yaml --checkpoint_dir_for_init=checkpoints \\
+          --output=predictions.csv
       elasticcb predict --model_zoo=model_zoo --model_def=mnist.custom_model \\
-          --prediction_data="data/new/*.csv" --checkpoint_dir_for_init=checkpoints
+          --prediction_data="data/new/*.csv" --checkpoint_dir_for_init=checkpoints \\
+          --output=predictions.parquet
     """
     run_job(Command.PREDICT, given_values(context), context.obj)

@@ -49,6 +49,8 @@ def summary_lines(summary: Summary) -> list[str]:
         lines += [f"  {name:<{width}}{format_metric(value)}" for name, value in summary.metrics.items()]
     if summary.saved_model_path:
         lines += ["", *_saved_model(summary)]
+    if summary.predictions_path:
+        lines += ["", f"Predictions, one row per record in the order of the data: {summary.predictions_path}"]
     if summary.checkpoint_path:
         lines += ["", f"Newest checkpoint: {summary.checkpoint_path}"]
     if summary.job_directory:
@@ -67,6 +69,9 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "records evaluated, once each", format_count(summary.records_evaluated)
     if summary.command is Command.PREDICT:
         yield "records predicted", format_count(summary.records_predicted)
+        again = summary.records_predicted_more_than_once
+        if again:
+            yield "records predicted more than once", f"at most {format_count(again)}"
     yield "tasks tried again", format_count(summary.tasks_retried)
     if summary.command is Command.TRAIN:
         yield "gradients rejected as too old", format_count(summary.gradients_rejected)

@@ -16,6 +16,7 @@ from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.cli.origins import resolve_origin
+from elasticcb.cli.prediction_output import check_prediction_file, check_prediction_output, names_predictions
 from elasticcb.cli.replicas import check_replicas
 from elasticcb.cluster.ray import check_ray
 from elasticcb.errors import UsageError
@@ -259,6 +260,8 @@ def _check_folders(command: Command, given: Given) -> Iterator[str]:
         ("job_dir", ""),
         ("checkpoint_dir_for_init", ""),
     ):
+        if name == "output" and command is not Command.TRAIN:
+            continue
         if name in _MAY_BE_REMOTE and is_url(given[name] or ""):
             problem = problem_of(given[name])
             if problem:
@@ -376,6 +379,12 @@ def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iter
         yield model.complaint(name, given.flag("model_def", with_value=True))
     if command is Command.TRAIN:
         yield from _check_trainable(given, model)
+    takers = (given["callbacks"], "PredictionOutputsProcessor")
+    if command is Command.PREDICT and not names_predictions(given) and not any(map(model.may_define, takers)):
+        yield (
+            f"Nothing would take the predictions: {model.path} has no `{given['callbacks']}`, and --output is missing. "
+            "Add --output=FILE, such as --output=predictions.csv, or define callbacks in the model file."
+        )
     # A default name may be missing (a compiled model needs no `loss`); one that was asked for may not.
     for option in OPTIONS:
         if option.kind is Kind.NAME and option.name in given and given[option.name]:
@@ -407,10 +416,12 @@ _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_limits,
     _check_names,
     _check_contradictions,
+    check_prediction_output,
     check_kubernetes,
 )
 _FILE_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_folders,
+    check_prediction_file,
     _check_tls,
     _check_ray,
     _check_initial,

@@ -19,6 +19,7 @@ class Accounting:
     records_evaluated: int = 0  # over all rounds
     records_predicted: int = 0
     records_handed_out_again: int = 0  # TRAINING; so many at most were trained more than once
+    records_predicted_again: int = 0  # so many at most were predicted more than once
     batches_handed_out: int = 0  # TRAINING; a range that is handed out again counts once
     tasks_retried: int = 0  # times that a task went back because its worker reported a failure
     tasks_taken_over: int = 0  # times that a task went back because its worker was lost, hung, or was asked to end
@@ -34,6 +35,13 @@ class Accounting:
             self.records_evaluated += records
         elif task.type is TaskType.PREDICTION:
             self.records_predicted += records
+
+    def count_again(self, task: Task) -> None:
+        """The task is handed out again, and its records may have been done before."""
+        if task.type is TaskType.PREDICTION:
+            self.records_predicted_again += task.shard.records
+        else:
+            self.records_handed_out_again += task.shard.records
 
     def count_dropped(self, epoch: int, records: int) -> None:
         if records:

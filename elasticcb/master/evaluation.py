@@ -14,6 +14,7 @@ from elasticcb.errors import UsageError, WireError
 
 Array = npt.NDArray[Any]
 States = dict[str, list[Array]]  # by metric: one array per metric variable
+Outputs = Mapping[str, Array]  # labels, predictions and weights of a batch, by their paths
 Merge = Callable[[str, list[list[Array]]], list[Array]]  # (metric, states of each task) -> states
 
 
@@ -56,13 +57,12 @@ class Collected:
 class Merged:
     """The metrics of a whole round.
 
-    `states` holds the metric variables, in the shapes and dtypes in which they came. `outputs` holds for
-    each metric without mergeable state what its tasks sent (labels, predictions, weights), each joined
-    along axis 0 in the order of task ids.
+    `states` holds the metric variables, in the shapes and dtypes in which they came. `batches` holds what tasks sent
+    for metrics without mergeable state, batch by batch in the order of task ids.
     """
 
     states: States
-    outputs: States
+    batches: list[Outputs]
     tasks: int
 
 
@@ -97,7 +97,7 @@ class EvaluationRounds:
         self._tasks: set[int] = set()
         self._sums: dict[str, _Sums] = {}
         self._states: dict[str, dict[int, list[Array]]] = {}
-        self._outputs: dict[str, dict[int, list[Array]]] = {}
+        self._outputs: dict[int, Sequence[Outputs]] = {}  # by task
 
     @property
     def running(self) -> Round | None:
@@ -154,31 +154,30 @@ class EvaluationRounds:
         round_id: int,
         task_id: int,
         states: Mapping[str, Sequence[Array]],
-        outputs: Mapping[str, Sequence[Array]] | None = None,
+        batches: Sequence[Outputs] = (),
     ) -> Collected:
         """Takes what one task of the running round brought; a second time for the same task is refused.
 
         Args:
             states: by metric, the arrays of `metric.variables` over the task's records.
-            outputs: by metric without a mergeable state, arrays with the task's records on axis 0.
+            batches: what metrics without a mergeable state are updated with, for each batch of the task.
 
-        Raises `WireError` when metrics or shapes differ from those of the round's other tasks; nothing
-        is taken then.
+        Raises `WireError` when metrics, shapes of states or paths of outputs differ from those of the round's other
+        tasks; nothing is taken then.
         """
-        outputs = outputs or {}
         if self._running is None or round_id != self._running.id:
             return Collected(False, f"round {round_id} is not running")
         if task_id in self._tasks:
             return Collected(False, f"task {task_id} was counted in round {round_id} before")
-        self._check(task_id, states, outputs)
+        self._check(task_id, states, batches)
         self._tasks.add(task_id)
         for name, arrays in states.items():
             if self._merge is None:
                 self._sums.setdefault(name, _Sums()).add(arrays)
             else:
                 self._states.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
-        for name, arrays in outputs.items():
-            self._outputs.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
+        if batches:
+            self._outputs[task_id] = batches
         return Collected(True, f"task {task_id} is counted in round {round_id}")
 
     def merged(self) -> Merged:
@@ -190,11 +189,8 @@ class EvaluationRounds:
                 name: list(self._merge(name, [by_task[task] for task in sorted(by_task)]))
                 for name, by_task in self._states.items()
             }
-        outputs = {
-            name: [np.concatenate(pieces) for pieces in zip(*(by_task[task] for task in sorted(by_task)), strict=True)]
-            for name, by_task in self._outputs.items()
-        }
-        return Merged(states, outputs, len(self._tasks))
+        batches = [batch for task in sorted(self._outputs) for batch in self._outputs[task]]
+        return Merged(states, batches, len(self._tasks))
 
     def finish(self, version: int) -> RoundDecision:
         """Ends the running round; the answer holds the next one if one became due meanwhile.
@@ -220,17 +216,16 @@ class EvaluationRounds:
         self._pending = self._pending_epoch = None
         return RoundDecision(self._running, f"{reason.value}, version {version}")
 
-    def _check(
-        self, task_id: int, states: Mapping[str, Sequence[Array]], outputs: Mapping[str, Sequence[Array]]
-    ) -> None:
-        known = ({*self._sums, *self._states}, {*self._outputs})
+    def _check(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> None:
+        known = {*self._sums, *self._states}
         # A task whose records `feed` drops has states, of no records, but no outputs.
-        same_outputs = not outputs or not known[1] or known[1] == {*outputs}
-        if self._tasks and (known[0] != {*states} or not same_outputs):
+        paths = next(({*batch} for batch in batches), set())
+        others = next(({*task[0]} for task in self._outputs.values()), paths)
+        if self._tasks and (known != {*states} or (paths and paths != others)):
             raise WireError(
-                f"Evaluation task {task_id} brought states of {sorted(states)} and outputs of "
-                f"{sorted(outputs)}; the other tasks of its round brought {sorted(known[0])} and "
-                f"{sorted(known[1])}. The model file must give the same metrics in every process."
+                f"Evaluation task {task_id} brought states of {sorted(states)} and outputs at {sorted(paths)}; the "
+                f"other tasks of its round brought {sorted(known)} and {sorted(others)}. The model file must give the "
+                "same metrics in every process."
             )
         for name, arrays in states.items():
             expected = self._sums[name].shapes if name in self._sums else None
@@ -243,17 +238,6 @@ class EvaluationRounds:
                     f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; "
                     f"the other tasks of its round brought {expected}. The metric must have the same "
                     "variables in every process."
-                )
-        for name, arrays in outputs.items():
-            if name not in self._outputs:
-                continue
-            first = next(iter(self._outputs[name].values()))
-            shapes = [np.shape(array) for array in arrays]
-            if [shape[1:] for shape in shapes] != [array.shape[1:] for array in first]:
-                raise WireError(
-                    f"Evaluation task {task_id} brought outputs of the shapes {shapes} "
-                    f"for metric {name!r}; the other tasks of its round brought "
-                    f"{[array.shape for array in first]}. All but axis 0 must agree."
                 )
 
 

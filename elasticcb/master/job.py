@@ -186,6 +186,9 @@ class Job:
             self._servers.close()
         with self._master.changed:
             self._master.journal = None  # workers may still report
+            output, self._master.prediction_output = self._master.prediction_output, None
+        if output is not None:
+            output.remove()
         if self._journal is not None:
             self._journal.close()
 
@@ -242,6 +245,7 @@ class Job:
             hold_epochs=self._holds_epochs,
             initial_epoch=self._initial_epoch,
             open_ended=self._host.open_ended,
+            hold_predictions=self._host.holds_predictions,
         )
         self._report.evaluated_before = self._queue.accounting.records_evaluated
         master = self._master
@@ -257,6 +261,8 @@ class Job:
                 first_id=1 if self._memory is None else self._memory.evaluation_round + 1,
             )
             master.queue = self._queue
+            if self._settings.command is Command.PREDICT and self._settings.output:
+                master.prediction_output = self._host.prediction_output(self._settings)
             if self._memory is not None and self._takeover is None:
                 master.resume(self._memory)
             self._begin_journal()
@@ -578,6 +584,11 @@ class Job:
             elif milestone.kind is MilestoneKind.PREDICTION_DONE:
                 self._end_batches(Pass.PREDICTION, 0)
                 self._hooks.call("on_predict_end", {})
+                if self._master.prediction_output is not None:
+                    self._report.phase = "writing"
+                    self._report.show()
+                    self._master.prediction_output.finish()
+                    self._report.predictions_path = self._settings.output
                 self._finish()
             elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
                 self._hooks.call("on_train_end", self._last_epoch_logs, after_export=True)
@@ -689,7 +700,6 @@ class Job:
         rounds = self._master.rounds
         finished = rounds.running
         assert finished is not None
-        self._host.output_paths = self._master.output_paths
         logs = self._host.round_logs(rounds.merged(), finished.version)
         self._report.metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in self._report.metrics.items())

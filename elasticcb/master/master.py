@@ -8,12 +8,14 @@ callbacks) happens in the thread that calls `run`, which wakes up when the queue
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from elasticcb.master.cluster_state import Cluster, Recoveries, ServerPlace, Tot
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.journal import Journal, Memory, states_entry
 from elasticcb.master.metrics_server import MetricsServer
+from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.server_scaling import ServerScaling
@@ -41,6 +44,7 @@ from elasticcb.master.task import Task, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.measures import Stats
+from elasticcb.metric_messages import Outputs
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.rpc import Server
 from elasticcb.settings import MOST_WORKERS, ClusterSettings, Command, JobSettings
@@ -123,8 +127,8 @@ class Master:
         self.merging_units: frozenset[str] = frozenset()  # of these, the states of each task
         self.calls: dict[int, bytes] = {}  # FUNCTION: by number, what to call, while it is not done
         self.results: dict[int, bytes] = {}  # FUNCTION: by number, what came of it, until that is taken
-        self.predictions: dict[int, dict[str, Any]] = {}  # by first unit of a task: arrays by path
-        self.output_paths: tuple[str, ...] = ()  # of the outputs that evaluation tasks send
+        self.prediction_output: PredictionOutput | None = None  # takes them in place of the next
+        self.predictions: dict[int, list[Outputs]] = {}  # by first unit of a task: outputs by batch
         self.error: Exception | None = None  # found while answering a call; ends the job
         self.over = False  # there are no more tasks in this job
         self.journal: Journal | None = None  # of a job that can be resumed
@@ -342,8 +346,8 @@ class Master:
             for states in tasks:
                 self._add_epoch_states(epoch, states)
 
-    def take_predictions(self) -> dict[int, dict[str, Any]]:
-        """What the job predicted, by first unit of a task: arrays by path. They may be large, and are not kept."""
+    def take_predictions(self) -> dict[int, list[Outputs]]:
+        """What the job predicted, by first unit of a task: outputs by batch. They may be large, and are not kept."""
         with self.changed:
             taken, self.predictions = self.predictions, {}
             return taken
@@ -381,6 +385,8 @@ class Master:
         with self.changed:
             if id:
                 self._seen(id)
+                if self.queue is not None and self.roster.job_of(id) == self._jobs:
+                    self.queue.results_kept(id)
                 self.roster.idle(id)
                 self.changed.notify_all()
             serves = self.roster.is_up(id, Role.PS)
@@ -545,14 +551,13 @@ class Master:
         lease: int,
         version: int,
         states: dict[str, list[Any]],
-        outputs: dict[str, Any],
+        outputs: list[Outputs],
         gradients_rejected: int,
         batches_skipped: int,
         ended_after: int | None = None,
-        predictions: dict[str, Any] | None = None,
         result: bytes = b"",
     ) -> Outcome:
-        with self.changed:
+        with self._staged(outputs) as staged, self.changed:  # it may be large, so before the lock
             self._seen(worker)
             if self.queue is None or self.roster.job_of(worker) != self._jobs:
                 return Outcome(False, _LATE)
@@ -566,8 +571,8 @@ class Master:
                     self._add_epoch_states(task.epoch, states)
                 elif task.type is TaskType.EVALUATION:
                     self._collect(task.evaluation_round, task.id, states, outputs)
-                elif task.type is TaskType.PREDICTION and predictions:
-                    self.predictions[task.shard.start] = predictions
+                elif task.type is TaskType.PREDICTION:
+                    self._keep_predictions(task, outputs, staged)
                 elif task.type is TaskType.FUNCTION:
                     self.results[task.function] = result
                     del self.calls[task.function]
@@ -710,14 +715,34 @@ class Master:
                 for i, value in enumerate(values)
             ]
 
-    def _collect(self, round_id: int, task_id: int, states: dict[str, Any], outputs: dict[str, Any]) -> None:
-        if outputs:
-            self.output_paths = tuple(outputs)
+    def _collect(self, round_id: int, task_id: int, states: dict[str, Any], outputs: list[Outputs]) -> None:
         try:
-            by_unit = {"": list(outputs.values())} if outputs else None
-            self.rounds.collect(round_id, task_id, states, by_unit)
+            self.rounds.collect(round_id, task_id, states, outputs)
         except ElasticCBError as error:
             self.error = error  # a task that is done but not counted: the round can't be right any more
+
+    @contextlib.contextmanager
+    def _staged(self, outputs: list[Outputs]) -> Iterator[Path | None]:
+        """A part of `--output`, which counts when it is committed."""
+        output = self.prediction_output
+        if output is None or not outputs:
+            yield None
+            return
+        path = output.stage(outputs)
+        try:
+            yield path
+        finally:
+            output.discard(path)
+
+    def _keep_predictions(self, task: Task, outputs: list[Outputs], staged: Path | None) -> None:
+        if self.prediction_output is None:
+            if outputs:
+                self.predictions[task.shard.start] = outputs
+        elif staged is not None:
+            try:
+                self.prediction_output.commit(staged, task.shard, outputs)
+            except ElasticCBError as error:
+                self.error = error  # without this part the file can't be complete
 
     def _ps_lost(self, index: int) -> None:
         self.lost_ps.setdefault(index, time.monotonic())

@@ -5,29 +5,33 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.placement import Place
+from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint import find_latest, read_manifest
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
-from elasticcb.errors import CallbackError
-from elasticcb.feed import Sources, open_pipeline
+from elasticcb.errors import CallbackError, ModelFileError
+from elasticcb.feed import Pipeline, Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
-from elasticcb.metric_messages import unflatten_outputs
+from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.metrics import ModelMetrics
 from elasticcb.model_spec import ModelSpec
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_capture import OptimizerCapture
 from elasticcb.optimizer_state import ModelState, OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizer_traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
+from elasticcb.prediction_columns import columns_of, names_of_outputs
+from elasticcb.prediction_files import check
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import SavedModelInput
 from elasticcb.table_spec import TableSpec
@@ -51,7 +55,9 @@ class ModelHost:
     def __init__(self, settings: JobSettings, spec: Any = None) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains = settings.command is Command.TRAIN
-        self.collects_predictions = settings.command is Command.PREDICT and spec is not None
+        predicts = settings.command is Command.PREDICT
+        self.collects_predictions = predicts and (spec is not None or bool(settings.output))
+        self.holds_predictions = False  # in callbacks on workers, until they end
         self.model: keras.Model = self.spec.build_model()
         if settings.command is Command.TRAIN:
             self.spec.require_trainable(self.model)
@@ -83,6 +89,41 @@ class ModelHost:
             callback_params(settings, steps=self._batches(settings)),
             self.model,
             on_error=settings.training.callback_errors,
+        )
+        if settings.command is Command.PREDICT:
+            callbacks = self.callbacks.callbacks
+            self.holds_predictions = holds_predictions(callbacks)
+            if not self.collects_predictions and not takes_predictions(callbacks):
+                raise ModelFileError(
+                    f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
+                    f"{self.spec.path} returns has an on_predict_batch_end. Add --output=FILE, such as "
+                    "--output=predictions.csv, or a callback such as elasticcb.callbacks.PredictionOutputsProcessor."
+                )
+
+        if settings.command is Command.PREDICT and settings.output:
+            self._check_output(settings, pipeline)
+
+    def _check_output(self, settings: JobSettings, pipeline: Pipeline) -> None:
+        """Raises `ModelFileError` when there is no row per record to write."""
+        if not pipeline.keeps_order:
+            raise ModelFileError(
+                f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "
+                "nobody can tell which record a row of --output belongs to. Give one example per record, in their "
+                "order, when `mode` is Mode.PREDICTION; or take the predictions in a callback."
+            )
+        for column in columns_of(
+            flatten_outputs(self.model.predict_step(pipeline.first_batch())), names_of_outputs(self.model)
+        ):
+            check(column, settings.output_format)
+
+    def prediction_output(self, settings: JobSettings) -> PredictionOutput:
+        """Takes what workers predict, for --output."""
+        return PredictionOutput(
+            Path(settings.output),
+            settings.output_format,
+            Path(settings.directory),
+            self.sources["prediction"],
+            names_of_outputs(self.model),
         )
 
     def _find_tables(
@@ -120,10 +161,7 @@ class ModelHost:
             finally:
                 capture.release()
         else:
-            yield self.model.test_step if mode == "evaluation" else self._predict_step
-
-    def _predict_step(self, features: Any) -> Any:
-        return self.model.predict_step((features,))
+            yield self.model.test_step if mode == "evaluation" else self.model.predict_step
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
         """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""
@@ -222,13 +260,8 @@ class ModelHost:
 
     def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
         """`logs` of `on_test_end` from the states of all tasks of a round."""
-        outputs = merged.outputs.get("")
-        paths = self.output_paths
-        structure = unflatten_outputs(dict(zip(paths, outputs, strict=True))) if outputs else None
-        self.metrics.load(merged.states, structure)
+        self.metrics.load(merged.states, map(unflatten_outputs, merged.batches))
         return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
-
-    output_paths: tuple[str, ...] = ()  # of the arrays in `Merged.outputs`, as workers name them
 
     def warn_of_missing_data(self) -> None:
         """Says as Keras does that training data ended too early."""

@@ -11,6 +11,7 @@ from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
+from elasticcb.master.held_results import HeldResults
 from elasticcb.master.leases import Leases
 from elasticcb.master.shards import ShardLayout
 from elasticcb.master.supplies import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
@@ -42,6 +43,7 @@ class QueueSettings:
     max_losses: int
     initial_epoch: int = 0
     open_ended: bool = False
+    hold_predictions: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -93,6 +95,7 @@ class QueueState:
         }
         self.todo = Todo(self._supplies)
         self.doing = Leases(settings.lease_seconds)
+        self.held = HeldResults()
         self.closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
         self.failure: Failure | None = None
         self.finishing = False  # nothing will be added any more
@@ -105,6 +108,10 @@ class QueueState:
 
     def count_done(self, task: Task) -> None:
         self.closed[task.type][TaskState.DONE] += 1
+        self.close(task)
+
+    def close(self, task: Task) -> None:
+        """Nothing that comes will undo that the task is done."""
         self.milestones += self._supplies[task.type].close(task)
 
     def counts(self) -> dict[TaskType, dict[TaskState, int]]:

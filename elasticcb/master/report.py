@@ -37,6 +37,7 @@ class Report:
         phase: what the job does now, in one or two words.
         metrics: of the last evaluation round, by name.
         evaluated_before: records that were evaluated before that round.
+        predictions_path: the file of the predictions; "" if none was written.
         checkpoint_path: the newest one; "" if none was written.
         saved_model_inputs: of the exported model's signature.
     """
@@ -55,6 +56,7 @@ class Report:
         self.metrics: dict[str, Any] = {}
         self.evaluated_before = 0
         self.checkpoint_path = ""
+        self.predictions_path = ""
         self.saved_model_inputs: tuple[SavedModelInput, ...] = ()
 
     def show(self) -> None:
@@ -144,6 +146,7 @@ class Report:
             records_per_epoch=tuple(count for _, count in sorted(accounting.records_trained.items())),
             records_evaluated=accounting.records_evaluated - self.evaluated_before,
             records_predicted=accounting.records_predicted,
+            records_predicted_more_than_once=accounting.records_predicted_again,
             records_trained_more_than_once=accounting.records_handed_out_again,
             tasks_retried=accounting.tasks_retried,
             gradients_rejected=master.totals.gradients_rejected,
@@ -164,6 +167,7 @@ class Report:
             seconds_to_first_step=self._first_step,
             saved_model_path=exported,
             saved_model_inputs=self.saved_model_inputs if exported else (),
+            predictions_path=self.predictions_path,
             checkpoint_path=self.checkpoint_path,
             checkpoints_failed=master.totals.checkpoints_failed,
             job_directory=self._settings.directory,

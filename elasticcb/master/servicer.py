@@ -157,17 +157,15 @@ class MasterServicer(Generated):
                 request.worker_id, request.lease, request.error, request.traceback, request.fatal
             )
         else:
-            states, outputs = from_metric_states(request.metrics)
             outcome = self._master.report_done(
                 request.worker_id,
                 request.lease,
                 request.version,
-                states,
-                outputs,
+                from_metric_states(request.metrics),
+                from_outputs(request.outputs),
                 request.gradients_rejected,
                 request.batches_skipped,
                 request.records_done if request.exhausted else None,
-                from_outputs(request.predictions),
                 request.result,
             )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)

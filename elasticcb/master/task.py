@@ -59,6 +59,7 @@ class TaskEvent(str, Enum):
     WORKER_LOST = "worker lost"
     HANDED_BACK = "handed back"
     SPLIT_OFF = "split off"
+    RESULTS_LOST = "results lost"
     LEASE_OVER = "lease over"
     REPORTED_FAILED = "reported failed"
     NOTHING_LEFT = "nothing left"
@@ -83,6 +84,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
         (TaskState.DOING, TaskEvent.RETRIES_USED_UP): TaskState.FAILED,
         (TaskState.DOING, TaskEvent.LOSSES_USED_UP): TaskState.FAILED,
         (TaskState.DOING, TaskEvent.REPORTED_FATAL): TaskState.FAILED,
+        (TaskState.DONE, TaskEvent.RESULTS_LOST): TaskState.TODO,
     }
 )
 

@@ -49,6 +49,8 @@ class TaskQueue:
         initial_epoch: epochs before it are taken as done.
         open_ended: nobody knows how many records an epoch has: the number of `training` is only an upper bound,
             and an epoch ends where a worker reports that the source did.
+        hold_predictions: what a worker has predicted counts as safe only when `results_kept` says so, or when it
+            leaves in order: if it is lost before, its prediction tasks are done again.
 
     Raises `UsageError` for numbers out of range.
     """
@@ -69,6 +71,7 @@ class TaskQueue:
         max_losses: int = 10,
         initial_epoch: int = 0,
         open_ended: bool = False,
+        hold_predictions: bool = False,
     ) -> None:
         settings = QueueSettings(
             records_per_task=records_per_task,
@@ -82,6 +85,7 @@ class TaskQueue:
             max_losses=max_losses,
             initial_epoch=initial_epoch,
             open_ended=open_ended,
+            hold_predictions=hold_predictions,
         )
         self._settings = settings
         self._state = state = QueueState(training, prediction, settings)
@@ -124,9 +128,9 @@ class TaskQueue:
         record.move(TaskEvent.HANDED_OUT)
         record.for_idle = False
         lease = self._doing.grant(record, worker)
-        if record.maybe_trained:
-            record.maybe_trained = False
-            self._state.accounting.records_handed_out_again += lease.task.shard.records
+        if record.maybe_done:
+            record.maybe_done = False
+            self._state.accounting.count_again(lease.task)
         if record.attempts:
             return Decision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
         return Decision(DecisionKind.TASK, lease, "the next task")
@@ -142,6 +146,8 @@ class TaskQueue:
             return Decision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
         if self._state.finishing:
             return Decision(DecisionKind.FINISHED, None, "all tasks are done")
+        if self._state.held:
+            return Decision(DecisionKind.FINISHED, None, "all records are predicted; callbacks may end")
         return Decision(DecisionKind.WAIT, None, "all tasks are done, more may come")
 
     # ------------------------------------------------------------ a worker reports
@@ -196,7 +202,12 @@ class TaskQueue:
         self._state.accounting.count_records(task, done - counted)
         if ended_after is not None and task.type is TaskType.TRAINING:
             self._epochs.source_ended(task.epoch)
-        self._close(record, TaskEvent.REPORTED_DONE)
+        if self._settings.hold_predictions and task.type is TaskType.PREDICTION:
+            record.move(TaskEvent.REPORTED_DONE)
+            self._state.closed[task.type][TaskState.DONE] += 1
+            self._state.held.hold(worker, record)
+        else:
+            self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
 
     def report_failed(self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False) -> Outcome:
@@ -266,12 +277,30 @@ class TaskQueue:
     def worker_lost(self, worker: int) -> list[Task]:
         """Takes back the leases of a worker that is gone for good; answers what is left of its tasks."""
         self._doing.lose(worker)
-        return [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, "the worker was lost")]
+        error = "the worker was lost"
+        tasks = [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, error)]
+        for record in reversed(self._state.held.take(worker)):
+            task = record.task
+            record.attempts.append(Attempt(worker, task.shard, TaskEvent.RESULTS_LOST, error))
+            record.move(TaskEvent.RESULTS_LOST)
+            record.reported, record.maybe_done = 0, True
+            self._state.closed[task.type][TaskState.DONE] -= 1
+            self._state.accounting.count_records(task, -task.shard.records)
+            self._todo.put_back(record)
+            tasks.insert(0, task)
+        return tasks
 
     def worker_left(self, worker: int) -> list[Task]:
-        """Takes over what a worker that leaves hands back: all that it has done is reported."""
+        """Takes over what a worker that leaves hands back: all that it has done is reported, its callbacks ended."""
         self._doing.lose(worker)
-        return [task for _, task in self._take_all(worker, TaskEvent.HANDED_BACK, "the worker was asked to end")]
+        tasks = [task for _, task in self._take_all(worker, TaskEvent.HANDED_BACK, "the worker was asked to end")]
+        self.results_kept(worker)
+        return tasks
+
+    def results_kept(self, worker: int) -> None:
+        """`on_predict_end` of the callbacks has run on `worker`: they hold no results in memory any more."""
+        for record in self._state.held.take(worker):
+            self._state.close(record.task)
 
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
@@ -317,7 +346,7 @@ class TaskQueue:
             if self._state.failure is None:
                 self._state.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
         else:
-            record.maybe_trained = task.type is TaskType.TRAINING and not exact
+            record.maybe_done = task.type in RESUMABLE and not exact
             self._todo.put_back(record)
         return event
 

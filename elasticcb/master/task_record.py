@@ -100,7 +100,7 @@ class TaskRecord:
         "heard",
         "lease",
         "losses",
-        "maybe_trained",
+        "maybe_done",
         "reported",
         "state",
         "task",
@@ -114,7 +114,7 @@ class TaskRecord:
         self.heard = False  # the worker spoke of the lease, so it knows of it
         self.failures = 0
         self.losses = 0  # since there was progress
-        self.maybe_trained = False  # a worker that is gone may have done records that it did not report
+        self.maybe_done = False  # a worker that is gone may have done records that it did not report
         self.for_idle = False  # a worker that has others to do would be no quicker with it
         self.attempts: list[Attempt] = []
 
@@ -163,19 +163,19 @@ class TaskRecord:
             "epoch": self.task.epoch,
             "failures": self.failures,
             "losses": self.losses,
-            "maybe_trained": self.maybe_trained or in_hand,
+            "maybe_trained": self.maybe_done or in_hand,
             "attempts": [attempt.to_list() for attempt in self.attempts],
         }
 
     def progress_to_list(self) -> list[Any]:
         """What `resume` needs beside `to_dict` for a lease to go on, as JSON values; the task's id first."""
         shard = self.task.shard
-        return [self.task.id, shard.start, self.reported, self.heard, self.maybe_trained]
+        return [self.task.id, shard.start, self.reported, self.heard, self.maybe_done]
 
-    def resume(self, start: int, reported: int, heard: bool, maybe_trained: bool) -> None:
+    def resume(self, start: int, reported: int, heard: bool, maybe_done: bool) -> None:
         """Makes this record, which `from_dict` made, that of a task whose worker goes on with it."""
         self.task = replace(self.task, shard=replace(self.task.shard, start=start))
-        self.reported, self.heard, self.maybe_trained = reported, heard, maybe_trained
+        self.reported, self.heard, self.maybe_done = reported, heard, maybe_done
         self.move(TaskEvent.HANDED_OUT)
 
     @classmethod
@@ -184,6 +184,6 @@ class TaskRecord:
         record = cls(Task(saved["id"], TaskType(saved["type"]), Shard(*saved["shard"]), epoch=saved["epoch"]))
         record.failures = saved["failures"]
         record.losses = saved["losses"]
-        record.maybe_trained = saved["maybe_trained"]
+        record.maybe_done = saved["maybe_trained"]
         record.attempts = [Attempt.from_list(values) for values in saved["attempts"]]
         return record

@@ -93,7 +93,7 @@ class Trainer:
         steps: dict[str, Callable[[Any], Any]] = {
             "training": self._capture.train_step,
             "evaluation": model.test_step,
-            "prediction": self._predict_step,
+            "prediction": model.predict_step,
         }
         self.lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
         # Each batch has another number of rows, for which XLA would compile the step again.
@@ -104,7 +104,7 @@ class Trainer:
         steps: tuple[Callable[..., Any], ...] = (
             self._train_step,
             self._served_step(self._test_step),
-            self._served_step(self._predict_step),
+            self._served_step(self.model.predict_step),
         )
         if getattr(self.model, "run_eagerly", False):
             self._inner_step = self._model_step
@@ -194,12 +194,13 @@ class Trainer:
             wanted, rows: as in `train`.
         """
         logs, outputs = self._run("_test", batch, *_table_inputs(wanted, rows))
-        outputs = tf.nest.map_structure(lambda tensor: tensor.numpy(), outputs)
+        outputs = tf.nest.map_structure(_as_array, outputs)
         return {name: to_number(value) for name, value in logs.items()}, outputs
 
-    def predict(self, features: Any, wanted: Wanted | None = None, rows: TableRows | None = None) -> Any:
-        """The model's outputs for a batch of features, as NumPy arrays. `wanted` and `rows` as in `train`."""
-        return tf.nest.map_structure(_as_array, self._run("_predict", features, *_table_inputs(wanted, rows)))
+    def predict(self, batch: Any, wanted: Wanted | None = None, rows: TableRows | None = None) -> Any:
+        """What `predict_step` gives for a batch, which is what Keras would give it: `(features,)`, with labels behind
+        them where the data has some. Dense tensors come as NumPy arrays. `wanted` and `rows` as in `train`."""
+        return tf.nest.map_structure(_as_array, self._run("_predict", batch, *_table_inputs(wanted, rows)))
 
     def show_tables(self, read: Callable[[int], Iterable[tuple[Array, Array]]], folder: str) -> None:
         """Makes the model a native one that holds all rows of its tables; it takes no further batch.
@@ -290,9 +291,6 @@ class Trainer:
                 self.model.compute_metrics = inner
         return self.model.test_step(batch), outputs
 
-    def _predict_step(self, features: Any) -> Any:
-        return self.model.predict_step((features,))
-
     def _assign_blocks(self, blocks: Any) -> None:
         parts: dict[int, list[tuple[int, Any]]] = {}
         for server, slices in enumerate(self._partition):
@@ -370,4 +368,5 @@ def _to_numpy(structure: Any) -> Any:
 
 
 def _as_array(tensor: Any) -> Any:
-    return tensor.numpy() if hasattr(tensor, "numpy") else tensor
+    composite = isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
+    return tensor.numpy() if hasattr(tensor, "numpy") and not composite else tensor

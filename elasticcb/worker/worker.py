@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticcb.blocks import Blocks
 from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.placement import Place
+from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.eager_tensors import not_cached
 from elasticcb.errors import (
     CallbackError,
@@ -31,7 +31,7 @@ from elasticcb.feed import Pipeline, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.master_client import MasterClient, ProgressReporter, places_of
 from elasticcb.measures import STALENESS
-from elasticcb.metric_messages import States, to_metric_states, to_outputs
+from elasticcb.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
 from elasticcb.metrics import ModelMetrics, Transport
 from elasticcb.model_weights import prime, variable_specs
 from elasticcb.optimizer_traits import learning_rate_variable
@@ -50,6 +50,7 @@ from elasticcb.worker.trainer import Trainer, TrainResult
 logger = logging.getLogger(__name__)
 
 _FIRST_MODE = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
+_MOST_OUTPUTS = 2**31 - 2**26  # bytes of one task, in a message of at most 2 GiB
 # Doing the task again would end the same way.
 _FATAL = (NonFiniteError, ModelFileError)
 
@@ -93,7 +94,7 @@ class Worker:
         self._report = pb.ReportTaskRequest()
         self._states: States = {}  # metric states of the present task
         self._batch_states: dict[str, list[Any]] = {}  # of its training batches
-        self._outputs: list[Any] = []
+        self._outputs: list[Outputs] = []  # of its batches, for the master
         self._pass = (0, 0, 0)  # task type, epoch and evaluation round of the present task
         self._batches: Counter[tuple[int, int, int]] = Counter()  # that ran here, by pass
         self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
@@ -102,6 +103,7 @@ class Worker:
         self._gave_up = False  # the job fails by an error here
         self._assigned: Blocks | None = None  # what the model's variables hold
         self._pushed: deque[_Pushed] = deque()  # of the present task, not answered yet
+        self._predicts = False  # it has had a prediction task
         self._local_steps = 0
         self._first_step_told = False
         self._last_version = 0
@@ -163,6 +165,7 @@ class Worker:
         )
         self._reports_batches = cluster.batch_events
         self._reports_predictions = cluster.predictions
+        self._holds_predictions = holds_predictions(self._callbacks.callbacks)
         self._passes = PassHooks(self._metrics, self._callbacks.wants, self._call)
         self._input = TaskInput(self._client, self._pipeline, self._trainer.lookups)
         self._progress.on_leave = self._input.leave
@@ -225,16 +228,24 @@ class Worker:
             ):
                 self._put_down()
         self._passes.end()
-        if self._settings.command is Command.PREDICT:
-            self._call("on_predict_end", {})
+        self._end_predictions()
 
     def _put_down(self) -> None:
         """Tells the master all that is done; the rest of the present task goes to others."""
         logger.info("Asked to end: the rest of the present task goes back")
         self._settle_all()
+        if self._predicts:
+            self._end_predictions()
+            if self._input.holds(self._task.lease) and self._counts_progress and not self._reports_predictions:
+                self._progress.update(self._task.lease, self._units_done, self._ps.version)
         self._progress.flush()
         self._progress.send()
         raise LeaveRequestedError
+
+    def _end_predictions(self) -> None:
+        """Lets callbacks put down what they hold of this worker's predictions."""
+        if self._predicts:
+            self._call("on_predict_end", {})
 
     # ------------------------------------------------------------ the life of a task
 
@@ -262,6 +273,7 @@ class Worker:
             self._metrics.reset()
         elif event.task.type == pb.PREDICTION:
             self._show(self._ps.blocks)
+            self._predicts = True
             self._call("on_predict_begin", {})
         elif event.task.type == pb.TRAIN_END:
             # The sign that keeps the lease alive while a callback takes its time.
@@ -308,7 +320,8 @@ class Worker:
         """Counts a batch as done, and tells the master at times."""
         self._units_done += batch.units
         # Predictions of half a task die with its worker.
-        resumable = self._counts_progress and not (self._task.type == pb.PREDICTION and self._reports_predictions)
+        lost = self._task.type == pb.PREDICTION and (self._reports_predictions or self._holds_predictions)
+        resumable = self._counts_progress and not lost
         done = self._units_done if resumable else 0
         now = time.monotonic()
         compiled = self._local_steps > 1 + self._settings.training.max_staleness
@@ -377,10 +390,9 @@ class Worker:
                 name: self._metrics.merge_states(name, batches) for name, batches in self._batch_states.items()
             }
         self._report.version = self._ps.version
-        if self._task.type == pb.PREDICTION:
-            self._report.predictions.extend(to_outputs(self._outputs))
-        else:
-            self._report.metrics.extend(to_metric_states(self._states, self._outputs))
+        self._report.metrics.extend(to_metric_states(self._states))
+        _check_size(self._task, self._outputs)
+        self._report.outputs.extend(to_outputs(self._outputs))
         self._progress.flush()  # the end of an epoch comes after its batches
         answer = self._client.report_done(self._report)
         if answer.accepted:
@@ -501,7 +513,7 @@ class Worker:
         rows = self._ps.lookup(batch.ids, evaluation_round=self._task.evaluation_round) if batch.wanted else {}
         logs, outputs = self._trainer.evaluate(batch.data, batch.wanted, rows)
         if Transport.OUTPUTS in self._transports.values():
-            self._outputs.append(outputs)
+            self._outputs.append(flatten_outputs(outputs))
         self._note_event(batch, self._ps.snapshot_version)
         self._call("on_test_batch_end", index, {"size": batch.records, **logs})
 
@@ -510,7 +522,7 @@ class Worker:
         rows = self._ps.lookup(batch.ids) if batch.wanted else {}
         predictions = self._trainer.predict(batch.data, batch.wanted, rows)
         if self._reports_predictions:
-            self._outputs.append(predictions)
+            self._outputs.append(flatten_outputs(predictions))
         self._note_event(batch, self._ps.version)
         self._call("on_predict_batch_end", index, {"predictions": predictions})
 
@@ -552,6 +564,16 @@ class Worker:
             self._model.optimizer.learning_rate = not_cached(self._base_learning_rate)
             self._learning_rate_version = version
             self._rate_is_known = False
+
+
+def _check_size(task: Any, outputs: list[Outputs]) -> None:
+    size = sum(array.nbytes for batch in outputs for array in batch.values())
+    if size > _MOST_OUTPUTS:
+        raise ModelFileError(
+            f"What the model gives for {task.shard.end - task.shard.start} records or batches of one task takes "
+            f"{size / 2**30:.1f} GiB; at most {_MOST_OUTPUTS / 2**30:.1f} GiB can travel in one message. Make tasks "
+            "smaller: --num_minibatches_per_task, or a smaller batch."
+        )
 
 
 def _agreed(spec: VariableSpec, table: bool) -> tuple[tuple[int, ...], str]:

@@ -43,7 +43,9 @@ class Workplace:
         self.write("checkpoints/version-10/manifest.json", "{}")
         self.train = self.flags("--training_data=data/train.csv")
         self.evaluate = self.flags("--validation_data=data/test.csv", "--checkpoint_dir_for_init=checkpoints")
-        self.predict = self.flags("--prediction_data=data/test.csv", "--checkpoint_dir_for_init=checkpoints")
+        self.predict = self.flags(
+            "--prediction_data=data/test.csv", "--checkpoint_dir_for_init=checkpoints", "--output=predictions.csv"
+        )
 
     def write(self, path: str, text: str) -> Path:
         target = self.root / path

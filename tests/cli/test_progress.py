@@ -156,6 +156,7 @@ def test_the_summarys_python_lines_are_python():
 def test_a_prediction_is_summed_up_without_training_figures():
     text = "\n".join(summary_lines(Summary(command=Command.PREDICT, seconds=1.0, records_predicted=1797)))
     assert "records predicted                 1,797" in text
+    assert "more than once" not in text
     assert "gradients" not in text
     assert "evaluated" not in text
 

@@ -346,6 +346,8 @@ def test_progbar_logger_follows_evaluation_and_prediction(train, tmp_path, capsy
             command=command,
             directory_for_init=str(tmp_path / "checkpoints"),
             minibatch_size=16,
+            output=str(tmp_path / "predictions.csv") if command is Command.PREDICT else "",
+            output_format="csv",
             **{mode: str(tmp_path / ("test.npz" if mode == "validation" else "features.npz"))},
         )
         summary, _ = run_job(settings)

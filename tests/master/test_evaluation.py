@@ -167,14 +167,12 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
     assert total(range(2000)) == total(reversed(range(2000)))
 
 
-def test_outputs_are_joined_in_the_order_of_tasks():
+def test_outputs_stay_batches_in_the_order_of_tasks_whatever_their_shapes():
     rounds = EvaluationRounds()
     number = started(rounds.requested(0)).id
-    rounds.collect(number, 5, {}, {"auc": [np.array([3]), np.array([[0.3]])]})
-    rounds.collect(number, 2, {}, {"auc": [np.array([1, 2]), np.array([[0.1], [0.2]])]})
-    labels, predictions = rounds.merged().outputs["auc"]
-    assert labels.tolist() == [1, 2, 3]
-    assert predictions.tolist() == [[0.1], [0.2], [0.3]]
+    rounds.collect(number, 5, {}, [{"y": np.array([[4, 5]])}])
+    rounds.collect(number, 2, {}, [{"y": np.array([[1], [2]])}, {"y": np.array([[3]])}])
+    assert [batch["y"].tolist() for batch in rounds.merged().batches] == [[[1], [2]], [[3]], [[4, 5]]]
 
 
 def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks():
@@ -193,10 +191,10 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
 @pytest.mark.parametrize(
     ("other", "outputs"),
     [
-        (states(1), {}),
-        ({"loss": [np.zeros(()), np.zeros(())]}, {}),
-        ({"accuracy": [np.zeros(3), np.zeros(())]}, {}),
-        ({}, {"accuracy": [np.zeros(3)]}),
+        (states(1), []),
+        ({"loss": [np.zeros(()), np.zeros(())]}, []),
+        ({"accuracy": [np.zeros(3), np.zeros(())]}, []),
+        ({}, [{"accuracy": np.zeros(3)}]),
     ],
 )
 def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_it_was(other, outputs):
@@ -213,24 +211,16 @@ def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
     rounds = EvaluationRounds()
     number = started(rounds.requested(0)).id
     rounds.collect(number, 1, states(0, 0))
-    rounds.collect(number, 2, states(1, 2), {"auc": [np.ones(3)]})
+    rounds.collect(number, 2, states(1, 2), [{"auc": np.ones(3)}])
     rounds.collect(number, 3, states(0, 0))
     assert rounds.merged().tasks == 3
-    np.testing.assert_array_equal(rounds.merged().outputs["auc"][0], np.ones(3))
+    np.testing.assert_array_equal(rounds.merged().batches[0]["auc"], np.ones(3))
     with pytest.raises(WireError, match="Evaluation task 4"):
-        rounds.collect(number, 4, states(1, 2), {"other": [np.ones(3)]})
-
-
-def test_outputs_of_other_widths_are_an_error():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
-    rounds.collect(number, 1, {}, {"auc": [np.zeros((3, 1))]})
-    with pytest.raises(WireError, match="axis 0"):
-        rounds.collect(number, 2, {}, {"auc": [np.zeros((3, 2))]})
+        rounds.collect(number, 4, states(1, 2), [{"other": np.ones(3)}])
 
 
 def test_round_without_tasks_merges_to_nothing():
     rounds = EvaluationRounds()
     started(rounds.requested(0))
     merged = rounds.merged()
-    assert (merged.states, merged.outputs, merged.tasks) == ({}, {}, 0)
+    assert (merged.states, merged.batches, merged.tasks) == ({}, [], 0)

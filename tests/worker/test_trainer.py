@@ -98,7 +98,7 @@ def test_own_predict_step_is_what_predicts():
 
     model = dense_model(model=Doubling)
     trainer, _ = make_trainer(model)
-    np.testing.assert_allclose(trainer.predict(X)["double"], 2.0 * model(X).numpy())
+    np.testing.assert_allclose(trainer.predict((X,))["double"], 2.0 * model(X).numpy())
 
 
 def test_weights_left_out_of_weight_decay_are_told_to_the_servers():

@@ -1,0 +1,129 @@
+"""What a job predicts, on its way to one file.
+
+What a worker reports of a task is a part: it is written in the job's folder before the report is accepted, and counts
+by a rename when it is. So a task that is done twice has one part, and what a lost worker left counts for nothing. When
+all tasks are done, the parts become the file: written beside its place, renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from elasticcb.errors import JobFailedError, ModelFileError
+from elasticcb.master.shards import Shard
+from elasticcb.metric_messages import Outputs, from_outputs, to_outputs
+from elasticcb.prediction_columns import Column, columns_of
+from elasticcb.prediction_files import WRITERS, check_shapes
+from elasticcb.proto import elasticcb_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "predictions"  # in the job's folder
+
+
+class PredictionOutput:
+    """The parts of one job's predictions.
+
+    Args:
+        path: of the file.
+        format: of the file, one of `prediction_formats.FORMATS`.
+        job_folder: where parts are written.
+        sources: (name, number of records) of the data, in its order.
+        output_names: of the model.
+    """
+
+    def __init__(
+        self, path: Path, format: str, job_folder: Path, sources: Sequence[tuple[str, int]], output_names: Sequence[str]
+    ) -> None:
+        self.path = path
+        self._format = format
+        self._folder = job_folder / _FOLDER
+        self._output_names = output_names
+        counts = [count for _, count in sources]
+        starts = itertools.accumulate(counts, initial=0)
+        self._first = {name: start for (name, _), start in zip(sources, starts, strict=False)}
+        self._numbers = itertools.count()
+        self._shapes: dict[str, set[tuple[int, ...] | None]] = {}
+        self.remove()  # of a job before in this folder
+        self._folder.mkdir(parents=True)
+
+    def stage(self, outputs: Sequence[Outputs]) -> Path:
+        """Writes down what a task brought, which does not count yet. Called by several threads at a time.
+
+        Raises `JobFailedError` when that can't be written.
+        """
+        path = self._folder / f"staged-{next(self._numbers)}"
+        try:
+            path.write_bytes(pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
+        except OSError as error:
+            raise JobFailedError(
+                f"What was predicted can't be written to {self._folder}: {error.strerror}. Parts of --output lie in "
+                "the job's folder until all records are predicted: make room there, or name another --job_dir."
+            ) from error
+        return path
+
+    def commit(self, staged: Path, shard: Shard, outputs: Sequence[Outputs]) -> None:
+        """The report of the task is accepted: what it brought counts, in place of what an earlier one brought.
+
+        Raises `ModelFileError` when its rows are not those of the shard, or the format can't hold them.
+        """
+        rows: dict[str, int] = {}
+        for batch in outputs:
+            for column in columns_of(batch, self._output_names):
+                rows[column.name] = rows.get(column.name, 0) + column.rows
+                shapes = self._shapes.setdefault(column.name, set())
+                shapes.add(column.shape)
+                check_shapes(column.name, shapes, self._format)
+        for name, count in rows.items():
+            if count != shard.records:
+                raise ModelFileError(
+                    f"The output {name!r} has {count} rows for the {shard.records} records of {shard}; --output writes "
+                    "one row per record. Return outputs with the batch on axis 0, one row for each record."
+                )
+        staged.replace(self._folder / f"part-{self._first[shard.name] + shard.start:015}")
+
+    def discard(self, staged: Path) -> None:
+        """The report was not accepted."""
+        staged.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Makes the file of all parts.
+
+        Raises `JobFailedError` when it can't be written; there is no file then.
+        """
+        partial = self.path.with_name(f".{self.path.name}.{self._folder.parent.name}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            WRITERS[self._format](partial, self._batches, self._shapes)
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            if self.path.exists():
+                raise FileExistsError(None, "there is a file by now, which is left as it is")
+            partial.replace(self.path)
+        except OSError as error:
+            raise JobFailedError(
+                f"The predictions can't be written to {self.path}: {error.strerror or error}. Run the job again with "
+                "an --output that can be written."
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        logger.info("The predictions are in %s", self.path)
+
+    def _batches(self) -> Iterator[tuple[int, list[Column]]]:
+        """All batches in the order of the data."""
+        for part in sorted(self._folder.glob("part-*")):
+            position = int(part.name.removeprefix("part-"))
+            for outputs in from_outputs(pb.ReportTaskRequest.FromString(part.read_bytes()).outputs):
+                columns = columns_of(outputs, self._output_names)
+                if columns[0].rows:
+                    yield position, columns
+                position += columns[0].rows
+
+    def remove(self) -> None:
+        """Deletes the parts."""
+        shutil.rmtree(self._folder, ignore_errors=True)

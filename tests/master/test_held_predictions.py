@@ -1,0 +1,92 @@
+"""Predictions that callbacks of a worker may hold in memory: they are done again when it is lost before it ends."""
+
+from __future__ import annotations
+
+from task_queues import make_queue, reached, records_of, take
+
+from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.shards import Shard
+
+ALL = [("a", record) for record in range(40)]
+
+
+def holding_queue(**changes):
+    return make_queue(training=(), prediction=[("a", 40)], records_per_task=10, hold_predictions=True, **changes)
+
+
+def do(queue, worker, tasks=1):
+    done = []
+    for _ in range(tasks):
+        lease = take(queue, worker)
+        assert queue.report_done(worker, lease.id).accepted
+        done.append(lease.task)
+    return done
+
+
+def test_prediction_is_done_when_all_tasks_are_and_callbacks_of_all_workers_have_ended():
+    queue = holding_queue()
+    do(queue, 1, 3)
+    do(queue, 2, 1)
+    assert reached(queue) == []
+    assert queue.get_task(1, 0.0).kind is DecisionKind.FINISHED
+    queue.results_kept(1)
+    assert reached(queue) == []
+    queue.results_kept(2)
+    assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+    assert queue.accounting.records_predicted == 40
+    assert queue.accounting.records_predicted_again == 0
+
+
+def test_all_tasks_of_a_worker_that_is_lost_before_its_callbacks_ended_are_done_again():
+    queue = holding_queue()
+    lost = do(queue, 1, 2)
+    running = take(queue, 1).task
+    kept = do(queue, 2, 1)
+    assert queue.worker_lost(1) == [*lost, running]
+    assert queue.accounting.records_predicted == 10
+    again = do(queue, 2, 3)
+    assert again == [*lost, running]
+    assert queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
+    queue.results_kept(2)
+    assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+    assert sorted(records_of([*kept, *again])) == ALL
+    assert queue.accounting.records_predicted == 40
+    assert queue.accounting.records_predicted_again == 30
+
+
+def test_worker_that_is_lost_while_its_callbacks_end_has_its_tasks_done_by_the_next_one():
+    queue = holding_queue()
+    do(queue, 1, 2)
+    do(queue, 2, 2)
+    assert queue.get_task(1, 0.0).kind is queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
+    queue.results_kept(2)
+    queue.worker_lost(1)
+    assert reached(queue) == []
+    do(queue, 3, 2)
+    queue.results_kept(3)
+    assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+
+
+def test_worker_that_leaves_in_order_keeps_what_it_has_done():
+    queue = holding_queue()
+    do(queue, 1, 2)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 4, 0.0)  # said when its callbacks have ended
+    assert [task.shard for task in queue.worker_left(1)] == [Shard("a", 24, 30)]
+    queue.worker_lost(1)  # its process is gone, too
+    do(queue, 2, 2)
+    queue.results_kept(2)
+    assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+    assert queue.accounting.records_predicted == 40
+    assert queue.accounting.records_predicted_again == 0
+
+
+def test_report_that_comes_again_is_no_second_task():
+    queue = holding_queue()
+    lease = take(queue, 1)
+    assert queue.report_done(1, lease.id).accepted
+    assert queue.report_done(1, lease.id).duplicate
+    do(queue, 1, 3)
+    queue.results_kept(1)
+    assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+    assert queue.accounting.records_predicted == 40

@@ -1,0 +1,140 @@
+"""Predictions become one file: in the order of the data, each record once, complete or not there."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pandas as pd
+import pyarrow.parquet
+import pytest
+import tensorflow as tf
+
+from elasticcb.errors import JobFailedError, ModelFileError
+from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.shards import Shard
+from elasticcb.metric_messages import flatten_outputs
+from elasticcb.prediction_columns import columns_of
+from elasticcb.prediction_files import check
+from elasticcb.prediction_formats import FORMATS
+
+SOURCES = [("a", 5), ("b", 3)]
+# Of sources and the first record of each task; in no order, one of them twice.
+TASKS = [("b", 0, 3), ("a", 3, 5), ("a", 0, 3), ("b", 0, 3)]
+POSITIONS = np.arange(8)
+
+
+def outputs(first, last):
+    numbers = np.arange(first, last)
+    return {
+        "id": numbers,
+        "score": (numbers / 10).astype("float32"),
+        "one": numbers[:, None].astype("float64"),
+        "pair": np.stack([numbers, -numbers], 1).astype(ml_dtypes.bfloat16),
+        "grid": np.repeat(numbers, 6).reshape(-1, 2, 3).astype("float32"),
+    }
+
+
+def write(folder, format, of_batch=outputs, tasks=TASKS):
+    """Tasks of two batches each."""
+    output = PredictionOutput(folder / "new" / f"predictions.{format}", format, folder / "job", SOURCES, ())
+    starts = dict(zip("ab", (0, 5), strict=True))
+    for name, start, end in tasks:
+        bounds = [starts[name] + position for position in (start, end - 1, end)]
+        batches = [flatten_outputs(of_batch(*bounds[i : i + 2])) for i in range(2)]
+        staged = output.stage(batches)
+        output.commit(staged, Shard(name, start, end), batches)
+    output.discard(output.stage([flatten_outputs(of_batch(0, 1))]))  # its report was refused
+    output.finish()
+    output.remove()
+    assert [path.name for path in output.path.parent.iterdir()] == [output.path.name]
+    assert not list((folder / "job").iterdir())
+    return output.path
+
+
+def test_csv_has_a_column_for_each_number_and_json_where_there_are_more_dimensions(tmp_path):
+    path = write(tmp_path, "csv")
+    assert path.read_text().splitlines()[:3] == [
+        "record,id,score,one,pair_0,pair_1,grid",
+        '0,0,0.0,0.0,0.0,0.0,"[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]"',
+        '1,1,0.1,1.0,1.0,-1.0,"[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]"',
+    ]
+    table = pd.read_csv(path)
+    np.testing.assert_array_equal(table["record"], POSITIONS)
+    np.testing.assert_array_equal(table["score"].astype("float32"), outputs(0, 8)["score"])
+
+
+def test_json_lines_parquet_and_numpy_keep_shapes_and_dtypes(tmp_path):
+    expected = {name: value.tolist() for name, value in outputs(0, 8).items()}
+    lines = [json.loads(line) for line in write(tmp_path / "l", "jsonl").read_text().splitlines()]
+    table = pyarrow.parquet.read_table(write(tmp_path / "p", "parquet")).to_pydict()
+    arrays = np.load(write(tmp_path / "n", "npz"))
+    assert [line["record"] for line in lines] == table["record"] == arrays["record"].tolist() == POSITIONS.tolist()
+    for name in ("id", "one", "pair", "grid"):
+        assert [line[name] for line in lines] == table[name] == arrays[name].tolist() == expected[name]
+    assert [line["score"] for line in lines] == [n / 10 for n in range(8)]
+    assert arrays["score"].dtype == np.float32
+    assert arrays["score"].tolist() == table["score"] == expected["score"]
+    assert arrays["pair"].dtype == np.float32
+
+
+def rows_of_any_length(first, last):
+    lengths = [number % 3 for number in range(first, last)]
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(sum(lengths), dtype=tf.float32), lengths)
+    return (ragged, np.array([f"é{number}".encode() for number in range(first, last)], object))
+
+
+def test_ragged_rows_and_text_stay_lists_and_text(tmp_path):
+    lines = [json.loads(line) for line in write(tmp_path / "l", "jsonl", rows_of_any_length).read_text().splitlines()]
+    table = pyarrow.parquet.read_table(write(tmp_path / "p", "parquet", rows_of_any_length)).to_pydict()
+    assert [len(line["output_0"]) for line in lines] == [number % 3 for number in range(8)]
+    assert table["output_0"] == [line["output_0"] for line in lines]
+    assert table["output_1"] == [line["output_1"] for line in lines] == [f"é{number}" for number in range(8)]
+    csv = pd.read_csv(write(tmp_path / "c", "csv", rows_of_any_length))
+    assert [json.loads(cell) for cell in csv["output_0"]] == table["output_0"]
+    for column in columns_of(flatten_outputs(rows_of_any_length(0, 2))):
+        with pytest.raises(ModelFileError, match=r"[uU]se --output_format=jsonl"):
+            check(column, "npz")
+
+
+def test_widths_that_differ_between_batches_are_lists_in_csv_and_refused_by_numpy(tmp_path):
+    def padded(first, last):
+        return np.ones((last - first, 2 + first % 2))
+
+    assert pd.read_csv(write(tmp_path, "csv", padded))["prediction"][0] == "[1.0, 1.0]"
+    with pytest.raises(ModelFileError, match="different shapes"):
+        write(tmp_path / "n", "npz", padded)
+
+
+def test_outputs_of_a_list_have_the_names_of_the_model():
+    names = [column.name for column in columns_of(flatten_outputs([np.ones(2), {"x": np.ones(2)}]), ("a", "b"))]
+    assert names == ["a", "b.x"]
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "message"),
+    [
+        (lambda first, last: np.float32(1.0), "one number for a whole batch"),
+        (lambda first, last: np.ones((1, 2)), "2 rows for the 3 records of b"),
+        (lambda first, last: {"record": np.ones(last - first)}, "column of record numbers"),
+        (lambda first, last: tf.sparse.eye(last - first), "tf.sparse.to_dense"),
+    ],
+)
+def test_outputs_without_a_row_per_record_are_refused_in_words(tmp_path, of_batch, message):
+    with pytest.raises(ModelFileError, match=message):
+        write(tmp_path, "csv", of_batch)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_failure_leaves_neither_file_nor_part_of_it(tmp_path, format):
+    def fails(first, last):
+        return np.ones(last - first)
+
+    output = PredictionOutput(tmp_path / f"out.{format}", format, tmp_path / "job", [("a", 1)], ())
+    batches = [flatten_outputs(fails(0, 1))]
+    output.commit(output.stage(batches), Shard("a", 0, 1), batches)
+    output.path.write_text("of somebody else")
+    with pytest.raises(JobFailedError, match="there is a file by now"):
+        output.finish()
+    output.remove()
+    assert output.path.read_text() == "of somebody else"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", f"out.{format}"]
