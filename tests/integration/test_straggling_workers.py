@@ -49,7 +49,7 @@ MODEL_FILE = """
                 time.sleep(0.05)
 
         def on_train_batch_end(self, batch, logs=None):
-            time.sleep(0.6 if SLOW else 0.03)
+            time.sleep(0.6 if SLOW else 0.06)
 
     def callbacks():
         return [Pace()]
@@ -57,8 +57,9 @@ MODEL_FILE = """
 
 
 def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(stragglers, "_LEAST_BATCHES", 4)  # of which it does no more before the others are done
-    monkeypatch.setattr(stragglers, "_LEAST_SECONDS", 2.0)
+    # It does few batches before the others are done, and take over the rest.
+    monkeypatch.setattr(stragglers, "_LEAST_BATCHES", 1)
+    monkeypatch.setattr(stragglers, "_LEAST_SECONDS", 0.1)
     monkeypatch.setattr(stragglers, "_WARM_UP_BATCHES", 1)
     path = write_model_file(tmp_path, MODEL_FILE, "slow")
     linear_data(tmp_path, train=RECORDS)
