@@ -30,13 +30,3 @@ def problem_of_folder(path: Path) -> str:
     finally:
         shutil.rmtree(trial, ignore_errors=True)
     return ""
-
-
-def problem_of_file(path: Path) -> str:
-    """Why no file can be written at `path`, in words; "": it can. A file that is there stays as it is."""
-    if path.is_dir():
-        return "is a folder"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "can't be written to"
-    problem = problem_of_folder(path.parent)
-    return f"can't be written: its folder {problem}" if problem else ""

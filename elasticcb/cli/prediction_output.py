@@ -10,6 +10,7 @@ from elasticcb.cli.given import Given
 from elasticcb.prediction_formats import ENDINGS, FORMATS, format_of
 from elasticcb.remote_files import is_url
 from elasticcb.settings import Command
+from elasticcb.writable import problem_of_folder
 
 
 def names_predictions(given: Given) -> bool:
@@ -63,10 +64,6 @@ def check_prediction_file(command: Command, given: Given) -> Iterator[str]:
             f"{flag} names {path}, which exists; `predict` writes over no file. Remove the file, or name another one."
         )
         return
-    nearest = path.parent
-    while not os.path.lexists(nearest) and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        yield f"{flag} names {path}, but {nearest} is not a folder. Name a file in a folder."
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"{flag} names {path}, but {nearest} can't be written to. Name another folder, or change its rights."
+    problem = problem_of_folder(path.parent)
+    if problem:
+        yield f"{flag} names {path}, but its folder {problem}. Name a file in another folder."
