@@ -66,4 +66,4 @@ def check_prediction_file(command: Command, given: Given) -> Iterator[str]:
         return
     problem = problem_of_folder(path.parent)
     if problem:
-        yield f"{flag} names {path}, but its folder {problem}. Name a file in another folder."
+        yield f"{flag} names {path}, but {path.parent} {problem}. Name a file in another folder."
