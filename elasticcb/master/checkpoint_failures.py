@@ -28,12 +28,12 @@ class CheckpointFailures:
         self._lock = threading.Lock()
         self.newest: CheckpointError | None = None
 
-    def add(self, error: CheckpointError) -> None:
-        """A checkpoint could not be written."""
+    def add(self, error: CheckpointError, again: bool = False) -> None:
+        """A checkpoint could not be written; `again`: the same one as before."""
         logger.warning("%s", error, exc_info=error)
         with self._lock:
             is_first, self.newest = self.newest is None, error
-            self._totals.checkpoints_failed += 1
+            self._totals.checkpoints_failed += not again
         if is_first:
             self._say(f"{error} The job continues without this checkpoint, and tries again when the next one is due.")
 

@@ -55,12 +55,13 @@ class CheckpointWriter:
         """Whether the model has reached the version of the next checkpoint."""
         return bool(self._settings.steps) and version >= self._due
 
-    def write(self, version: int, tasks: dict[str, Any]) -> None:
+    def write(self, version: int, tasks: dict[str, Any], again: bool = False) -> None:
         """Writes a checkpoint of the present weights, slots and `tasks`, and prunes old ones.
 
         Args:
             version: of the model, as far as the master knows; the servers may be ahead.
             tasks: the task queue, as JSON values.
+            again: it is the one that could not be written before.
 
         One that can't be written leaves nothing behind; training continues, and the next one is due as ever.
         """
@@ -71,7 +72,7 @@ class CheckpointWriter:
             if not isinstance(error, CheckpointError):
                 error = CheckpointError(f"No checkpoint can be written: {error}.")
             self._missing = error
-            self._failures.add(error)
+            self._failures.add(error, again)
             return
         if self._uploads is None:
             with contextlib.suppress(OSError):  # the next one tries again
@@ -128,7 +129,7 @@ class CheckpointWriter:
             return
         kept = self._uploads is not None and self._uploads.has_some  # of an earlier master
         if self._missing is not None or (self._resumed and not self.newest and not kept):
-            self.write(version, tasks)
+            self.write(version, tasks, again=self._missing is not None)
         if self._uploads is not None:
             self._uploads.finish()
         if self._missing is not None:

@@ -166,7 +166,7 @@ class Job:
         refused = Counter(self._master.refused_calls()) + Counter(self._ps.refused_calls())
         summary = self._report.summary(self._queue, refused)
         if missing is not None and self._make_program is None:
-            again = f" Or, when it can be written to again: {self._goes_on_by}" if self._journal is not None else ""
+            again = f" When it can be written to again, run: {self._goes_on_by}" if self._journal is not None else ""
             raise LastCheckpointError(f"The job is done, but for its last checkpoint: {missing}{again}", summary)
         if self._journal is not None:
             self._journal.add(over=True)

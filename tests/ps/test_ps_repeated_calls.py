@@ -230,6 +230,7 @@ def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
     assert list(folder.iterdir()) == []
     with pytest.raises(MixedVersionsError, match="do not belong together"):
         writer.finish(1, {})
+    assert writer._failures._totals.checkpoints_failed == 2  # the last one, which was tried again, counts once
     control.mixed = 0
     writer.finish(1, {})
     assert told[1:] == ["Checkpoints can be written again."]
