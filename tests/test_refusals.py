@@ -21,7 +21,7 @@ from elasticcb.refusals import PROTOCOL
 from elasticcb.rpc import Connection, FrameService, Server
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.status import Summary
-from elasticcb.tensors import Frame
+from elasticcb.tensors import Frame, encode_frame
 
 ECHO = "/test.Echo/Echo"
 RELEASE = ("elasticcb-protocol", str(PROTOCOL))
@@ -145,19 +145,17 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     ps.start()
     connection = Connection(ps.address, "the server", 60.0)
     control = PSControl([ps.address], [], False)
-    pushing = connection.frame_call(SERVICE, "Exchange", pb.ExchangeResponse)
+    pushing = connection.channel.unary_unary(f"/{SERVICE}/Exchange")
+    push = encode_frame(Frame(pb.ExchangeRequest(sequence=1), {}))
     monkeypatch.setattr(refusals, "_MOST_CALLS", 30)
     with ps._servicer._lock:  # an update that takes long
-        pushes = [
-            pushing.future(Frame(pb.ExchangeRequest(sequence=1), {}), timeout=60.0, metadata=connection.metadata)
-            for _ in range(40)
-        ]
+        pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
         assert connection.is_alive(SERVICE, 10.0)  # as the master asks, before it gives a server up
         assert set(control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
         assert control.links[0]._connection._memories[SERVICE].link is not None
         log = connection.frame_call(SERVICE, "ReadLog", pb.ReadLogResponse)
         assert not connection.call(log, Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
-        assert sum(push.done() for push in pushes) <= 10  # those that are too many
+        assert sum(each.done() for each in pushes) <= 10  # those that are too many
     connection.close()
     control.close()
     ps.stop()
