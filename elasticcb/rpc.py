@@ -311,9 +311,9 @@ class Connection:
         return False
 
     def frame_call(self, service: str, method: str, response_type: type) -> Any:
-        """The multi-callable of a method whose messages are frames."""
-        send = self._frame_sender(service, method, response_type)
-        send_piece = self._frame_sender(service, _PIECE, pb.PieceResponse)
+        """What calls a method whose messages are frames, of any size."""
+        send = self.frame_sender(service, method, response_type)
+        send_piece = self.frame_sender(service, _PIECE, pb.PieceResponse)
 
         def call(frame: Frame[Any], timeout: float | None = None, metadata: Any = ()) -> Frame[Any]:
             whole, piece = (functools.partial(each, timeout=timeout, metadata=metadata) for each in (send, send_piece))
@@ -321,7 +321,8 @@ class Connection:
 
         return call
 
-    def _frame_sender(self, service: str, method: str, response_type: type) -> Any:
+    def frame_sender(self, service: str, method: str, response_type: type) -> Any:
+        """gRPC's multi-callable of a method, for frames that are small enough to go whole."""
         return self.channel.unary_unary(
             f"/{service}/{method}",
             request_serializer=encode_frame,

@@ -48,7 +48,7 @@ class Peers:
         Raises `ConnectionLostError` when one is out of reach, `ElasticCBError` when one refuses.
         """
         frame = Frame(request, {})
-        calls = [connection.frame_call(SERVICE, method, _RESPONSES[method]) for connection in self._connections]
+        calls = [connection.frame_sender(SERVICE, method, _RESPONSES[method]) for connection in self._connections]
         started = [
             call.future(frame, timeout=_DEADLINE_SECONDS, metadata=connection.metadata)
             for connection, call in zip(self._connections, calls, strict=True)
