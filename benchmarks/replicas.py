@@ -111,7 +111,7 @@ class Pair:
         def step() -> None:
             ids = {index: np.unique(generator.integers(0, 10_000, 128)) for index in tables}
             rows = {index: (each, values[: len(each)]) for index, each in ids.items()}
-            self._client.push(Push(gradients, dense, rows, [{}, {}], 0.0), None, ids=ids)
+            self._client.push(Push(gradients, dense, rows, [{}, {}], [{}, {}], 0.0), None, ids=ids)
 
         return step
 

@@ -52,6 +52,60 @@ def recut(
     return result
 
 
+def state_moves(
+    blocks: Blocks,
+    state: Sequence[Mapping[str, Array]],
+    specs: Sequence[VariableSpec],
+    parts: Sequence[Sequence[Slice]],
+    decays: Mapping[int, float],
+) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
+    """How a step that began with the state in `blocks` moved it: as `Push.state` and `Push.shares`.
+
+    Args:
+        state: by server and dtype, the non-trainable variables after the step, flat.
+        decays: of moving averages, by variable: how much of its old value the step's new one is made of.
+    """
+    towards, shares = [], []
+    for slices, block, own in zip(parts, blocks, state, strict=True):
+        share = {dtype: (new != block[f"state/{dtype}"]).astype(np.float32) for dtype, new in own.items()}
+        share = {dtype: flat for dtype, flat in share.items() if flat.any()}
+        values = {dtype: own[dtype] for dtype in share}
+        for part, dtype, offset in layout(specs, slices, False):
+            decay = decays.get(part.variable, 0.0)
+            if dtype in share and 0 < decay < 1 and values[dtype].dtype.kind == "f":
+                here = slice(offset, offset + part.elements)
+                if values[dtype] is own[dtype]:
+                    values[dtype] = own[dtype].copy()
+                old, new = (flat[here].astype(np.float64) for flat in (block[f"state/{dtype}"], own[dtype]))
+                values[dtype][here] = np.where(share[dtype][here] > 0, (new - decay * old) / (1 - decay), new)
+                share[dtype][here] *= 1 - decay
+        towards.append(values)
+        shares.append(share)
+    return towards, shares
+
+
+def moved_state(block: Array, values: Array, shares: Array, lag: int) -> Array:
+    """Non-trainable variables after a step that may have begun with older ones, a new array.
+
+    Each floating value stays between those that were there and those that steps came to, however late a push is.
+    What is not floating can't be in between, and is set.
+
+    Args:
+        block: the present values, flat.
+        values, shares: as in `Push.state` and `Push.shares`.
+        lag: updates since those that the step began with. Of values that it set, steps that began with the same
+            count as one, as their mean.
+    """
+    if block.dtype.kind not in "fcV":
+        return np.where(shares > 0, values, block)
+    wide = np.promote_types(np.float32, block.dtype) if block.dtype.kind != "V" else np.dtype(np.float32)
+    share = np.where(shares < 1, shares, 1.0 / (1 + lag))
+    with np.errstate(invalid="ignore"):  # of infinities that stay
+        mixed = (block.astype(wide) * (1 - share) + values.astype(wide) * share).astype(block.dtype)
+    moved: Array = np.where((shares > 0) & (share < 1), mixed, np.where(shares > 0, values, block))
+    return moved
+
+
 def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
     """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
     return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}

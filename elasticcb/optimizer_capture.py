@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
+from elasticcb.late_reads import LateReads
 from elasticcb.optimizer_traits import model_optimizers
 from elasticcb.step_logs import flat_logs
 
@@ -35,6 +36,7 @@ class OptimizerCapture:
         self._model = model
         self.optimizers = model_optimizers(model)
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, graph)
+        self._late_reads = LateReads()
         for index in range(len(self.optimizers)):
             self._replace_apply(index)
 
@@ -50,10 +52,9 @@ class OptimizerCapture:
                     f"{len(trainable_variables)} variables; there must be one for each, or None."
                 )
             graph = _graph()
-            self._given += [
-                (index, gradient, variable, graph)
-                for gradient, variable in zip(grads, trainable_variables, strict=True)
-            ]
+            pairs = list(zip(grads, trainable_variables, strict=True))
+            self._given += [(index, gradient, variable, graph) for gradient, variable in pairs]
+            self._late_reads.given([variable for gradient, variable in pairs if gradient is not None], optimizer.name)
 
         # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
         object.__setattr__(optimizer, "apply", apply)
@@ -70,8 +71,10 @@ class OptimizerCapture:
             ModelFileError: there are none, or servers can't apply them as `train_step` wants it.
         """
         self._given.clear()
-        logs = self._model.train_step(batch)
-        return flat_logs(logs), self._take()
+        with self._late_reads.refused():
+            logs = self._model.train_step(batch)
+            updates = self._take()  # what it refuses is told first
+        return flat_logs(logs), updates
 
     def _take(self) -> dict[int, Update]:
         given, self._given = self._given, []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.access import OPEN, Access
-from elasticcb.blocks import Blocks, PlacedBlocks, kept, recut, unpack_weights
+from elasticcb.blocks import Blocks, PlacedBlocks, kept, moved_state, recut, unpack_weights
 from elasticcb.buckets import BucketMap, even
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.measures import LOOKUP, PULL, PUSH, Measures
@@ -42,17 +42,19 @@ class Push:
         gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
         dense_variables: indices of the variables whose gradients `gradients` holds.
         rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
-        state_deltas: by server and dtype, what the step added to the non-trainable variables, flat.
+        state: by server and dtype, what the step moved the non-trainable variables towards, flat; no unchanged dtypes.
+        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them.
         loss: of the batch.
         non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
             nothing does.
-        partition: by server, the slices that `gradients` and `state_deltas` are of; None: those of the client.
+        partition: by server, the slices that `gradients`, `state` and `shares` are of; None: those of the client.
     """
 
     gradients: list[dict[str, Array]]
     dense_variables: tuple[int, ...]
     rows: dict[int, tuple[Array, Array]]
-    state_deltas: list[dict[str, Array]]
+    state: list[dict[str, Array]]
+    shares: list[dict[str, Array]]
     loss: float
     non_finite: str = ""
     partition: Sequence[Sequence[Slice]] | None = None
@@ -97,6 +99,7 @@ class Server:
     blocks: dict[str, Array] = field(default_factory=dict)
     version: int = -1
     state_version: int = -1
+    state_base: int = -1  # the last version that the state in `blocks` builds on
     rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
     pulled: bool = False  # whether `blocks` are there
 
@@ -351,7 +354,8 @@ class PSClient:
         return replace(
             push,
             gradients=recut(push.gradients, self.specs, before, self.partition, True, push.dense_variables),
-            state_deltas=recut(push.state_deltas, self.specs, before, self.partition, False),
+            state=recut(push.state, self.specs, before, self.partition, False),
+            shares=recut(push.shares, self.specs, before, self.partition, False),
             partition=self.partition,
         )
 
@@ -366,11 +370,13 @@ class PSClient:
             header = self._request(server, push, pull_along).header
             header.version = server.version if oldest is None else oldest
             header.staged = self._staged and index > 0
+            header.state_base = server.state_base
             if learning_rate is not None:
                 header.learning_rate = learning_rate
                 header.has_learning_rate = True
             tensors = {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
-            tensors |= {f"state/{dtype}": flat for dtype, flat in push.state_deltas[index].items()}
+            tensors |= {f"state/{dtype}": flat for dtype, flat in push.state[index].items()}
+            tensors |= {f"shares/{dtype}": share for dtype, share in push.shares[index].items()}
             tensors |= self._rows_of(server, index, push.rows)
             if not self._staged:
                 header.create_rows = True
@@ -382,6 +388,12 @@ class PSClient:
         if self._staged and refused is None:
             headers = self._exchange(self._servers[:1], frames[:1])
         decided = refused or headers[0]
+        if decided.status == pb.ACCEPTED and not pull and not frames[0].header.pull:
+            # Until the next pull the worker goes on with the state that it has come to.
+            answers = [decided] * len(self._servers) if self._staged else headers
+            for server, answer, state, shares in zip(self._servers, answers, push.state, push.shares, strict=False):
+                server.state_base = answer.version
+                server.blocks = {**server.blocks, **_after(server.blocks, state, shares)}
         result = PushResult(decided.status, decided.reason, self.version)
         if not self._staged:
             result.rows.update(self._rows_found(ids, asked))
@@ -462,6 +474,7 @@ class PSClient:
                 self.learning_rate_version = header.base_learning_rate_version
             if frame.header.pull:
                 server.version, server.state_version = header.version, header.state_version
+                server.state_base = header.version
                 server.pulled = True
             server.rows = _rows_in(answer)
             if len(answer.tensors) > len(server.rows):
@@ -523,7 +536,7 @@ class PSClient:
         logger.info("Parameter server %d is at %s now", server.index, address)
         before, server.link = server.link, self._link(server.index, (address, id))
         # The new one counts for itself.
-        server.version = server.state_version = -1
+        server.version = server.state_version = server.state_base = -1
         before.close()
         return True
 
@@ -533,6 +546,12 @@ class PSClient:
         self._pool.shutdown(wait=False)
         for server in self._servers:
             server.link.close()
+
+
+def _after(blocks: Mapping[str, Array], state: Mapping[str, Array], shares: Mapping[str, Array]) -> dict[str, Array]:
+    """The state in `blocks` after the step of a push."""
+    names = {dtype: f"state/{dtype}" for dtype in shares}
+    return {name: moved_state(blocks[name], state[dtype], shares[dtype], 0) for dtype, name in names.items()}
 
 
 def _rows_in(answer: Frame[Any]) -> dict[int, Array]:

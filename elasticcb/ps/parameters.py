@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from elasticcb.blocks import moved_state
 from elasticcb.buckets import BucketMap, even
 from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
@@ -179,11 +180,13 @@ class Parameters:
         finally:
             if base is not None:
                 optimizers.set_learning_rate(base)
-        if any(delta.any() for delta in push.state.values()):
-            self._state = {
-                **self._state,
-                **{dtype: _frozen(_added(self._state[dtype], delta)) for dtype, delta in push.state.items()},
+        if any(shares.any() for shares in push.shares.values()):
+            lag = max(0, self.version - push.state_base) if push.state_base >= 0 else 0
+            new = {
+                dtype: _frozen(moved_state(self._state[dtype], values, push.shares[dtype], lag))
+                for dtype, values in push.state.items()
             }
+            self._state = {**self._state, **new}
             self.state_version += 1
         self.version += 1
         if optimizers.has_schedule:
@@ -424,8 +427,3 @@ def flat(
 def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array
-
-
-def _added(block: Array, delta: Array) -> Array:
-    added: Array = block ^ delta if block.dtype == np.bool_ else block + delta
-    return added

@@ -34,7 +34,9 @@ class Push:
     dense: tuple[int, ...]  # the variables whose gradients `blocks` holds, in the order of the model
     blocks: Mapping[str, Array]  # dense gradients, flat, by dtype
     rows: Mapping[int, Rows]  # by variable
-    state: Mapping[str, Array] = field(default_factory=dict)  # added to the non-trainable ones, flat
+    state: Mapping[str, Array] = field(default_factory=dict)  # what the non-trainable ones move towards, flat, by dtype
+    shares: Mapping[str, Array] = field(default_factory=dict)  # how far: float32, for each of `state`
+    state_base: int = -1  # the last version that `state` builds on; -1: nobody knows
     learning_rate: float | None = None  # for this update only
     updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
 
@@ -44,7 +46,8 @@ class Push:
             self,
             blocks={dtype: block.copy() for dtype, block in self.blocks.items()},
             rows={index: Rows(rows.ids.copy(), rows.values.copy()) for index, rows in self.rows.items()},
-            state={dtype: delta.copy() for dtype, delta in self.state.items()},
+            state={dtype: block.copy() for dtype, block in self.state.items()},
+            shares={dtype: block.copy() for dtype, block in self.shares.items()},
         )
 
 
@@ -74,11 +77,12 @@ class PushReader:
         dense: Sequence[int],
         learning_rate: float | None = None,
         row_variables: Sequence[int] = (),
+        state_base: int = -1,
     ) -> Push:
         """The push in a frame.
 
         Args:
-            tensors: "gradients/DTYPE", "rows/I/ids", "rows/I/values", "state/DTYPE".
+            tensors: "gradients/DTYPE", "rows/I/ids", "rows/I/values", "state/DTYPE", "shares/DTYPE".
             dense: the variables whose gradients "gradients/…" holds; those that other servers hold
                 are passed over.
             row_variables: the variables whose rows have gradients, on whichever server.
@@ -88,6 +92,7 @@ class PushReader:
         """
         blocks: dict[str, Array] = {}
         state: dict[str, Array] = {}
+        shares: dict[str, Array] = {}
         pairs: dict[int, dict[str, Array]] = {}
         for name, array in tensors.items():
             kind, _, rest = name.partition("/")
@@ -95,13 +100,15 @@ class PushReader:
                 blocks[rest] = _widened(array, rest)
             elif kind == "state":
                 state[rest] = array
+            elif kind == "shares":
+                shares[rest] = array
             elif kind == "rows" and rest.partition("/")[2] in ("ids", "values"):
                 number, _, what = rest.partition("/")
                 pairs.setdefault(self._trainable(number), {})[what] = array
             else:
                 raise WireError(
                     f"A push holds a tensor named {name!r}; known are gradients/DTYPE, rows/INDEX/ids, "
-                    "rows/INDEX/values and state/DTYPE."
+                    "rows/INDEX/values, state/DTYPE and shares/DTYPE."
                 )
         held = sorted(index for index in {self._trainable(index) for index in dense} if index in self._parts)
         sizes = block_sizes(self._specs, self._slices, True, held)
@@ -109,7 +116,9 @@ class PushReader:
         blocks = {dtype: blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
         # A dtype of which nothing changed is left out.
         sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in state}
-        check_blocks(state, sizes, "The changes of the non-trainable variables")
+        check_blocks(state, sizes, "The non-trainable variables")
+        for dtype in sorted({*sizes, *shares}):
+            _check_shares(dtype, shares.get(dtype), sizes.get(dtype, 0))
         rows = {index: self._rows(index, pair) for index, pair in sorted(pairs.items())}
         for index in rows:
             if index in held:
@@ -120,7 +129,7 @@ class PushReader:
         if learning_rate is not None and not math.isfinite(learning_rate):
             raise WireError(f"The push asks for the learning rate {learning_rate}; it must be finite.")
         updated = frozenset({*map(self._trainable, [*dense, *row_variables]), *rows})
-        return Push(tuple(held), blocks, rows, state, learning_rate, updated)
+        return Push(tuple(held), blocks, rows, state, shares, state_base, learning_rate, updated)
 
     def non_finite(self, push: Push) -> str:
         """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
@@ -135,8 +144,9 @@ class PushReader:
                 return self._specs[index].path
         for placed in layout(self._specs, self._slices, False):
             if placed.dtype in push.state:
-                part = push.state[placed.dtype][placed.offset : placed.offset + placed.slice.elements]
-                if not all_finite(part):
+                here = slice(placed.offset, placed.offset + placed.slice.elements)
+                part = push.state[placed.dtype][here]
+                if not all_finite(part) and not all_finite(part[push.shares[placed.dtype][here] > 0]):
                     return self._specs[placed.slice.variable].path
         return ""
 
@@ -146,8 +156,8 @@ class PushReader:
     def mean(self, pushes: Sequence[Push]) -> Push:
         """The mean of the gradients; a variable that a push lacks counts as zeros in it.
 
-        Changes of non-trainable variables: the mean of floating ones, the sum of counters. The
-        learning rate is the last one that was given.
+        Non-trainable variables move towards the mean of what the steps that changed them moved them towards; others
+        than floating ones get the last value. The learning rate is the last one that was given.
         """
         if len(pushes) == 1:
             return pushes[0]
@@ -165,13 +175,14 @@ class PushReader:
                 self._add_rows(blocks, dense, index, merged)
             else:
                 rows[index] = merged
-        state = {
-            dtype: _merge_state([push.state[dtype] for push in pushes if dtype in push.state], count)
-            for dtype in sorted({dtype for push in pushes for dtype in push.state})
-        }
+        state, shares = {}, {}
+        for dtype in sorted({dtype for push in pushes for dtype in push.state}):
+            given_state = [(push.state[dtype], push.shares[dtype]) for push in pushes if dtype in push.state]
+            state[dtype], shares[dtype] = _merge_state(given_state)
         rates = [push.learning_rate for push in pushes if push.learning_rate is not None]
         updated = frozenset().union(*(push.updated for push in pushes))
-        return Push(dense, blocks, rows, state, rates[-1] if rates else None, updated)
+        base = max(push.state_base for push in pushes)
+        return Push(dense, blocks, rows, state, shares, base, rates[-1] if rates else None, updated)
 
     def _widened(self, push: Push, dense: tuple[int, ...], dtype: str, size: int) -> Array:
         if push.dense == dense:
@@ -251,6 +262,20 @@ def check_row_ids(ids: Array, below: int | None, path: str, hint: str = "") -> N
         )
 
 
+def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
+    if (
+        shares is None
+        or shares.dtype != np.float32
+        or shares.shape != (size,)
+        or not ((shares >= 0) & (shares <= 1)).all()
+    ):
+        given = "nothing" if shares is None else _shown(shares)
+        raise WireError(
+            f"The non-trainable variables of dtype {dtype} come with {given} to say how far they move; float32[{size}] "
+            "from 0 to 1 was expected."
+        )
+
+
 def _shown(array: Array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
 
@@ -292,10 +317,19 @@ def _mean_rows(given: Sequence[Rows], count: int) -> Rows:
     return Rows(ids[starts], total.astype(dtype, copy=False))
 
 
-def _merge_state(deltas: Sequence[Array], count: int) -> Array:
-    if deltas[0].dtype.kind in "fcV":
-        return _mean(deltas, count)
-    merged = deltas[0]
-    for delta in deltas[1:]:
-        merged = merged ^ delta if merged.dtype == np.bool_ else merged + delta
-    return merged
+def _merge_state(given: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Of what several steps moved the state towards, and how far, that of one step."""
+    values, shares = given[0]
+    if len(given) == 1:
+        return values, shares
+    if values.dtype.kind in "fcV":
+        total = np.zeros(values.shape, _wide(values.dtype))
+        count = np.zeros(values.shape, np.int64)
+        for block, share in given:
+            np.add(total, block.astype(total.dtype, copy=False), out=total, where=share > 0)
+            count += share > 0
+            shares = np.maximum(shares, share)
+        return (total / np.maximum(count, 1)).astype(values.dtype), shares
+    for block, share in given[1:]:
+        values, shares = np.where(share > 0, block, values), np.maximum(shares, share)
+    return values, shares

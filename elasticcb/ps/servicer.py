@@ -568,7 +568,7 @@ class Servicer:
         if model.answered.forgotten(name):
             return Verdict(pb.ACCEPTED, "this push was answered long ago")
         rate = request.learning_rate if request.has_learning_rate else None
-        push = model.reader.read(tensors, request.dense_variables, rate, request.row_variables)
+        push = model.reader.read(tensors, request.dense_variables, rate, request.row_variables, request.state_base)
         model.parameters.check_learning_rate(push)
         verdict = self._judge(name, request, push, model)
         model.answered.remember(name, verdict)

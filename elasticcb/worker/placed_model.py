@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.blocks import unpack_weights
+from elasticcb.blocks import state_moves, unpack_weights
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
 from elasticcb.master_client import MasterClient
 from elasticcb.model_weights import variable_specs
@@ -142,14 +142,17 @@ class PlacedModel:
 
     def _push(self, dense: tuple[int, ...], rows: tuple[int, ...], inputs: Sequence[Array]) -> None:
         given = iter(inputs)
-        state = dict(zip(self._state, given, strict=False))
+        new = dict(zip(self._state, given, strict=False))
         gradients = {index: next(given) for index in dense}
         pairs = {index: (next(given), next(given)) for index in rows}
+        now = [pack(new, self._specs, slices, trainable=False) for slices in self._ps.partition]
+        state, shares = state_moves(self._ps.blocks, now, self._specs, self._ps.partition, {})
         push = Push(
             gradients=[pack(gradients, self._specs, slices, True, dense) for slices in self._ps.partition],
             dense_variables=dense,
             rows=pairs,
-            state_deltas=self._state_deltas(state),
+            state=state,
+            shares=shares,
             loss=0.0,
             non_finite=self._find_non_finite(gradients | {index: values for index, (_, values) in pairs.items()}),
         )
@@ -161,24 +164,11 @@ class PlacedModel:
         elif answer.status != pb.ACCEPTED:
             raise ElasticCBError(f"A parameter server refused gradients: {answer.reason}")
 
-    def _state_deltas(self, state: dict[int, Array]) -> list[dict[str, Array]]:
-        """By server, what was added to non-trainable variables since the weights were fetched."""
-        deltas = []
-        for slices, block in zip(self._ps.partition, self._ps.blocks, strict=True):
-            new = pack(state, self._specs, slices, trainable=False)
-            changes = {dtype: _difference(flat, block[f"state/{dtype}"]) for dtype, flat in new.items()}
-            deltas.append({dtype: delta for dtype, delta in changes.items() if delta.any()})
-        return deltas
-
     def _find_non_finite(self, gradients: dict[int, Array]) -> str:
         for index, gradient in gradients.items():
             if not np.isfinite(gradient.astype(np.float64)).all():
                 return f"the gradient of {self._specs[index].path!r}"
         return ""
-
-
-def _difference(new: Array, old: Array) -> Array:
-    return new ^ old if new.dtype == np.bool_ else new - old
 
 
 def _key(variable: Any) -> int:

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.blocks import Blocks, PlacedBlocks
+from elasticcb.blocks import Blocks, PlacedBlocks, state_moves
 from elasticcb.eager_tensors import array_of, not_cached, tensor_of
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
@@ -35,6 +35,7 @@ from elasticcb.worker.assignments import refused_assignments
 from elasticcb.worker.compiled_step import CompiledStep
 from elasticcb.worker.gradients import clippings, sort_gradients
 from elasticcb.worker.loss_scale import LossScale
+from elasticcb.worker.moving_averages import MovingAverages
 from elasticcb.worker.table_files import collect
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Trainer:
         self._capture = OptimizerCapture(model)
         self._clipped = clippings(model, specs, self._capture.optimizers, len(partition))
         self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
+        self._averages = MovingAverages(model)
         self._assign = tf.function(self._assign_blocks, autograph=False)
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
         self._served = serve_tables(model, tables)
@@ -151,7 +153,7 @@ class Trainer:
             rows: by embedding table, the rows [n, dim] of the ids in `wanted`.
         """
         self._follow(blocks)
-        logs, states, dense, gradients, pairs, deltas, usable, served = self._run(
+        logs, states, dense, gradients, pairs, new_state, usable, served = self._run(
             "_train",
             batch,
             _to_tensors(blocks),
@@ -159,14 +161,15 @@ class Trainer:
             *_table_inputs(wanted, rows),
         )
         logs = {name: to_number(value) for name, value in logs.items()}
+        decays = self._averages.decays
+        state, shares = state_moves(blocks, _to_arrays(new_state), self._specs, self._partition, decays)
         push = Push(
             gradients=_to_arrays(gradients),
             dense_variables=tuple(dense),
             rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
             | {index: (array_of((wanted or {})[index][0]), array_of(values)) for index, values in served.items()},
-            state_deltas=[
-                {dtype: delta for dtype, delta in server.items() if delta.any()} for server in _to_arrays(deltas)
-            ],
+            state=state,
+            shares=shares,
             loss=float(np.mean(logs["loss"])) if "loss" in logs else 0.0,
             partition=self._partition,
         )
@@ -236,6 +239,7 @@ class Trainer:
         pairs = zip(self.model.weights, self._specs, strict=True)
         with (
             self._served.serving(rows, positions),
+            self._averages.counted(),
             refused_assignments([variable for variable, spec in pairs if spec.trainable]),
         ):
             logs, updates = self._capture.train_step(batch)
@@ -258,10 +262,10 @@ class Trainer:
         self._check_updated(found)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = [self._pack(server, dense) for server in self._partition]
-        deltas = [self._state_deltas(slices, blocks[server]) for server, slices in enumerate(self._partition)]
+        state = [self._pack_state(slices) for slices in self._partition]
         gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
         # Keys, because a function compiled for another kind of batch may have other variables.
-        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, deltas, usable, served
+        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
 
     def _rounded(self, gradient: Any) -> Any:
         return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
@@ -310,13 +314,12 @@ class Trainer:
             pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
-    def _state_deltas(self, slices: Sequence[Slice], block: Mapping[str, Any]) -> dict[str, Any]:
-        """What the step has added to the non-trainable variables, packed."""
+    def _pack_state(self, slices: Sequence[Slice]) -> dict[str, Any]:
+        """The non-trainable variables after the step."""
         pieces: dict[str, list[Any]] = {}
-        for part, dtype, offset in layout(self._specs, slices, False):
-            old = block[f"state/{dtype}"][offset : offset + part.elements]
+        for part, dtype, _ in layout(self._specs, slices, False):
             new = tf.reshape(self.model.weights[part.variable].value, [-1])[part.start : part.stop]
-            pieces.setdefault(dtype, []).append(_difference(new, old))
+            pieces.setdefault(dtype, []).append(new)
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
     def _find_non_finite(self, push: Push) -> str:
@@ -325,26 +328,30 @@ class Trainer:
         for index, (_, values) in push.rows.items():
             if not np.isfinite(values.astype(np.float64)).all():
                 return f"the gradient of {self._specs[index].path!r}"
-        for slices, gradients, deltas in zip(self._partition, push.gradients, push.state_deltas, strict=True):
+        for server, slices in enumerate(self._partition):
+            gradients, state = push.gradients[server], push.state[server]
             for part, dtype, offset in layout(self._specs, slices, True, push.dense_variables):
                 if not np.isfinite(gradients[dtype][offset : offset + part.elements].astype(np.float64)).all():
                     return f"the gradient of {self._specs[part.variable].path!r}"
             for part, dtype, offset in layout(self._specs, slices, False):
-                delta = deltas.get(dtype)
-                if delta is not None and not np.isfinite(delta[offset : offset + part.elements].astype(float)).all():
+                here = slice(offset, offset + part.elements)
+                if (
+                    dtype in state
+                    and not np.isfinite(state[dtype][here][push.shares[server][dtype][here] > 0].astype(float)).all()
+                ):
                     return f"the new value of {self._specs[part.variable].path!r}"
         return ""
 
 
 def _is_finite(push: Push) -> bool:
-    arrays = [flat for server in push.gradients + push.state_deltas for flat in server.values()]
+    arrays = [flat for server in push.gradients for flat in server.values()]
+    arrays += [
+        flat[shares[dtype] > 0]
+        for server, shares in zip(push.state, push.shares, strict=True)
+        for dtype, flat in server.items()
+    ]
     arrays += [values for _, values in push.rows.values()]
     return bool(np.isfinite(push.loss)) and all(map(all_finite, arrays))
-
-
-def _difference(new: Any, old: Any) -> Any:
-    """What the servers add to the old state to get the new one; booleans are flipped where it is true."""
-    return tf.math.logical_xor(new, old) if new.dtype.is_bool else new - old
 
 
 def _table_inputs(wanted: Wanted | None, rows: TableRows | None) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -246,6 +246,14 @@ class Locked(Plain):
         self.lock = threading.Lock()
 
 
+class Teacher(Plain):
+    """Ends its step with the loss by the updated weights."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "after": keras.ops.mean((self(data[0]) - data[1]) ** 2)}
+
+
 class Broken(Plain):
     def get_config(self):
         raise ValueError("no config of this one")
@@ -272,6 +280,12 @@ UNSUPPORTED = {
         lambda: compiled(Twice()),
         ElasticCBError,
         "a variable can be updated once per step",
+        "servers apply the gradients after the step",
+    ),
+    "a `train_step` that reads a variable after its update (the DCGAN step, MoCo, mean teacher)": (
+        lambda: compiled(Teacher()),
+        ElasticCBError,
+        "after it has given the optimizer .* its gradient",
         "servers apply the gradients after the step",
     ),
     "an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (

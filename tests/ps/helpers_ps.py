@@ -100,7 +100,7 @@ class Part:
         held = tuple(sorted({part.variable for part in self.slices} & set(dense)))
         pairs = {i: Rows(np.asarray(ids, np.int64), values) for i, (ids, values) in (rows or {}).items()}
         blocks = pack(dense, self.specs, self.slices, True, held)
-        return Push(held, blocks, pairs, {}, learning_rate)
+        return Push(held, blocks, pairs, learning_rate=learning_rate)
 
     def values(self) -> list[np.ndarray]:
         """Whole variables; what other servers hold is zero."""
@@ -142,6 +142,7 @@ def push_frame(
         tensors[f"rows/{index}/ids"] = np.asarray(ids, np.int64)
         tensors[f"rows/{index}/values"] = np.asarray(values)
     tensors |= {f"state/{dtype}": block for dtype, block in (state or {}).items()}
+    tensors |= {f"shares/{dtype}": np.ones(len(block), np.float32) for dtype, block in (state or {}).items()}
     fields = {"worker_id": 1, "known_version": -1, "known_state_version": -1, **header}
     return Frame(pb.ExchangeRequest(dense_variables=sorted(dense), **fields), tensors)
 

@@ -92,14 +92,15 @@ class Servers:
     def push(self, step, ids=(1, 2, 5, 8), rate=None):
         generator = np.random.default_rng(step)
         rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
-        gradients, state = [], []
+        gradients, state, shares = [], [], []
         for slices in self.worker.partition:
             sizes = block_sizes(SPECS, slices, True).items()
             gradients.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             sizes = block_sizes(SPECS, slices, False).items()
-            state.append({dtype: np.full(size, 0.5, dtype) for dtype, size in sizes})
+            state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
+            shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
         self.worker.lookup({3: np.array(ids)}, create=True)
-        return self.worker.push(Push(gradients, (0, 1), rows, state, 0.0), rate)
+        return self.worker.push(Push(gradients, (0, 1), rows, state, shares, 0.0), rate)
 
     def answer_alone(self, index):
         """A change reaches one server alone."""

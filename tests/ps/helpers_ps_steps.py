@@ -20,7 +20,9 @@ def push_step(client, dense, rows=None, learning_rate=None):
         pack(dense, client.specs, slices, True, {part.variable for part in slices} & set(dense))
         for slices in client.partition
     ]
-    return client.push(Push(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], 1.0), learning_rate)
+    return client.push(
+        Push(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
+    )
 
 
 def make_variables(specs, values):

@@ -43,7 +43,7 @@ def step(client, number):
     """A push of dense gradients of everything that is trained."""
     dense = gradients(number, client.specs)
     blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
-    return Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], 1.0)
+    return Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0)
 
 
 def weights(client):
@@ -91,7 +91,8 @@ def test_a_push_that_one_server_refuses_is_not_decided_by_the_first(job):
     worker = client(1)
     worker.pull()
     bad = step(worker, 0)
-    bad.state_deltas[1] = {"float32": np.full(64, np.nan, np.float32)}
+    bad.state[1] = {"float32": np.full(64, np.nan, np.float32)}
+    bad.shares[1] = {"float32": np.ones(64, np.float32)}
     refused = worker.push(bad, None)
     assert refused.status == pb.NON_FINITE
     assert "norm/moving_variance" in refused.reason

@@ -12,7 +12,7 @@ import pytest
 from elasticcb.access import OPEN
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack
+from elasticcb.ps.partition import VariableSpec, block_sizes, pack
 from elasticcb.ps.server import PSServer
 from elasticcb.ps_client import PSClient, Push
 from elasticcb.ps_control import PSControl, Source
@@ -123,7 +123,8 @@ def push_of(client, ids, amount):
         gradients=[pack(dense, SPECS, slices, True, dense.keys()) for slices in parts],
         dense_variables=(1, 2),
         rows={0: (ids, np.full((len(ids), 4), amount, np.float32))},
-        state_deltas=[pack(state, SPECS, slices, False) for slices in parts],
+        state=[pack(state, SPECS, slices, False) for slices in parts],
+        shares=[{d: np.ones(n, np.float32) for d, n in block_sizes(SPECS, slices, False).items()} for slices in parts],
         loss=0.0,
         partition=parts,
     )
@@ -176,8 +177,10 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
     rows = np.zeros((IDS, 4))
     rows[ids[0]] = weights[0]
     np.testing.assert_array_equal(rows, np.repeat(expected[:, None], 4, axis=1))
-    for value in weights[1:]:
+    for value in weights[1:3]:
         np.testing.assert_array_equal(value, np.full(value.shape, pushes, value.dtype))
+    assert ((weights[3] > 0) & (weights[3] <= 1)).all()
+    assert weights[4] == 1
     assert [each.buckets for each in moved] == [682, 341, 512, 768]
     assert pushes > 20
     assert str(moved[0]).startswith("The job has 3 parameter servers from now on; there were 1. Moved 682 of 1,024")
@@ -256,12 +259,12 @@ def test_a_push_cut_for_other_servers_is_cut_anew(start):
     client = servers.client(1)
     client.pull()
     before = push_of(client, np.arange(IDS, dtype=np.int64), -1.0)
-    halved = replace(before, state_deltas=[{}, before.state_deltas[1]])
+    halved = replace(before, state=[{}, before.state[1]], shares=[{}, before.shares[1]])
     servers.move(3)
     client.push(halved, None)
     weights, _ = servers.control.weights()
     np.testing.assert_array_equal(weights[1], np.full(SPECS[1].shape, 1.0))
-    assert weights[3].sum() + weights[4] == sum(delta.sum() for delta in before.state_deltas[1].values())
+    assert weights[3].sum() + weights[4] == sum(values.sum() for values in before.state[1].values())
 
 
 def test_synchronous_servers_are_not_moved(start):

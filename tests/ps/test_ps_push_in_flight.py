@@ -36,7 +36,8 @@ def push(address, event, done):
         faulty_process.arm({"event": event, "action": "kill", "nth": 1}, done)
     rows = {2: (IDS[2], np.ones((2, 3), np.float32))}
     gradients, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
-    client.push(Push(gradients, (0,), rows, state, 0.0), None)
+    shares = [{"float32": np.ones(2, np.float32)}]
+    client.push(Push(gradients, (0,), rows, state, shares, 0.0), None)
     client.close()
 
 

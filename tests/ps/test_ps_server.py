@@ -115,16 +115,39 @@ def test_dense_gradients_that_do_not_fit_are_refused(shared_cluster):
         shared_cluster.call(0, "Exchange", frame)
 
 
-def test_changes_of_non_trainable_variables_add_up(cluster):
+def test_state_is_what_a_step_on_the_present_values_came_to(cluster):
     one = cluster()
-    before = one.values()
-    delta = {"float32": np.full(6, 0.5, np.float32), "int64": np.array([2])}
-    answer = one.push(gradients(0), sequence=1, state=delta)
-    one.push(gradients(1), sequence=2, state=delta)
-    unchanged = one.push(gradients(1), sequence=3, state={k: 0 * v for k, v in delta.items()})
-    assert (answer.header.state_version, unchanged.header.state_version) == (1, 2)
-    np.testing.assert_allclose(one.values()[3], before[3] + 1.0, rtol=1e-6)
-    assert one.values()[4] == before[4] + 4
+    state = {"float32": np.full(6, 0.5, np.float32), "int64": np.array([2])}
+    answer = one.push(gradients(0), sequence=1, state=state, state_base=0)
+    assert answer.header.state_version == 1
+    unchanged = one.push(gradients(1), sequence=2, state_base=1)
+    assert unchanged.header.state_version == 1
+    np.testing.assert_array_equal(one.values()[3], np.full(6, 0.5))
+    assert one.values()[4] == 2
+
+
+def test_steps_that_began_with_the_same_state_count_as_one_of_their_mean(cluster):
+    one = cluster()
+    for sequence, value in enumerate([1.0, 3.0, 8.0], 1):
+        state = {"float32": np.full(6, value, np.float32), "int64": np.array([int(value)])}
+        one.push(gradients(sequence), sequence=sequence, state=state, state_base=0)
+    np.testing.assert_allclose(one.values()[3], np.full(6, 4.0), rtol=1e-6)
+    assert one.values()[4] == 8  # no mean of integers
+
+
+def test_state_that_a_step_leaves_stays_as_another_has_set_it(cluster):
+    one = cluster()
+    one.push(gradients(0), sequence=1, state={"float32": np.full(6, 5.0, np.float32)}, state_base=0)
+    frame = push_frame(
+        gradients(1), one.slices[0], sequence=2, state={"float32": np.full(6, 7.0, np.float32)}, state_base=0
+    )
+    frame.tensors["shares/float32"][:5] = 0
+    one.call(0, "Exchange", frame)
+    np.testing.assert_allclose(one.values()[3], [5, 5, 5, 5, 5, 6], rtol=1e-6)
+    del frame.tensors["shares/float32"]
+    frame.header.sequence = 3
+    with pytest.raises(WireError, match=r"of dtype float32 come with nothing.*float32\[6\]"):
+        one.call(0, "Exchange", frame)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -132,10 +155,10 @@ def test_changes_of_one_dtype_leave_the_other_as_it_is(cluster, workers):
     one = cluster(use_async=False, grads_to_wait=workers)
     before = one.values()
     for worker in range(1, workers + 1):
-        delta = {"int64": np.array([1])} if worker == 1 else {"float32": np.ones(6, np.float32)}
-        one.push(gradients(0), sequence=1, worker_id=worker, state=delta)
-    assert one.values()[4] == before[4] + 1
-    np.testing.assert_allclose(one.values()[3], before[3] + (workers - 1) / 2, rtol=1e-6)
+        state = {"int64": np.array([7])} if worker == 1 else {"float32": np.ones(6, np.float32)}
+        one.push(gradients(0), sequence=1, worker_id=worker, state=state, state_base=0)
+    assert one.values()[4] == 7
+    np.testing.assert_array_equal(one.values()[3], before[3] if workers == 1 else np.ones(6))
 
 
 def test_a_snapshot_is_pulled_until_it_is_released(cluster):
@@ -176,17 +199,17 @@ def test_a_synchronous_update_is_the_mean_of_its_gradients(cluster):
     before = one.values()
     rows = [([1, 5], np.ones((2, 4), np.float32)), ([5], np.full((1, 4), 3.0, np.float32))]
     ones = {2: np.ones(6, np.float32)}
-    delta = {"float32": np.ones(6, np.float32), "int64": np.array(1).reshape(1)}
-    first = one.push(ones, rows={0: rows[0]}, state=delta, sequence=1, worker_id=1)
+    states = [{"float32": np.full(6, value, np.float32), "int64": np.array([value])} for value in (1, 2)]
+    first = one.push(ones, rows={0: rows[0]}, state=states[0], state_base=0, sequence=1, worker_id=1)
     assert (first.header.status, first.header.version) == (pb.ACCEPTED, 0)
-    second = one.push({2: 3 * ones[2]}, rows={0: rows[1]}, state=delta, sequence=1, worker_id=2)
+    second = one.push({2: 3 * ones[2]}, rows={0: rows[1]}, state=states[1], state_base=0, sequence=1, worker_id=2)
     assert second.header.version == 1
     after = one.values()
     np.testing.assert_allclose(after[2], before[2] - 0.5 * 2, rtol=1e-5)
     np.testing.assert_allclose(after[0][5], before[0][5] - 0.5 * 2, rtol=1e-5)
     np.testing.assert_allclose(after[0][1], before[0][1] - 0.5 * 0.5, rtol=1e-5)
-    np.testing.assert_allclose(after[3], before[3] + 1, rtol=1e-5)
-    assert after[4] == before[4] + 2
+    np.testing.assert_allclose(after[3], np.full(6, 1.5), rtol=1e-5)
+    assert after[4] == 2
     stale = one.push(ones, sequence=2, worker_id=1, version=0)
     assert stale.header.status == pb.STALE
 

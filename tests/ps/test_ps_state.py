@@ -59,7 +59,9 @@ def push(client, number, learning_rate=None):
     client.pull()
     dense = gradients(number, client.specs)
     blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
-    return client.push(Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], 1.0), learning_rate)
+    return client.push(
+        Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
+    )
 
 
 def weights(client):
