@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -254,6 +255,7 @@ class ProgressReporter:
         self.on_split: Callable[[], None] = lambda: None
         self.lost_leases: set[int] = set()
         self.splits: dict[int, int] = {}
+        self._computing_since: float | None = None  # the present batch
         self._error: Exception | None = None  # why reporting ended
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
@@ -293,6 +295,18 @@ class ProgressReporter:
         if urgent:
             self._wake.set()
 
+    @contextlib.contextmanager
+    def computing(self, lease: int) -> Iterator[None]:
+        """A batch of the leased task is computed in the context, which may take long without progress."""
+        with self._lock:
+            if self._progress.lease != lease:  # it is the first one
+                self._progress.lease, self._progress.records_done = lease, 0
+            self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = None
+
     def clear(self) -> None:
         """No task runs now. No report on the last one is under way any more when this returns."""
         self.update(0, 0, self._progress.version)
@@ -320,6 +334,8 @@ class ProgressReporter:
                 progress.CopyFrom(self._progress)
                 self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
                 self._progress.batch_seconds, self._progress.timed_batches = 0.0, 0
+                since = self._computing_since
+                progress.computing_seconds = 0.0 if since is None else time.monotonic() - since
                 progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
                 del self._events[:_EVENTS_PER_REPORT]
                 if self._events:  # the version would say that they are told

@@ -75,6 +75,12 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     _check_ages(values)
     _check_ray(values)
     _check_tls(values)
+    silence, lease = values["silence_seconds"], values["lease_seconds"]
+    if silence > lease:  # while a server that hangs is missed, workers make no progress
+        raise UsageError(
+            f"`silence_seconds` must be more than 0, and at most the {lease:g} s (`lease_seconds`) that a worker may "
+            f"take without progress. Received: silence_seconds={silence:g}"
+        )
     if values["ps_replicas"]:
         for name, why in conflicts(values):
             raise UsageError(f"`ps_replicas=1` can't be with `{name}={given[name]!r}`: {why}")
@@ -95,7 +101,7 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
         ),
         TrainingSettings(
             **take("use_async", "grads_to_wait", "sync_version_tolerance", "get_model_steps", "max_staleness"),
-            **take("wire_dtype", "non_finite", "callback_errors"),
+            **take("wire_dtype", "non_finite", "callback_errors", "lease_seconds"),
         ),
         EmbeddingSettings(
             **{field.name: values[f"embedding_{field.name}"] for field in dataclasses.fields(EmbeddingSettings)}
@@ -136,8 +142,8 @@ def _checked(name: str, value: Any) -> Any:
             raise UsageError(f"`{name}` must be one of {known}. Received: {name}={value!r}") from None
     if name == "checkpoint_interval":
         return _seconds(name, value)
-    if name == "silence_seconds":
-        return _silence(value)
+    if name in ("lease_seconds", "silence_seconds"):
+        return _above_zero(name, value)
     if name in ("use_async", "tls") and not isinstance(value, bool):
         raise UsageError(f"`{name}` must be True or False. Received: {name}={value!r}")
     if name in FILES:
@@ -153,13 +159,10 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
-def _silence(value: Any) -> float:
-    seconds, lease = _seconds("silence_seconds", value), TrainingSettings.lease_seconds
-    if not 0 < seconds <= lease:  # while a server that hangs is missed, workers make no progress
-        raise UsageError(
-            f"`silence_seconds` must be more than 0, and at most the {lease:g} s that a worker may take "
-            f"without progress. Received: silence_seconds={value!r}"
-        )
+def _above_zero(name: str, value: Any) -> float:
+    seconds = _seconds(name, value)
+    if not seconds:
+        raise UsageError(f"`{name}` must be more than 0. Received: {name}={value!r}")
     return seconds
 
 

@@ -66,6 +66,8 @@ class Cluster:
         ps_replicas: 1: each server hands its updates to the next one before it answers, so that one that is killed
             loses none.
         max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones.
+        lease_seconds: a worker without progress for so long is killed and replaced; one that computes a batch, after
+            twelve times as long.
         silence_seconds: a parameter server that is not heard of for so long is killed and replaced; with "external", a
             worker, too.
         host: address for the master to listen on; "": 127.0.0.1, or with Ray its node's.
@@ -117,6 +119,7 @@ class Cluster:
         ps_replicas: int = 0,
         max_worker_restarts: int = 10,
         max_ps_restarts: int = 10,
+        lease_seconds: float = TrainingSettings.lease_seconds,
         silence_seconds: float = ClusterSettings.silence_seconds,
         host: str = "",
         port: int = 0,
@@ -152,6 +155,7 @@ class Cluster:
             ps_replicas=ps_replicas,
             max_worker_restarts=max_worker_restarts,
             max_ps_restarts=max_ps_restarts,
+            lease_seconds=lease_seconds,
             silence_seconds=silence_seconds,
             host=host,
             port=port,

@@ -340,7 +340,8 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.NUMBER,
         value="SECONDS",
         above=0,
-        help="A task without progress for so long is taken from its worker and given to another.",
+        help="A task without progress for so long is taken from its worker and given to another; while a batch is "
+        "computed, after 12 times as long.",
     ),
     # ---------------------------------------------------------------- checkpoints and export
     Option(

@@ -27,10 +27,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether a worker may go on with its lease, and why (not)."""
+    """Whether a worker may go on with its lease, and why (not).
+
+    After a `long_batch`, which the user should know of, the reason is a text for them.
+    """
 
     accepted: bool
     reason: str
+    long_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

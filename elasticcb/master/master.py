@@ -528,6 +528,7 @@ class Master:
         loss: float | None,
         events: Sequence[BatchEvent] = (),
         warnings: Sequence[CallbackWarning] = (),
+        computing: float = 0.0,
     ) -> Answer:
         with self.changed:
             self._seen(worker)
@@ -541,7 +542,9 @@ class Master:
                 self.loss = loss
             if not lease or self.queue is None:
                 return Answer(True, "no task")
-            answer = self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed)
+            answer = self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed, computing)
+            if answer.long_batch:
+                self.warn(CallbackWarning(f"batch of lease {lease} from {records_done}", answer.reason, 0))
             self.note()
             return answer
 

@@ -132,6 +132,7 @@ class MasterServicer(Generated):
             request.loss if request.batches else None,
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
+            request.computing_seconds,
         )
         self._master.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
         if request.HasField("stats"):

@@ -26,6 +26,8 @@ from elasticcb.master.queue_state import QueueSettings, QueueState, reading
 from elasticcb.master.task import RESUMABLE, BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
 
+_LONGEST_BATCH = 12  # leases: an hour, where nobody says otherwise
+
 
 class TaskQueue:
     """Hands out tasks, takes reports, and hands out again what was not finished.
@@ -40,7 +42,8 @@ class TaskQueue:
             no limit. A range that is handed out again does not count again.
         shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
         max_retries: a task may be reported failed so many times; one more fails the job.
-        lease_seconds: a worker without progress for so long loses its leases.
+        lease_seconds: a worker without progress for so long loses its leases; one that says that it is computing a
+            batch, after twelve times as long.
         hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: when
             nothing of epoch e is left to hand out, epoch e + 1 begins.
         max_losses: so many workers may be lost (or hang) on a task without any progress on it; one more
@@ -153,13 +156,20 @@ class TaskQueue:
     # ------------------------------------------------------------ a worker reports
 
     def report_progress(
-        self, worker: int, lease_id: int, records_done: int, now: float, progressed: bool = False
+        self,
+        worker: int,
+        lease_id: int,
+        records_done: int,
+        now: float,
+        progressed: bool = False,
+        computing: float = 0.0,
     ) -> Answer:
         """`worker` has done the first `records_done` records of the leased shard.
 
         More records than before keep all leases of the worker alive; the same number does not, for a
         worker that hangs may still send it, unless it says that it has `progressed`: where records are
-        shuffled it can't tell which ones are done. A task without records is kept alive by any report.
+        shuffled it can't tell which ones are done. A task without records is kept alive by any report, and a worker's
+        leases by each while it is `computing` a batch, for that many seconds up to now, unless these are too many.
 
         Raises `WireError` when the shard has fewer records than that.
         """
@@ -177,7 +187,7 @@ class TaskQueue:
             )
         gained = records_done - record.reported
         if gained <= 0 and task.shard.records and not progressed:
-            return Answer(True, "no progress since the last report")
+            return self._still(worker, computing)
         self._doing.progress(worker)
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
@@ -301,6 +311,22 @@ class TaskQueue:
         """`on_predict_end` of the callbacks has run on `worker`: they hold no results in memory any more."""
         for record in self._state.held.take(worker):
             self._state.close(record.task)
+
+    def _still(self, worker: int, computing: float) -> Answer:
+        """The answer to a report without progress."""
+        lease = self._settings.lease_seconds
+        longest = _LONGEST_BATCH * lease
+        if not 0 < computing <= longest - lease:
+            return Answer(True, "no progress since the last report")
+        self._doing.progress(worker)
+        if computing < lease:
+            return Answer(True, "a batch is being computed")
+        reason = (
+            f"Worker {worker} has been in one batch for {computing:.0f} s. After {longest:.0f} s ({_LONGEST_BATCH} "
+            "times lease_seconds) it is taken for hung, and replaced; give lease_seconds if batches may take longer, "
+            "or less."
+        )
+        return Answer(True, reason, long_batch=True)
 
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""

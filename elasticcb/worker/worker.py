@@ -434,7 +434,8 @@ class Worker:
             started = time.perf_counter()
             rows = self._exchanges.rows_of(batch) if batch.wanted else {}
             version = self._ps.weights_version
-            result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version, batch.wanted, rows)
+            with self._progress.computing(self._task.lease):
+                result = self._trainer.train(batch.data, self._ps.blocks, self._ps.version, batch.wanted, rows)
             self._assigned = None  # the step may have changed non-trainable variables
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)
@@ -511,7 +512,8 @@ class Worker:
     def _evaluate(self, batch: Batch, index: int) -> None:
         self._call("on_test_batch_begin", index, {"size": batch.records})
         rows = self._ps.lookup(batch.ids, evaluation_round=self._task.evaluation_round) if batch.wanted else {}
-        logs, outputs = self._trainer.evaluate(batch.data, batch.wanted, rows)
+        with self._progress.computing(self._task.lease):
+            logs, outputs = self._trainer.evaluate(batch.data, batch.wanted, rows)
         if Transport.OUTPUTS in self._transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._note_event(batch, self._ps.snapshot_version)
@@ -520,7 +522,8 @@ class Worker:
     def _predict(self, batch: Batch, index: int) -> None:
         self._call("on_predict_batch_begin", index, {"size": batch.records})
         rows = self._ps.lookup(batch.ids) if batch.wanted else {}
-        predictions = self._trainer.predict(batch.data, batch.wanted, rows)
+        with self._progress.computing(self._task.lease):
+            predictions = self._trainer.predict(batch.data, batch.wanted, rows)
         if self._reports_predictions:
             self._outputs.append(flatten_outputs(predictions))
         self._note_event(batch, self._ps.version)

@@ -234,3 +234,25 @@ def test_task_without_records_is_kept_alive_by_any_report():
     lease = take(queue)
     queue.report_progress(1, lease.id, 0, 50.0)
     assert queue.expire(100.0) == []
+
+
+def test_worker_that_computes_one_long_batch_keeps_its_lease_up_to_a_limit_and_the_user_is_told():
+    queue = make_queue()  # of 60 s
+    lease = take(queue)
+    answers = {now: queue.report_progress(1, lease.id, 0, now, computing=now) for now in range(10, 661, 10)}
+    assert queue.expire(719.0) == []
+    assert [now for now, answer in answers.items() if answer.long_batch] == list(range(60, 661, 10))
+    assert "Worker 1 has been in one batch for 60 s. After 720 s (12 times lease_seconds)" in answers[60].reason
+    for now in (670.0, 710.0):  # which keeps nothing alive any more
+        assert not queue.report_progress(1, lease.id, 0, now, computing=now).long_batch
+    assert queue.expire(720.0) == [lease]
+
+
+def test_batch_that_ends_leaves_a_worker_the_time_of_a_lease():
+    queue = make_queue()
+    lease = take(queue)
+    queue.report_progress(1, lease.id, 0, 50.0, computing=50.0)
+    for now in (60.0, 80.0, 100.0):
+        queue.report_progress(1, lease.id, 0, now)  # alive, and waiting for something
+    assert queue.expire(109.0) == []
+    assert queue.expire(110.0) == [lease]

@@ -133,3 +133,24 @@ def test_warning_of_the_last_hook_is_sent_when_the_reporter_stops() -> None:
     answer.set()
     stopping.join(30)
     assert subjects == ["Watch.on_epoch_end failed"]
+
+
+def test_reports_say_for_how_long_a_batch_has_been_computed() -> None:
+    sent: list[float] = []
+    leases: list[int] = []
+
+    def report(progress: Any) -> Any:
+        sent.append(progress.computing_seconds)
+        leases.append(progress.lease)
+        return pb.ReportProgressResponse(accepted=True)
+
+    reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
+    reporter.send()
+    with reporter.computing(7):
+        reporter.send()
+        reporter.send()
+    reporter.send()
+    reporter.stop()
+    assert sent[0] == sent[3] == 0.0
+    assert 0 < sent[1] < sent[2]
+    assert leases[:3] == [0, 7, 7]
