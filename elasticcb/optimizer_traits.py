@@ -48,6 +48,12 @@ def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
     return elementwise and optimizer.clipnorm is None
 
 
+def may_join(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether several variables may be updated as one: a user's class may look at a variable's path or shape."""
+    optimizer = unwrapped(optimizer)
+    return type(optimizer) in _ELEMENTWISE | _ELEMENTWISE_BUT_NOT_LAZY and optimizer.clipnorm is None
+
+
 def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether gradients of rows update those rows alone.
 

@@ -133,6 +133,8 @@ def running_cluster(
         if kind is ClusterKind.LOCAL and visible_gpus():
             # They are the workers'; the backend has noted them.
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        if kind is ClusterKind.INPROCESS:
+            _limit_threads("master", settings)
         backend.prepare()
         if kind is ClusterKind.RAY and visible_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # they are those of the actors
@@ -362,24 +364,27 @@ def _begin(role: str, index: int, parent_pid: int | None) -> None:
 
 
 def _begin_job(role: str, settings: JobSettings) -> None:
-    _limit_threads(role, settings)
-    if threading.current_thread() is threading.main_thread():  # a thread's logs are those of the caller
+    if threading.current_thread() is threading.main_thread():  # a thread's logs, and cores, are those of the caller
+        _limit_threads(role, settings)
         logging.getLogger("elasticcb").setLevel(settings.log_level)
     logger.info("Job %s: %s", settings.name, settings.command.value)
 
 
 def _limit_threads(role: str, settings: JobSettings) -> None:
-    """Lets the processes of one machine share its cores; the user's TF_NUM_INTRAOP_THREADS goes before.
+    """Lets TensorFlow compute with as many threads as this process may use cores, or with its share of them on a
+    machine whose processes are the job's. The user's TF_NUM_INTRAOP_THREADS goes before.
 
-    TensorFlow would start as many threads per process as there are cores, which then wait for each other.
-    Servers rest while workers compute, so that workers divide the cores among themselves.
+    TensorFlow itself would start a thread for each core of the machine, which then wait for each other: it does not
+    know what a container, or a cgroup, may use. Servers rest while workers compute, so that workers divide the cores
+    among themselves.
     """
-    own_process = threading.current_thread() is threading.main_thread()
-    if settings.cluster.kind is ClusterKind.LOCAL and own_process:
-        sharing = settings.cluster.num_workers + (settings.cluster.num_ps if role == "ps" else 0)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // max(1, sharing))
-        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))  # read when TensorFlow first computes
+    from loky import cpu_count
+
+    sharing = 1
+    if settings.cluster.kind is ClusterKind.LOCAL:
+        sharing = max(1, settings.cluster.num_workers + (settings.cluster.num_ps if role == "ps" else 0))
+    threads = max(1, cpu_count() // sharing)
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))  # read when TensorFlow first computes
 
 
 class _Farewell:

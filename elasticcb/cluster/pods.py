@@ -301,9 +301,6 @@ class PodPlan:
             {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ]
         plain = {"HOME": "/tmp", **self.environment, **own}
-        if "TF_NUM_INTRAOP_THREADS" not in plain and role != "master":  # else as many as the machine has cores
-            cores = {"containerName": CONTAINER, "resource": "limits.cpu"}
-            variables.append({"name": "TF_NUM_INTRAOP_THREADS", "valueFrom": {"resourceFieldRef": cores}})
         return variables + [{"name": name, "value": value} for name, value in plain.items()]
 
     def _priority(self, role: str) -> Priority:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import keras
 import numpy as np
 
 from elasticcb.eager_tensors import not_cached
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.optimizer_traits import clips_on_server
-from elasticcb.optimizer_variables import Leaf, optimizer_variables
+from elasticcb.optimizer_traits import clips_on_server, may_join
+from elasticcb.optimizer_variables import Leaf, Slot, optimizer_variables
+from elasticcb.ps.joined import Piece, groups_of, join
 
 _ANCHOR = -1  # an index that no variable of the model has
 
@@ -23,11 +24,14 @@ class ServerOptimizer:
         make: makes the same leaf again, with a fresh optimizer.
         variables: what to build on, with the weights' values, by index in the model.
         undecayed: indices of variables that weight decay leaves out.
+        groups: indices of variables to update as one (elasticcb/ps/joined.py). None: whatever can be.
 
     Attributes:
         name, optimizer: of the leaf. Global clipping and loss scaling are off: the worker, who has all gradients,
             does both.
         updates: indices of all variables of the model that it updates, here or on another server.
+        variables: what it holds, by index.
+        groups: the indices of those that it updates as one.
         slots, extras, shared: its variables, as in `OptimizerVariables`.
 
     Raises `ModelFileError` when it can't be built.
@@ -39,24 +43,60 @@ class ServerOptimizer:
         make: Callable[[], Leaf],
         variables: dict[int, keras.Variable],
         undecayed: frozenset[int] = frozenset(),
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._make, self._undecayed = make, undecayed
         self.name, self.prefix, self.class_name = leaf.name, leaf.prefix, leaf.class_name
         self.optimizer = leaf.optimizer
         self.updates = frozenset(leaf.variables)
-        self.variables = variables
-        self._anchor = self._make_anchor(leaf)
         _prepare(self.optimizer)
-        known = {_ANCHOR: self._anchor, **variables} if self._anchor is not None else variables
+        self.groups = self._joinable(variables) if groups is None else [tuple(group) for group in groups]
+        self.variables: dict[int, keras.Variable | Piece] = dict(variables)
+        for group in self.groups:
+            self.variables |= join(variables, group, f"joined{group[0]}")
+        self._anchor = self._make_anchor(leaf)
+        # A flat variable goes by the index of the first one in it.
+        held = {self._group_of(index)[0]: self._updated(index) for index in self.variables}
+        known = {_ANCHOR: self._anchor, **held} if self._anchor is not None else held
         _build(self.optimizer, list(known.values()))
         # What `exclude_from_weight_decay` was told, the master has worked out on the model's own variables.
         self.optimizer._exclude_from_weight_decay_cache = {
-            self.optimizer._var_key(variable): index not in undecayed for index, variable in variables.items()
+            self.optimizer._var_key(variable): index not in undecayed for index, variable in held.items()
         }
         found = optimizer_variables(self.optimizer, known)
-        self.slots = [slot for slot in found.slots if slot.variable != _ANCHOR]
+        self.slots = [part for slot in found.slots if slot.variable != _ANCHOR for part in self._parts(slot)]
         self.extras = [slot for slot in found.extras if slot.variable != _ANCHOR]
         self.shared = found.shared
+
+    def _joinable(self, variables: Mapping[int, keras.Variable]) -> list[tuple[int, ...]]:
+        if not may_join(self.optimizer):
+            return []
+        free = {index: variable for index, variable in variables.items() if variable.constraint is None}
+        return groups_of(
+            {index: (variable.dtype, index in self._undecayed) for index, variable in free.items()},
+            {index: int(np.prod(variable.shape)) for index, variable in free.items()},
+        )
+
+    def _group_of(self, index: int) -> tuple[int, ...]:
+        return next((group for group in self.groups if index in group), (index,))
+
+    def _updated(self, index: int) -> keras.Variable:
+        """The variable that the optimizer knows."""
+        variable = self.variables[index]
+        return variable.whole if isinstance(variable, Piece) else variable
+
+    def _parts(self, slot: Slot) -> list[Slot]:
+        """A slot, or those of the variables in a group."""
+        return [
+            slot._replace(variable=index, value=variable.of(slot.value) if isinstance(variable, Piece) else slot.value)
+            for index in self._group_of(slot.variable)
+            for variable in [self.variables[index]]
+        ]
+
+    def grouped(self, variables: Collection[int]) -> list[tuple[tuple[int, ...], keras.Variable]]:
+        """What the optimizer knows of `variables`, which hold groups as a whole: (indices, one variable of them)."""
+        groups = dict.fromkeys(self._group_of(index) for index in variables)
+        return [(group, self._updated(group[0])) for group in groups]
 
     def _make_anchor(self, leaf: Leaf) -> keras.Variable | None:
         """A variable of no meaning, where not all of the optimizer's variables are here.

@@ -16,6 +16,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.optimizer_state import Key, OptimizerState
 from elasticcb.optimizer_variables import Leaf, leaves
 from elasticcb.part_file import Part
+from elasticcb.ps.joined import Piece, assign
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.tensors import Array, dtype_of
@@ -43,9 +44,12 @@ class OptimizerSet:
         make_optimizers: makes fresh optimizers.
         specs: all variables of the model.
         variables: those that this server holds at least a part of, by index.
+        groups: of variables to update as one; None: whatever can be.
 
     Attributes:
         parts: the optimizers; those inside a MultiOptimizer one by one.
+        variables: what the optimizers hold, by index.
+        groups: the variables that are updated as one.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class OptimizerSet:
         make_optimizers: MakeOptimizers,
         specs: Sequence[VariableSpec],
         variables: Mapping[int, keras.Variable],
+        groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._specs = specs
         undecayed = frozenset(index for index, spec in enumerate(specs) if spec.no_weight_decay)
@@ -62,9 +67,12 @@ class OptimizerSet:
                 partial(_make_leaf, make_optimizers, specs, leaf.name),
                 {index: variables[index] for index in leaf.variables if index in variables},
                 undecayed,
+                None if groups is None else [group for group in groups if group[0] in leaf.variables],
             )
             for leaf in _make_leaves(make_optimizers, specs)
         ]
+        self.variables = {index: variable for part in self.parts for index, variable in part.variables.items()}
+        self.groups = [group for part in self.parts for group in part.groups]
         self._of = {index: part for part in self.parts for index in part.updates}
         self._first = next((part for part in self.parts if part.name == "0"), None)
 
@@ -126,7 +134,7 @@ class OptimizerSet:
 
     def check(self, state: OptimizerState) -> None:
         """Raises `ElasticCBError` unless all of `state` has a place here."""
-        own: dict[Any, keras.Variable] = {key: value for _, key, value in self._targets()}
+        own: dict[Any, keras.Variable | Piece] = {key: value for _, key, value in self._targets()}
         foreign = {*state.optimizers} - {*self.names}
         given: dict[Any, Any] = {}
         for held in (state.slots, state.extras, state.shared):
@@ -145,10 +153,8 @@ class OptimizerSet:
 
     def load(self, state: OptimizerState) -> None:
         """Sets what a checked `state` holds; what it lacks stays as it is."""
-        for kind, key, target in self._targets():
-            value = getattr(state, kind).get(key)
-            if value is not None:
-                target.assign(value)
+        given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets()]
+        assign([(target, value) for target, value in given if value is not None])
 
     def restore(self, part: Part) -> None:
         """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
@@ -165,6 +171,7 @@ class OptimizerSet:
                 "custom_model()."
             )
         missing = []
+        given = []
         for kind, key, target in self._targets():
             value = getattr(part, kind).get(key)
             if value is None:
@@ -176,7 +183,8 @@ class OptimizerSet:
                     "use those of the checkpoint."
                 )
             else:
-                target.assign(value)
+                given.append((target, value))
+        assign(given)
         if missing:
             known = {key for _, key, _ in self._targets()}
             held: list[Key | str] = [*part.slots, *part.extras, *part.shared]
@@ -189,7 +197,7 @@ class OptimizerSet:
                 _some(unused),
             )
 
-    def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable]]:
+    def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable | Piece]]:
         """(attribute of `OptimizerState`, key in it, variable) of everything that is held."""
         for part in self.parts:
             for slot in part.slots:
@@ -246,5 +254,5 @@ def _make_leaf(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec], n
     return next(leaf for leaf in _make_leaves(make_optimizers, specs) if leaf.name == name)
 
 
-def _fits(value: Any, variable: keras.Variable) -> bool:
+def _fits(value: Any, variable: keras.Variable | Piece) -> bool:
     return np.can_cast(value.dtype, dtype_of(variable.dtype), "same_kind")

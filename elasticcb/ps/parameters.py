@@ -26,6 +26,7 @@ from elasticcb.optimizer_state import OptimizerState
 from elasticcb.optimizer_traits import may_update_rows
 from elasticcb.part_file import Part
 from elasticcb.ps.embedding_table import TableSnapshot
+from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.ps.push import Push, Rows
@@ -88,36 +89,66 @@ class Parameters:
         self._blocks: dict[str, Array] | None = None
         self._state = flat(values, specs, slices, trainable=False)
         self._rate: float | None = None
+        self._make_optimizers = make_optimizers
+        self._build(values)
+        with tf.device("/CPU:0"):
+            self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
+
+    def _build(self, values: Mapping[int, Array], groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Makes the variables and the optimizers, which begin afresh.
+
+        Args:
+            groups: of variables to update as one; None: whatever can be.
+        """
         self._functions: dict[Any, Callable[..., Any]] = {}  # by kind of push
         self._row_updates: dict[int, RowUpdate] = {}
+        self.optimizers: OptimizerSet | None = None
         with tf.device("/CPU:0"):
-            self._variables = {
-                part.variable: _variable(specs[part.variable], values[part.variable])
-                for part in slices
-                if specs[part.variable].trainable
+            self._variables: dict[int, keras.Variable | Piece] = {
+                part.variable: _variable(self.specs[part.variable], values[part.variable])
+                for part in self.slices
+                if self.specs[part.variable].trainable
             }
-            self.optimizers = OptimizerSet(make_optimizers, specs, self._variables) if make_optimizers else None
-            self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
-        self._read = tf.function(self._flat_weights, autograph=False)
+            if self._make_optimizers is not None:
+                self.optimizers = OptimizerSet(self._make_optimizers, self.specs, self._variables, groups)
+                self._variables |= self.optimizers.variables
+        self._read: Callable[[Sequence[tf.Tensor]], Mapping[str, tf.Tensor]] | None = None
+
+    def _part_groups(self, push: Push) -> None:
+        """Takes variables out of their groups that `push` does not update with the others of the group."""
+        before = self._need_optimizers()
+        groups = parted(before.groups, push.dense, [index for index in push.rows if index in self._variables])
+        if groups != before.groups:
+            values, state = self._arrays(), before.state()
+            self._build(values, groups)
+            optimizers = self._need_optimizers()
+            with tf.device("/CPU:0"):
+                optimizers.load(state)
+                self.tables.train_by(optimizers)
+            self._blocks = None
 
     # -------------------------------------------------------------- reading
 
     def weights(self) -> Mapping[str, Array]:
         """The trainable part, flat, by dtype; made once per version."""
         if self._blocks is None:
-            self._keep_blocks(self._read() if self._variables else {})
-        assert self._blocks is not None
+            if self._read is None:
+                with tf.device("/CPU:0"):
+                    self._read = quick_call(self._flat_weights, [])
+            self._blocks = {dtype: array_of(tensor) for dtype, tensor in self._read([]).items()}
         return self._blocks
-
-    def _keep_blocks(self, tensors: Mapping[str, tf.Tensor]) -> None:
-        self._blocks = {dtype: array_of(tensor) for dtype, tensor in tensors.items()}
 
     def _flat_weights(self) -> dict[str, tf.Tensor]:
         """In a graph: the present weights, flat, by dtype."""
-        pieces: dict[str, list[tf.Tensor]] = {}
+        runs: dict[str, list[Run]] = {}
         for part, dtype, _ in layout(self.specs, self.slices, True):
-            pieces.setdefault(dtype, []).append(tf.reshape(self._variables[part.variable].value, [-1]))
-        return {dtype: tf.concat(flats, 0) for dtype, flats in pieces.items()}
+            variable = self._variables[part.variable]
+            if isinstance(variable, Piece):
+                run = Run(variable.whole.value, variable.offset, variable.end)
+            else:
+                run = Run(variable.value, 0, part.elements)
+            add_run(runs.setdefault(dtype, []), run)
+        return {dtype: concatenated(found) for dtype, found in runs.items()}
 
     def state(self) -> Mapping[str, Array]:
         """The non-trainable part, flat, by dtype."""
@@ -161,6 +192,8 @@ class Parameters:
 
     def apply(self, push: Push) -> None:
         """Applies a checked push as one update; the version rises by one."""
+        if self._kind(push) not in self._functions:
+            self._part_groups(push)
         optimizers = self._need_optimizers()
         base = None
         self._blocks = None
@@ -213,9 +246,7 @@ class Parameters:
         """Sets weights (all of them, or none), what a checked `state` holds, and the rows of tables."""
         self.tables.load(tables or {}, version)
         with tf.device("/CPU:0"):
-            for index, variable in self._variables.items():
-                if index in values:
-                    variable.assign(values[index])
+            assign([(variable, values[i]) for i, variable in self._variables.items() if i in values])
             if self.optimizers is not None:
                 self.optimizers.load(state)
         if values:
@@ -231,97 +262,108 @@ class Parameters:
             )
         return self.optimizers
 
-    def _apply_gradients(self, push: Push) -> None:
+    @property
+    def _by_xla(self) -> bool:
+        return self.version >= FIRST_VERSION_BY_XLA
+
+    def _kind(self, push: Push) -> Any:
+        """Equal for pushes that are applied by the same function."""
+        rows = tuple(index for index in push.rows if index in self._variables)
         updating = self._need_optimizers().updating(push.updated)
-        by_xla = self.version >= FIRST_VERSION_BY_XLA
-        key = (push.dense, tuple(push.rows), tuple(part.name for part in updating), by_xla)
+        return push.dense, rows, tuple(part.name for part in updating), self._by_xla
+
+    def _apply_gradients(self, push: Push) -> None:
+        key = self._kind(push)
         blocks = [tensor_of(block) for block in push.blocks.values()]
         rows = [(tf.convert_to_tensor(ids), tf.convert_to_tensor(values)) for ids, values in push.rows.values()]
         try:
             if key not in self._functions:
-                self._functions[key], weights = self._first_call(push, blocks, rows, by_xla)
+                self._functions[key] = self._first_call(push, blocks, rows, self._by_xla)
             else:
-                weights = self._functions[key](blocks, rows)
-            if weights:
-                self._keep_blocks(weights)
+                self._functions[key](blocks, rows)
         except Exception as error:
             raise ModelFileError(
                 f"The optimizer {self._need_optimizers().kinds} failed on a parameter server: {describe(error)}",
                 user_traceback(error),
             ) from error
 
-    def _first_call(
-        self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool
-    ) -> tuple[Callable[..., Any], Any]:
-        """Applies the push with a function made for its kind; gives the function back, and what it returned."""
+    def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool) -> Callable[..., Any]:
+        """Applies the push with a function made for its kind, which it returns."""
         # The first call compiles. XLA makes updates some three times as fast, but can't compile every
         # op that a user's optimizer may hold; it fails before anything is changed.
         if by_xla:
             function = self._make_function(push, jit_compile=True)
             try:
-                return function, function(blocks, rows)
+                function(blocks, rows)
+                return function
             except tf.errors.OpError as error:
                 kinds = self._need_optimizers().kinds
                 logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
         function = self._make_function(push, jit_compile=False)
-        return function, function(blocks, rows)
+        function(blocks, rows)
+        return function
 
     def _make_function(self, push: Push, jit_compile: bool) -> Callable[..., Any]:
-        """The update as one compiled function of (flat gradients by dtype, [(ids, values)]), which returns the weights
-        after it, flat, by dtype, when it has them at hand."""
-        places = list(layout(self.specs, self.slices, True, push.dense))
+        """The update as one compiled function of (flat gradients by dtype, [(ids, values)])."""
+        places = {place.slice.variable: place for place in layout(self.specs, self.slices, True, push.dense)}
         order = {dtype: place for place, dtype in enumerate(push.blocks)}
         by_rows = [index for index in push.rows if self._updates_rows(index)]
         made_dense = [index for index in push.rows if index not in by_rows]
         updates = {index: self._row_update(index) for index in by_rows}
-        targets = [place.slice.variable for place in places] + made_dense
+        targets = [*places, *made_dense]
         updating = self._need_optimizers().updating(push.updated)
         # Those that no dense gradient advances: by a clone that updates rows, or by a step of no effect.
         others = [part for part in updating if part.updates.isdisjoint(targets)]
         by_clone = [next(iter(sorted(part.updates & updates.keys())), None) for part in others]
         idle = [part for part, index in zip(others, by_clone, strict=True) if index is None]
+        # Of each optimizer: what it updates, as (indices, one variable of them).
+        known = [(part, part.grouped([index for index in targets if index in part.updates])) for part in updating]
 
-        def dense_update(blocks: list[tf.Tensor], whole: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        def runs_of(group: tuple[int, ...], blocks: Sequence[tf.Tensor]) -> list[Run]:
+            runs: list[Run] = []
+            for index in group:
+                part, dtype, offset = places[index]
+                add_run(runs, Run(blocks[order[dtype]], offset, offset + part.elements))
+            return runs
+
+        def gradients_of(blocks: Sequence[tf.Tensor], rows: Mapping[int, Any]) -> list[tf.Tensor]:
+            return [
+                tf.scatter_nd(rows[group[0]][0][:, None], rows[group[0]][1], variable.shape)
+                if group[0] in made_dense
+                else tf.reshape(concatenated(runs_of(group, blocks)), variable.shape)
+                for _, groups in known
+                for group, variable in groups
+            ]
+
+        def dense_update(gradients: list[tf.Tensor]) -> tf.Tensor:
             if not jit_compile:
                 # A variable that a gradient is assigned to would keep the memory of the push, which lasts as long
                 # as the call. What XLA compiles has memory of its own.
-                blocks = [tf.raw_ops.DeepCopy(x=block) for block in blocks]
-            gradients = [
-                tf.reshape(
-                    blocks[order[dtype]][offset : offset + part.elements],
-                    part.shape(self.specs[part.variable]),
-                )
-                for part, dtype, offset in places
-            ]
-            gradients += whole
-            for part in updating:
-                own = [place for place, index in enumerate(targets) if index in part.updates]
-                if own:
-                    part.optimizer.apply(
-                        [gradients[place] for place in own], [self._variables[targets[place]] for place in own]
-                    )
+                gradients = [tf.raw_ops.DeepCopy(x=gradient) for gradient in gradients]
+            given = iter(gradients)
+            for part, groups in known:
+                if groups:
+                    part.optimizer.apply([next(given) for _ in groups], [variable for _, variable in groups])
             for part in idle:
                 part.advance()
-            return self._flat_weights()
+            return tf.zeros([])  # to wait for
 
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
-        if not push.rows:
-            dense = quick_call(lambda *blocks: dense_update(list(blocks), []), blocks_signature, jit_compile)
+        # XLA makes of a `tf.concat` code that runs element by element, 40 times slower, where it has several threads.
+        # So what is put together is put together before.
+        contiguous = all(len(runs_of(group, blocks_signature)) == 1 for _, groups in known for group, _ in groups)
+        if not push.rows and contiguous:
+            dense = quick_call(lambda *blocks: dense_update(gradients_of(blocks, {})), blocks_signature, jit_compile)
             return lambda blocks, rows: dense(blocks)
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)
 
-        def update(blocks: list[tf.Tensor], rows: list[tuple[tf.Tensor, tf.Tensor]]) -> None:
-            given = dict(zip(push.rows, rows, strict=True))
+        def update(*tensors: tf.Tensor) -> None:
+            blocks, pairs = tensors[: len(push.blocks)], iter(tensors[len(push.blocks) :])
+            given = {index: (next(pairs), next(pairs)) for index in push.rows}
             # All clones start from the iterations and the rate before this update.
             for row_update in updates.values():
                 row_update.clone.copy_shared()
-            done: list[tf.Tensor] = []
-            if targets or idle:
-                whole = [
-                    tf.scatter_nd(given[index][0][:, None], given[index][1], self._variables[index].shape)
-                    for index in made_dense
-                ]
-                done = list(compiled(blocks, whole).values())
+            done = [compiled(gradients_of(blocks, given))] if targets or idle else []
             # Rows only after it: when XLA can't compile it, nothing has changed.
             with tf.control_dependencies(done):
                 for index, row_update in updates.items():
@@ -330,11 +372,9 @@ class Parameters:
                     if clone is not None:
                         updates[clone].clone.copy_shared_back()
 
-        rows_signature = [_rows_signature(rows) for rows in push.rows.values()]
-        function: Callable[..., Any] = tf.function(
-            update, input_signature=[blocks_signature, rows_signature], autograph=False
-        )
-        return function
+        rows_signature = [spec for rows in push.rows.values() for spec in _rows_signature(rows)]
+        call = quick_call(update, [*blocks_signature, *rows_signature])
+        return lambda blocks, rows: call([*blocks, *(tensor for pair in rows for tensor in pair)])
 
     def _updates_rows(self, index: int) -> bool:
         # A constraint is a function of the whole variable.

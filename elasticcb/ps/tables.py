@@ -50,11 +50,20 @@ class Tables:
         self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
         self._updates: dict[int, TableUpdate] = {}
+        self._update_all = TableUpdates(self._updates)
+        if optimizers is not None:
+            self.train_by(optimizers)
         for number, spec in enumerate(specs):
             if spec.table:
-                if optimizers is not None and spec.trainable:
-                    self._updates[number] = TableUpdate(optimizers.of(number), number, spec)
                 self._tables[number] = self._make(number, limits)
+
+    def train_by(self, optimizers: OptimizerSet) -> None:
+        """Updates by these optimizers from now on, which have the slots of those before."""
+        self._updates = {
+            number: TableUpdate(optimizers.of(number), number, spec)
+            for number, spec in enumerate(self._specs)
+            if spec.table and spec.trainable
+        }
         self._update_all = TableUpdates(self._updates)
 
     def _make(self, number: int, limits: TableLimits) -> EmbeddingTable:
