@@ -351,8 +351,8 @@ class Parameters:
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
         # XLA makes of a `tf.concat` code that runs element by element, 40 times slower, where it has several threads.
         # So what is put together is put together before.
-        contiguous = all(len(runs_of(group, blocks_signature)) == 1 for _, groups in known for group, _ in groups)
-        if not push.rows and contiguous:
+        together = [group for _, groups in known for group, _ in groups if group[0] in places]
+        if not push.rows and all(len(runs_of(group, blocks_signature)) == 1 for group in together):
             dense = quick_call(lambda *blocks: dense_update(gradients_of(blocks, {})), blocks_signature, jit_compile)
             return lambda blocks, rows: dense(blocks)
         compiled = tf.function(dense_update, jit_compile=jit_compile, autograph=False)

@@ -134,17 +134,17 @@ def test_xla_gets_nothing_to_put_together(name):
     for step in range(3):
         part.push(gradients(step, SPECS))
     part.values()
-    compiled = [
-        each
-        for each in gc.get_objects()
-        if isinstance(each, kind)
-        and id(each) not in others
-        and each.function_def.attr["_XlaMustCompile"].b
-    ]
+    made = [each for each in gc.get_objects() if isinstance(each, kind) and id(each) not in others]
+    found = [each for function in made for each in (function.function_def, *_called_by(function))]
+    compiled = [each for each in found if each.attr["_XlaMustCompile"].b]
     assert compiled
     for each in compiled:
-        operations = {node.op for node in each.function_def.node_def}
+        operations = {node.op for node in each.node_def}
         assert not operations & {"ConcatV2", "Pack", "GatherV2", "DynamicStitch"}, operations
+
+
+def _called_by(function):
+    return function.graph.as_graph_def().library.function
 
 
 def test_constraints_clipping_by_a_norm_and_own_classes_keep_variables_apart():
