@@ -1,16 +1,26 @@
-"""What checksums of TFRecords cost.
+"""What checksums of TFRecords cost, and how the time to the first step depends on the size of the data.
 
     python benchmarks/data.py checksums
+    python benchmarks/data.py first_step [--sizes 10 300 1200] [--formats csv csv.gz]
 
-Reads TFRecords that are in the system's file cache, with and without the verification of their data, in turns. Prints
-the difference of the medians, in seconds per GB of data.
+`checksums` reads TFRecords that are in the system's file cache, with and without the verification of their data, in
+turns. It prints the difference of the medians, in seconds per GB of data.
+
+`first_step` runs `elasticcb train` with one worker for one step, on CSV files of so many MB, and prints the median
+seconds from the command until the master has counted, and until the worker has built its model and done its first step.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import gzip
 import os
+import re
+import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -47,13 +57,83 @@ def checksums(megabytes: int, runs: int) -> None:
         print(f"| {size:,} | {without:.2f} | {verified - without:.2f} |")
 
 
+MODEL = """
+import keras
+import tensorflow as tf
+
+def custom_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+def loss(labels, predictions):
+    return keras.losses.mean_squared_error(labels, predictions)
+
+def optimizer():
+    return keras.optimizers.SGD(0.01)
+
+def feed(dataset, mode, metadata):
+    def parse(line):
+        numbers = tf.strings.to_number(tf.strings.split(line, ","))
+        return numbers[:8], numbers[8:]
+    return dataset.map(parse)
+"""
+MILESTONES = (
+    ("worker-0", "The model is built"),
+    ("master", "The model is built"),
+    ("worker-0", "The first step is done"),
+)
+
+
+def write_csv(path: Path, megabytes: int) -> None:
+    lines = b"".join(b"0.%06d," % (7919 * i % 10**6) * 8 + b"%d\n" % (i % 10) for i in range(10_000))
+    with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
+        for _ in range(megabytes * 10**6 // len(lines) + 1):
+            file.write(lines)
+
+
+def first_step(sizes: list[int], formats: list[str], runs: int) -> None:
+    print("| data | worker's model | master's model and count | first step |\n|---|---|---|---|")
+    for ending in formats:
+        for size in sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "model.py").write_text(MODEL)
+                data = Path(folder, f"data.{ending}")
+                write_csv(data, size)
+                seconds = [run_once(folder, data) for _ in range(runs)]
+            medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
+            print(f"| {size:,} MB, {ending} | " + " | ".join(f"{value:.1f} s" for value in medians) + " |", flush=True)
+
+
+def run_once(folder: str, data: Path) -> list[float]:
+    """Seconds after the start of the command, by milestone."""
+    job = Path(folder, "job")
+    shutil.rmtree(job, ignore_errors=True)
+    command = [sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"]
+    command += [f"--training_data={data}", "--num_workers=1", "--num_ps=1", "--max_step=1", f"--job_dir={job}"]
+    started = time.time()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = []
+    for role, text in MILESTONES:
+        log = Path(job, "logs", f"{role}.log").read_text(errors="replace")
+        found = re.search(rf"^(\S+ \S+),(\d+) {role} I \S+: {text}", log, re.MULTILINE)
+        if found is None:
+            raise SystemExit(f"{role}.log has no line {text!r}:\n{log}")
+        at = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
+        seconds.append(at - started)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["checksums"])
+    parser.add_argument("what", choices=["checksums", "first_step"])
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10, 300, 1200], help="MB of text")
+    parser.add_argument("--formats", nargs="+", default=["csv", "csv.gz"])
     arguments = parser.parse_args()
-    checksums(arguments.megabytes, arguments.runs)
+    if arguments.what == "checksums":
+        checksums(arguments.megabytes, arguments.runs)
+    else:
+        first_step(arguments.sizes, arguments.formats, arguments.runs)
 
 
 if __name__ == "__main__":

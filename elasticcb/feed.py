@@ -3,7 +3,9 @@ has batches already."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import keras
@@ -12,6 +14,7 @@ import tensorflow as tf
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource
 from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.settings import JobSettings
 from elasticcb.spec import Spec
@@ -46,15 +49,20 @@ class Pipeline(Protocol):
         """A batch to build a model with."""
 
 
-def open_pipeline(settings: JobSettings, spec: Spec, mode: str) -> Pipeline:
+def open_pipeline(
+    settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+) -> Pipeline:
     """The input of "training", "evaluation" or "prediction".
+
+    Args:
+        find_index: on a worker: asks the master where the records of a file begin.
 
     Raises:
         DataError: the data can't be read.
         ModelFileError: there is no `feed`, or it raises or returns no dataset.
     """
     source = spec.batch_source(mode)
-    return FeedPipeline(settings, spec, mode) if source is None else BatchPipeline(source, mode)
+    return FeedPipeline(settings, spec, mode, find_index) if source is None else BatchPipeline(source, mode)
 
 
 class BatchPipeline:
@@ -118,6 +126,7 @@ class FeedPipeline:
 
     Args:
         mode: "training", "evaluation" or "prediction".
+        find_index: see `open_pipeline`.
 
     Raises:
         DataError: the data can't be read.
@@ -128,7 +137,9 @@ class FeedPipeline:
     open_ended = False
     repeatable = True
 
-    def __init__(self, settings: JobSettings, spec: Spec, mode: str) -> None:
+    def __init__(
+        self, settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+    ) -> None:
         origin = getattr(settings.data, mode if mode != "evaluation" else "validation")
         self.reader: Reader = open_reader(
             origin,
@@ -136,6 +147,8 @@ class FeedPipeline:
             custom=spec.custom_data_reader,
             records_per_task=settings.training.records_per_task,
         )
+        if isinstance(self.reader, FileReader):
+            self.reader.find_index = find_index
         self._range = ("", 0, 0)
         self._stream = RecordStream(self.reader, lambda: self._range)
         feed = spec.feed or self.reader.default_feed()
@@ -183,12 +196,25 @@ class FeedPipeline:
     def first_batch(self) -> Any:
         """A batch from the start of the data, to build a model with."""
         tried = 0
-        for source in self.reader.sources():
-            for records in (self._minibatch_size, 256, source.count):
-                for batch in self.batches(source.name, 0, min(records, source.count)):
+        for name, head in self._beginnings():
+            count = 0
+            for records in (self._minibatch_size, 256, sys.maxsize):
+                count = head(records)
+                if not count:
+                    break
+                for batch in self.batches(name, 0, count):
                     return batch
-            tried += source.count
+            tried += count
         raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
+
+    def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
+        """Each source, and what says how many records it has, at most so many as it is given."""
+        if isinstance(self.reader, FileReader):
+            for name in self.reader.names:  # without a scan of all data
+                yield name, functools.partial(self.reader.head, name)
+        else:
+            for source in self.reader.sources():
+                yield source.name, functools.partial(min, source.count)
 
 
 def records_in(batch: Any) -> int:

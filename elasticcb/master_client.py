@@ -81,6 +81,11 @@ class MasterClient:
         request = pb.GetProgramRequest(job=self.job, dataset=dataset)
         return bytes(self._connection.call(self._stub.GetProgram, request).program)
 
+    def index_of(self, mode: str, file: str) -> bytes:
+        """Where records of a file of the job's data begin; b"" when the master does not know that, or not yet."""
+        request = pb.GetIndexRequest(job=self.job, mode=mode, file=file)
+        return bytes(self._connection.call(self._stub.GetIndex, request).index)
+
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
         """Joins the present job, ready to serve or to work; returns the place taken."""
         request = pb.RegisterRequest(

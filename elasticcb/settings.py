@@ -135,6 +135,7 @@ class EmbeddingSettings:
 
 # In the job's folder.
 RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
+INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: where records begin, by which data need no second scan
 JOB_FILE = "job.json"  # the settings of training
 CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
 INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import os
 from pathlib import Path
 
 from elasticcb.cli.given import absolute
+from elasticcb.data.files import expanded_glob
 from elasticcb.errors import UsageError
 
 _GLOB = frozenset("*?[")
@@ -49,7 +49,7 @@ def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
             raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
         return str(path)
     if _GLOB & set(part):
-        if glob.glob(str(path), recursive=True):
+        if any(expanded_glob(str(path))):
             return str(path)
         problem = f"{flag} names {path}, which matches no file."
     else:

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from elasticcb.data.content import File, is_remote
 from elasticcb.data.extras import import_extra, library_errors
-from elasticcb.data.files import FileReader, is_remote, open_content
-from elasticcb.data.reader import CHUNK_RECORDS, check_range
+from elasticcb.data.file_index import FileIndex
+from elasticcb.data.file_reader import FileReader
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 
@@ -17,31 +18,40 @@ _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 class _Opened:
+    complete = True
     layout = ""
 
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(self, file: File) -> None:
         module = import_extra("array_record.python.array_record_module", "array-record", "ArrayRecord")
-        self.name = name
+        self.file = file
         self.count = 0
         self.memory_bytes = 1 << 16  # some
         # The reader moves a position when it reads, so one thread at a time.
         self._lock = threading.Lock()
-        if not open_content(path).size:
+        if not file.identity.size:
             return
-        with library_errors(name):
+        path = _local_copy(file.name) if is_remote(file.name) else file.name
+        with library_errors(file.name):
             self._reader = module.ArrayRecordReader(path, _RANDOM_ACCESS)
             if not self._reader.ok():
                 self._reader.close()  # raises what is wrong
                 raise ValueError("no ArrayRecord")
             self.count = self._reader.num_records()
 
-    def read(self, start: int, end: int) -> list[bytes]:
-        with self._lock, library_errors(f"One of the records [{start}, {end}) of {self.name}"):
+    def index(self) -> FileIndex:
+        return FileIndex(self.file.identity, self.count)
+
+    def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        for first in range(start, end, size):
+            yield object_array(self._records(first, min(first + size, end)))
+
+    def _records(self, start: int, end: int) -> list[bytes]:
+        name = self.file.name
+        with self._lock, library_errors(f"One of the records [{start}, {end}) of {name}"):
             records: list[bytes] = self._reader.read(start, end)
         if len(records) != end - start:
             raise DataError(
-                f"{self.name} is truncated or damaged at record {start + len(records)}: {end - start} "
-                "records "
+                f"{name} is truncated or damaged at record {start + len(records)}: {end - start} records "
                 f"from {start} on were asked for. Write the file again."
             )
         return records
@@ -50,14 +60,8 @@ class _Opened:
 class ArrayRecordReader(FileReader):
     """Records of ArrayRecord files as scalar strings; remote files are copied to a local cache."""
 
-    def _open(self, name: str) -> _Opened:
-        return _Opened(name, _local_copy(name) if is_remote(name) else name)
-
-    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        opened: _Opened = self.opened(name)
-        check_range(name, start, end, opened.count)
-        for first in range(start, end, size):
-            yield object_array(opened.read(first, min(first + size, end)))
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
+        return _Opened(file)
 
 
 def _local_copy(name: str) -> str:

@@ -8,8 +8,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elasticcb.data.content import COMPRESSIONS
 from elasticcb.data.custom import open_custom_reader
-from elasticcb.data.files import DECOMPRESSORS, endings_of, list_files
+from elasticcb.data.files import endings_of, list_files
 from elasticcb.data.reader import Reader
 from elasticcb.errors import DataError, UsageError
 
@@ -96,7 +97,7 @@ def _common_format(origin: str, files: list[str]) -> Format:
         raise DataError(
             f"The name of {first_of['']} does not tell its format. Known endings: {endings} (text and "
             "TFRecord also "
-            f"with {', '.join(DECOMPRESSORS)}). Name the format with the reader parameter `format`, "
+            f"with {', '.join(COMPRESSIONS)}). Name the format with the reader parameter `format`, "
             "leave the "
             "file out with a glob, or write a `custom_data_reader`."
         )

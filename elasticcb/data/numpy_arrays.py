@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.data.content import Content, File, MemoryContent, SpooledContent, raw_file
 from elasticcb.data.feeds import named_feed
-from elasticcb.data.files import Content, FileReader, is_remote, open_content
-from elasticcb.data.reader import CHUNK_BYTES, CHUNK_RECORDS, Metadata, check_range
+from elasticcb.data.file_index import FileIndex
+from elasticcb.data.file_reader import FileReader
+from elasticcb.data.reader import CHUNK_BYTES, Metadata
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,23 +28,63 @@ _ZIP_LOCAL_HEADER_BYTES = 30  # before the name; https://pkware.cachefly.net/web
 
 
 @dataclass(frozen=True)
-class _Opened:
-    arrays: dict[str, Any]  # "" is the name of a single array without fields
-    memory_bytes: int  # of arrays that are no memory maps
+class _Array:
+    """An array in a file, whose rows are read when they are asked for."""
+
+    content: Content
+    offset: int  # of its first row, in bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
 
     @property
-    def count(self) -> int:
-        return len(next(iter(self.arrays.values()))) if self.arrays else 0
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+    def rows(self, start: int, end: int) -> Any:
+        data = self.content.read(self.offset + start * self.row_bytes, self.offset + end * self.row_bytes)
+        shape = (end - start, *self.shape[1:])
+        if len(data) != (end - start) * self.row_bytes:
+            raise DataError(f"{self.content.name} ends inside records [{start}, {end}). Write the file again.")
+        return np.frombuffer(data, self.dtype).reshape(shape) if data else np.empty(shape, self.dtype)
+
+
+class _Opened:
+    complete = True
+
+    def __init__(self, file: File, arrays: Mapping[str, _Array]) -> None:
+        self.file = file
+        self.count = next(iter(arrays.values())).shape[0] if arrays else 0
+        self._arrays = arrays
+        self.memory_bytes = sum((array.content.memory_bytes for array in arrays.values()), 1 << 16)
+        self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # dtype and shape of a record's part
+        for name, array in arrays.items():  # "" is the name of a single array
+            for field in array.dtype.names or ():
+                base, shape = array.dtype[field].base, array.dtype[field].shape
+                self.columns[field] = base, (*array.shape[1:], *shape)
+            if not array.dtype.names:
+                self.columns[name] = array.dtype, array.shape[1:]
 
     @property
     def layout(self) -> str:
-        return ", ".join(
-            f"{name} {array.dtype.name}{list(array.shape[1:])}".lstrip() for name, array in self.arrays.items()
-        )
+        return ", ".join(f"{name} {dtype.name}{list(shape)}".lstrip() for name, (dtype, shape) in self.columns.items())
+
+    def index(self) -> FileIndex:
+        return FileIndex(self.file.identity, self.count, self.layout)
+
+    def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        row_bytes = sum(array.row_bytes for array in self._arrays.values())
+        size = min(size, max(CHUNK_BYTES // max(row_bytes, 1), 1))
+        for first in range(start, end, size):
+            chunk = {}
+            for name, array in self._arrays.items():
+                rows = array.rows(first, min(first + size, end))
+                fields = array.dtype.names
+                chunk.update({field: _native(rows[field]) for field in fields} if fields else {name: _native(rows)})
+            yield chunk.get("", chunk)
 
 
 class NumpyReader(FileReader):
-    """Rows of .npy and .npz files; local arrays that are not compressed are mapped, not loaded.
+    """Rows of .npy and .npz files, read by ranges; compressed arrays are decompressed into a temporary file first.
 
     A record is a row of the array in an .npy, and a dict of the rows of all arrays in an .npz, or of
     the fields of a structured array.
@@ -60,92 +102,75 @@ class NumpyReader(FileReader):
         import tensorflow as tf
 
         specs = {
-            name: tf.TensorSpec(
-                array.shape[1:], tf.string if array.dtype.kind in "SU" else array.dtype.newbyteorder("=")
-            )
-            for name, array in self.first_opened().arrays.items()
+            name: tf.TensorSpec(shape, tf.string if dtype.kind in "SU" else dtype.newbyteorder("="))
+            for name, (dtype, shape) in self.first_opened().columns.items()
         }
         return specs.get("", specs)
 
     @property
     def metadata(self) -> Metadata:
-        arrays = self.first_opened().arrays
+        columns = self.first_opened().columns
         return Metadata(
-            column_names=tuple(name for name in arrays if name),
-            column_dtypes={name: array.dtype.name for name, array in arrays.items() if name},
-            extra={"shapes": {name: tuple(array.shape[1:]) for name, array in arrays.items()}},
+            column_names=tuple(name for name in columns if name),
+            column_dtypes={name: dtype.name for name, (dtype, _) in columns.items() if name},
+            extra={"shapes": {name: shape for name, (_, shape) in columns.items()}},
         )
 
     def default_feed(self) -> Feed | None:
         names = self.metadata.column_names
         return named_feed(names, self._label) if names else None
 
-    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        opened: _Opened = self.opened(name)
-        check_range(name, start, end, opened.count)
-        row_bytes = sum(array.nbytes for array in opened.arrays.values()) // max(opened.count, 1)
-        size = min(size, max(CHUNK_BYTES // max(row_bytes, 1), 1))
-        for first in range(start, end, size):
-            chunk = {key: _native(array[first : min(first + size, end)]) for key, array in opened.arrays.items()}
-            yield chunk.get("", chunk)
-
-    def _open(self, name: str) -> _Opened:
-        content = open_content(name)
-        if not content.size:
-            return _Opened({}, 0)
-        local = not is_remote(name) and not content.memory_bytes
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
+        if not file.identity.size:
+            return _Opened(file, {})
         try:
-            arrays = _npz_arrays(content, local) if name.lower().endswith(".npz") else _npy_arrays(content, local)
+            arrays = _npz_arrays(file) if file.name.lower().endswith(".npz") else {"": _npy_array(file)}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{name} can't be read as NumPy's format: {error}. It is damaged or was not copied to "
+                f"{file.name} can't be read as NumPy's format: {error}. It is damaged or was not copied to "
                 "its end; "
                 "write it again."
             ) from error
-        _check_arrays(name, arrays)
-        in_memory = [array.nbytes for array in arrays.values() if not isinstance(array, np.memmap)]
-        return _Opened(arrays, sum(in_memory))
+        opened = _Opened(file, arrays)
+        _check_arrays(file.name, arrays, opened)
+        return opened
 
 
-def _npy_arrays(content: Content, local: bool) -> dict[str, Any]:
-    if local:
-        with open(content.name, "rb") as file:
-            array = _array_in(file, content.name, content.size, map_file=True)
-    else:
-        data = content.read(0, content.size)
-        array = _array_in(io.BytesIO(data), content.name, len(data), map_file=False)
-    if array.dtype.names:
-        return {field: array[field] for field in array.dtype.names}
-    return {"": array}
+def _npy_array(file: File) -> _Array:
+    return _array_in(raw_file(file), file, file.name, file.identity.size)
 
 
-def _npz_arrays(content: Content, local: bool) -> dict[str, Any]:
+def _npz_arrays(file: File) -> dict[str, _Array]:
     arrays = {}
-    with open(content.name, "rb") if local else io.BytesIO(content.read(0, content.size)) as file:
-        archive = zipfile.ZipFile(file)
-        for member in archive.infolist():
-            if not member.filename.endswith(".npy"):
-                continue
-            key = member.filename.removesuffix(".npy")
-            what = f"array {key!r} in {content.name}"
-            if local and member.compress_type == zipfile.ZIP_STORED:
-                file.seek(member.header_offset)
-                local_header = file.read(_ZIP_LOCAL_HEADER_BYTES)
-                name_bytes, extra_bytes = np.frombuffer(local_header[26:30], "<u2").tolist()
-                file.seek(name_bytes + extra_bytes, io.SEEK_CUR)
-                arrays[key] = _array_in(file, what, file.tell() + member.file_size, map_file=True)
-            else:
-                data = archive.read(member)
-                arrays[key] = _array_in(io.BytesIO(data), what, len(data), map_file=False)
+    raw = raw_file(file)
+    archive = zipfile.ZipFile(raw)
+    for member in archive.infolist():
+        if not member.filename.endswith(".npy"):
+            continue
+        key = member.filename.removesuffix(".npy")
+        what = f"array {key!r} in {file.name}"
+        if member.compress_type == zipfile.ZIP_STORED:
+            raw.seek(member.header_offset)
+            local_header = raw.read(_ZIP_LOCAL_HEADER_BYTES)
+            name_bytes, extra_bytes = np.frombuffer(local_header[26:30], "<u2").tolist()
+            raw.seek(name_bytes + extra_bytes, io.SEEK_CUR)
+            arrays[key] = _array_in(raw, file, what, raw.tell() + member.file_size)
+        else:
+            spool = _spooled(file, member)
+            arrays[key] = _array_in(raw_file(spool), spool, what, member.file_size)
     return arrays
 
 
-def _array_in(file: Any, what: str, end: int, map_file: bool) -> Any:
-    """The array whose header `file` stands at, and which reaches to byte `end` at most."""
-    version = np.lib.format.read_magic(file)
+def _spooled(file: File, member: zipfile.ZipInfo) -> SpooledContent:
+    return SpooledContent(file, lambda: zipfile.ZipFile(raw_file(file)).open(member).read)
+
+
+def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
+    """The array whose header `raw`, the file of `content`, stands at, and which reaches to byte `end` at most."""
+    version = np.lib.format.read_magic(raw)
     if version not in _HEADER_READERS:
         raise DataError(f"{what} is in version {version} of NumPy's format. Expected 1.0 or 2.0.")
-    shape, fortran_order, dtype = _HEADER_READERS[version](file)
+    shape, fortran_order, dtype = _HEADER_READERS[version](raw)
     if dtype.hasobject:
         raise DataError(
             f"{what} holds Python objects, which would have to be unpickled. Save numbers, or strings of "
@@ -153,33 +178,33 @@ def _array_in(file: Any, what: str, end: int, map_file: bool) -> Any:
         )
     if not shape:
         raise DataError(f"{what} is a single value. Expected an array whose first axis counts records.")
-    offset = file.tell()
+    offset = raw.tell()
     needed = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    by_columns = fortran_order and len(shape) > 1
     if offset + needed > end:
         row_bytes = max(needed // max(shape[0], 1), 1)
-        whole = f"record {(end - offset) // row_bytes}" if not fortran_order else "its records (stored by columns)"
+        whole = "its records (stored by columns)" if by_columns else f"record {(end - offset) // row_bytes}"
         raise DataError(
             f"{what} is truncated inside {whole}: its header promises {shape[0]} records in {needed} bytes, "
             f"and {end - offset} are there. Copy or write the file again."
         )
-    order: Any = "F" if fortran_order else "C"
-    if map_file and needed:
-        return np.memmap(file, dtype, "r", offset, shape, order)
-    file.seek(offset)
-    return np.frombuffer(file.read(needed), dtype).reshape(shape, order=order)
+    if by_columns:  # no row lies in one place
+        array = np.frombuffer(content.read(offset, offset + needed), dtype).reshape(shape, order="F")
+        content, offset = MemoryContent(content.name, array.tobytes(order="C")), 0
+    return _Array(content, offset, dtype, tuple(shape))
 
 
-def _check_arrays(name: str, arrays: dict[str, Any]) -> None:
+def _check_arrays(name: str, arrays: Mapping[str, _Array], opened: _Opened) -> None:
     if not arrays:
         raise DataError(f"{name} holds no array.")
-    lengths = {key: len(array) for key, array in arrays.items()}
+    lengths = {key: array.shape[0] for key, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{key} has {length}" for key, length in lengths.items())
         raise DataError(f"The arrays in {name} must have equally many records: {listed}.")
-    for key, array in arrays.items():
-        if array.dtype.kind not in "biufcSU" or (array.dtype.kind == "f" and array.dtype.itemsize > 8):
+    for key, (dtype, _) in opened.columns.items():
+        if dtype.kind not in "biufcSU" or (dtype.kind == "f" and dtype.itemsize > 8):
             raise DataError(
-                f"Array {key!r} in {name} has the dtype {array.dtype}, which TensorFlow has not. Save "
+                f"Array {key!r} in {name} has the dtype {dtype}, which TensorFlow has not. Save "
                 "it with "
                 "a numeric, boolean or string dtype."
             )

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.data.content import File, is_remote
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.feeds import named_feed
-from elasticcb.data.files import FileReader, is_remote, open_content
-from elasticcb.data.reader import CHUNK_RECORDS, Metadata, check_range
+from elasticcb.data.file_index import FileIndex
+from elasticcb.data.file_reader import FileReader
+from elasticcb.data.reader import Metadata
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,19 +23,23 @@ if TYPE_CHECKING:
 class _Opened:
     """An open file and its last decoded row group: the tasks of a worker often share one."""
 
-    def __init__(self, name: str, columns: Sequence[str]) -> None:
+    complete = True
+
+    def __init__(self, file: File, columns: Sequence[str]) -> None:
+        name = file.name
         self._arrow = import_extra("pyarrow", "parquet", "Parquet")
         parquet = import_extra("pyarrow.parquet", "parquet", "Parquet")
+        self.file = file
         self.name = name
         self.count = 0
         self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # dtype and shape in a record
         self._lock = threading.Lock()
         self._group = -1
         self._arrays: dict[str, Any] = {}
-        if not open_content(name).size:
+        if not file.identity.size:
             return
         with library_errors(name):
-            self._file = parquet.ParquetFile(_open_remote(name) if is_remote(name) else name, memory_map=True)
+            self._file = parquet.ParquetFile(_open_remote(name) if is_remote(name) else name)
             metadata = self._file.metadata
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._bounds = np.cumsum([0, *rows])
@@ -56,7 +62,16 @@ class _Opened:
     def memory_bytes(self) -> int:
         return sum((int(array.nbytes) for array in self._arrays.values()), 1 << 16)
 
-    def rows(self, start: int, end: int) -> Iterator[dict[str, Any]]:
+    def index(self) -> FileIndex:
+        return FileIndex(self.file.identity, self.count, self.layout)
+
+    def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        for rows in self._rows(start, end):
+            count = len(next(iter(rows.values())))
+            for first in range(0, count, size):
+                yield {column: array[first : first + size] for column, array in rows.items()}
+
+    def _rows(self, start: int, end: int) -> Iterator[dict[str, Any]]:
         """The records `[start, end)`, one dict of arrays per row group that holds some of them."""
         while start < end:
             group = int(self._bounds.searchsorted(start, side="right")) - 1
@@ -167,13 +182,5 @@ class ParquetReader(FileReader):
     def default_feed(self) -> Feed | None:
         return named_feed(self.metadata.column_names, self._label)
 
-    def _open(self, name: str) -> _Opened:
-        return _Opened(name, self._columns)
-
-    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        opened: _Opened = self.opened(name)
-        check_range(name, start, end, opened.count)
-        for rows in opened.rows(start, end):
-            count = len(next(iter(rows.values())))
-            for first in range(0, count, size):
-                yield {column: array[first : first + size] for column, array in rows.items()}
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
+        return _Opened(file, self._columns)

@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import codecs
 import csv
-import itertools
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from elasticcb.data.files import Content, FileReader, MemoryContent, open_content, spans
-from elasticcb.data.reader import CHUNK_RECORDS, Metadata, check_range
+from elasticcb.data.content import Content, File, compression_of, decoded, opened_content
+from elasticcb.data.file_index import FileIndex, Piece, Places
+from elasticcb.data.file_reader import FileReader, torn
+from elasticcb.data.reader import Metadata
 from elasticcb.data.stacking import object_array
-from elasticcb.data.text_index import Dialect, index_records, line_of
+from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, split_records
 from elasticcb.errors import DataError, UsageError
 
 _TEXT_DTYPES = ("str", "string", "bytes", "object")
-
-
-@dataclass(frozen=True)
-class _Indexed:
-    content: Content
-    offsets: Any  # int64 of shape (records + 1,), without the header
-    fields: int  # in each record; 0: lines are not split
-    header: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def layout(self) -> str:
-        if self.header:
-            return f"the columns {', '.join(self.header)}"
-        return f"{self.fields} columns" if self.fields else ""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.offsets.nbytes) + self.content.memory_bytes
 
 
 class TextReader(FileReader):
@@ -50,7 +29,7 @@ class TextReader(FileReader):
         because of a quoted line break, and to check that all have as many fields. "": each line is a
         record.
       header: the first record of each file holds the names of columns, and is no record.
-      encoding: of the files; others than UTF-8 are decoded as a whole, in memory.
+      encoding: of the files; others than UTF-8 are decoded into a temporary file.
       columns: names of all columns, in order; instead of the header's.
       skip_blank_lines: empty lines are no records. Those at the end of a file never are.
       quote: the character around fields that hold delimiters or line breaks; "": there is none.
@@ -100,51 +79,30 @@ class TextReader(FileReader):
     def metadata(self) -> Metadata:
         names = self._columns
         if not names and self._has_header:
-            names = self.opened(self._files[0]).header or self.first_opened().header
+            names = self.opened(self._files[0], 1).header or self.first_opened().header
         dtypes = {
             names[key] if isinstance(key, int) and names else str(key): dtype for key, dtype in self._dtypes.items()
         }
         return Metadata(column_names=names, column_dtypes=dtypes)
 
-    def _open(self, name: str) -> _Indexed:
-        content = self._decoded(open_content(name))
-        offsets, fields = index_records(
-            content, self._dialect, header=self._has_header, expected_fields=len(self._columns)
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedText:
+        compression = compression_of(file) if index is None else index.compression
+        content = opened_content(file, compression, b"" if index is None else index.seek_points)
+        if self._encoding not in ("utf-8", "utf-8-sig", "ascii"):
+            content = decoded(content, self._encoding)
+        if index is not None:
+            assert index.places is not None
+            return _OpenedText(self, file, content, index.places, dict(index.details), compression)
+        found = index_records(
+            content, self._dialect, header=self._has_header, expected_fields=len(self._columns), enough=enough
         )
-        header: tuple[str, ...] = ()
-        if self._has_header and len(offsets) > 1:
-            line = content.read(int(offsets[0]), int(offsets[1])).decode("utf-8", "replace").rstrip("\r\n")
-            header = tuple(field.strip() for field in next(self._split([line])))
-            offsets = offsets[1:]
-        return _Indexed(content, offsets, fields, header)
-
-    def _decoded(self, content: Content) -> Content:
-        if self._encoding in ("utf-8", "utf-8-sig", "ascii"):
-            return content
-        data = content.read(0, content.size)
-        try:
-            return MemoryContent(content.name, data.decode(self._encoding).encode())
-        except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            raise DataError(
-                f"{content.name}, line {line}, is not in the encoding {self._encoding}: {error.reason} "
-                "at byte "
-                f"{error.start}. Give the file's encoding with the reader parameter `encoding`."
-            ) from error
-
-    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        indexed: _Indexed = self.opened(name)
-        check_range(name, start, end, indexed.count)
-        for first, last in spans(indexed.offsets, start, end):
-            origin = int(indexed.offsets[first])
-            blob = indexed.content.read(origin, int(indexed.offsets[last]))
-            bounds = (indexed.offsets[first : last + 1] - origin).tolist()
-            # A record's bytes reach to the next record, over the blank lines between them.
-            records = [blob[begin:stop].rstrip(b"\r\n") for begin, stop in itertools.pairwise(bounds)]
-            if self._dtypes:
-                self._check_dtypes(name, indexed, first, records)
-            for i in range(0, len(records), size):
-                yield object_array(records[i : i + size])
+        names = next(self._split([found.header.decode("utf-8", "replace")])) if found.header else []
+        details = {
+            "fields": found.fields,
+            "header": [name.strip() for name in names],
+            "line_end": found.line_end.decode(),
+        }
+        return _OpenedText(self, file, content, found.places, details, compression, found.complete)
 
     def _split(self, lines: Sequence[str]) -> Iterator[list[str]]:
         quote = self._dialect.quote.decode()
@@ -155,8 +113,9 @@ class TextReader(FileReader):
             quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
         )
 
-    def _check_dtypes(self, name: str, indexed: _Indexed, first: int, records: list[bytes]) -> None:
-        checks = self._resolved_checks(indexed)
+    def _check_dtypes(self, opened: _OpenedText, piece: Piece, blob: bytes, first: int, records: list[bytes]) -> None:
+        """Of `records`, which are those from number `first` on in the bytes `blob` of `piece`."""
+        checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
         for column, label, dtype in checks:
@@ -171,26 +130,27 @@ class TextReader(FileReader):
                 except ValueError:
                     pass
                 record = first + i
+                line = line_of(opened.content, piece.start, opened.dialect.line_end)
+                line += line_in(blob, opened.dialect, record - piece.first)
                 hint = " If the first line holds names, give `header=True`." if record == 0 else ""
                 raise DataError(
-                    f"{name}, record {record} (line "
-                    f"{line_of(indexed.content, int(indexed.offsets[record]))}), column "
+                    f"{opened.file.name}, record {record} (line {line}), column "
                     f"{label}: {value!r} is no {dtype.name}. Correct the file or `column_dtypes`.{hint}"
                 )
 
-    def _resolved_checks(self, indexed: _Indexed) -> list[tuple[int, str, np.dtype[Any]]]:
+    def _resolved_checks(self, opened: _OpenedText) -> list[tuple[int, str, np.dtype[Any]]]:
         if self._checks is None:
-            names = self._columns or indexed.header
+            names = self._columns or opened.header
             checks = []
             for key, dtype in self._dtypes.items():
-                if isinstance(key, int) and 0 <= key < indexed.fields:
+                if isinstance(key, int) and 0 <= key < opened.fields:
                     column = key
                 elif key in names:
                     column = names.index(str(key))
                 else:
                     raise UsageError(
                         f"The reader parameter column_dtypes names the column {key!r}. The columns are "
-                        f"{', '.join(names) if names else f'0 to {indexed.fields - 1}'}."
+                        f"{', '.join(names) if names else f'0 to {opened.fields - 1}'}."
                     )
                 if dtype not in _TEXT_DTYPES:
                     checks.append((column, str(key), _number_dtype(key, dtype)))
@@ -210,3 +170,57 @@ def _number_dtype(column: str | int, name: str) -> np.dtype[Any]:
             "name of an integer or float dtype, or 'str'."
         )
     return dtype
+
+
+class _OpenedText:
+    """A text file whose records are known, or the first of them."""
+
+    def __init__(
+        self,
+        reader: TextReader,
+        file: File,
+        content: Content,
+        places: Places,
+        details: Mapping[str, Any],
+        compression: str,
+        complete: bool = True,
+    ) -> None:
+        self._reader = reader
+        self._details = details
+        self._compression = compression
+        self.file = file
+        self.content = content
+        self.complete = complete
+        self._places = places
+        self.count = places.count
+        self.fields: int = details["fields"]
+        self.header: tuple[str, ...] = tuple(details["header"])
+        self.dialect = dataclasses.replace(reader._dialect, line_end=details["line_end"].encode())
+
+    @property
+    def layout(self) -> str:
+        if self.header:
+            return f"the columns {', '.join(self.header)}"
+        return f"{self.fields} columns" if self.fields else ""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._places.nbytes + self.content.memory_bytes
+
+    def index(self) -> FileIndex:
+        return FileIndex(
+            self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details
+        )
+
+    def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        for piece in self._places.pieces(start, end):
+            blob = self.content.read(piece.start, piece.stop)
+            found = split_records(blob, self.dialect)
+            if len(blob) != piece.stop - piece.start or len(found) < piece.records or any(found[piece.records :]):
+                raise torn(self.file.name, piece)
+            first = max(start, piece.first)
+            records = found[first - piece.first : min(end - piece.first, piece.records)]
+            if self._reader._dtypes:
+                self._reader._check_dtypes(self, piece, blob, first, records)
+            for i in range(0, len(records), size):
+                yield object_array(records[i : i + size])

@@ -1,4 +1,4 @@
-"""Where the records of a text file begin, found with NumPy, block by block."""
+"""Where the records of a text file begin, found with NumPy, block by block; and how bytes are cut into records."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.files import Content
+from elasticcb.data.content import Content
+from elasticcb.data.file_index import Places, PlacesBuilder
 from elasticcb.errors import DataError
 
 _NEWLINE, _RETURN = 10, 13
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_HEAD_BYTES = 1 << 20  # in which the kind of line ends shows
 
 
 @dataclass(frozen=True)
@@ -21,21 +23,77 @@ class Dialect:
     delimiter: bytes
     quote: bytes
     skip_blank_lines: bool
+    line_end: bytes = b"\n"  # the last byte of a line; b"\r" in files of old Macs
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a scan has found.
+
+    Attributes:
+        places: of records, without the header.
+        fields: in each record; 0: lines are not split.
+        header: the header's bytes.
+        line_end: as in `Dialect`.
+        complete: whether the scan reached the end of the file.
+    """
+
+    places: Places
+    fields: int
+    header: bytes
+    line_end: bytes
+    complete: bool
 
 
 def index_records(
-    content: Content, dialect: Dialect, *, header: bool = False, expected_fields: int = 0
-) -> tuple[Any, int]:
-    """Offsets of the records and of the end, int64 of shape (records + 1,), and the fields per record.
+    content: Content, dialect: Dialect, *, header: bool = False, expected_fields: int = 0, enough: int | None = None
+) -> Found:
+    """Finds the records of `content`; of the first `enough` of them at least, if that is given.
 
-    A record reaches to the next one's offset; line breaks at its end are not part of it. A header
-    counts as a record here, but not in the numbers that errors give.
+    A record reaches to the next one's offset; line breaks at its end are not part of it. A header is no record, and
+    does not count in the numbers that errors give. `dialect.line_end` is found out.
 
     Raises:
       DataError: a record has not `expected_fields` fields (0: as many as the first), a quote stands where
-        none may, or the file ends inside quotes.
+        none may, the file ends inside quotes, or its lines end in different ways.
     """
-    return _Scan(content, dialect, header, expected_fields).run()
+    return _Scan(content, dialect, header, expected_fields).run(enough)
+
+
+def split_records(blob: bytes, dialect: Dialect) -> list[bytes]:
+    """The records in bytes that begin and end where records do."""
+    return [line.rstrip(b"\r\n") for line in _lines(blob, dialect) if not (dialect.skip_blank_lines and _blank(line))]
+
+
+def line_in(blob: bytes, dialect: Dialect, record: int) -> int:
+    """Before how many line ends of `blob` a record of it, counted from 0, begins."""
+    line = 0
+    for each in _lines(blob, dialect):
+        if not (dialect.skip_blank_lines and _blank(each)):
+            if record == 0:
+                break
+            record -= 1
+        line += 1 + each.count(dialect.line_end)
+    return line
+
+
+def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
+    """Without the byte that ends each; those inside quotes end none."""
+    if not dialect.quote or dialect.quote not in blob:
+        lines = blob.split(dialect.line_end)
+    else:
+        data = np.frombuffer(blob, np.uint8)
+        outside = ~np.logical_xor.accumulate(data == dialect.quote[0])
+        ends = np.flatnonzero((data == dialect.line_end[0]) & outside).tolist()
+        starts = [0, *(end + 1 for end in ends)]
+        lines = [blob[start:end] for start, end in zip(starts, [*ends, len(blob)], strict=True)]
+    if not lines[-1]:
+        lines.pop()  # what comes after the last line end
+    return lines
+
+
+def _blank(line: bytes) -> bool:
+    return line in (b"", b"\r")
 
 
 class _Scan:
@@ -44,51 +102,75 @@ class _Scan:
     def __init__(self, content: Content, dialect: Dialect, header: bool, expected_fields: int) -> None:
         self.content = content
         self.dialect = dialect
-        self.header = header
+        self.has_header = header
         self.fields = expected_fields
         self.given_fields = expected_fields
-        self.starts: list[Any] = []
-        self.blanks: list[Any] = []
-        self.count = 0
+        self.builder = PlacesBuilder()
+        self.header_bounds: list[int] = []  # where it begins, and where the first record does
+        self.count = 0  # of records, and the header
+        self.solid = 0  # the same, up to the last one that is not blank
         self.record_start = 0
         self.open_delimiters = 0  # in the record that the last block left open
         self.inside_quotes = False
+        self.line_end = _NEWLINE
         self.last_byte = _NEWLINE  # a file begins as if after a line
 
-    def run(self) -> tuple[Any, int]:
+    def run(self, enough: int | None) -> Found:
         content = self.content
-        position = 0
-        if content.read(0, min(3, content.size)) == _BYTE_ORDER_MARK:
-            position = 3
+        position = 3 if content.read(0, 3) == _BYTE_ORDER_MARK else 0
         self.record_start = position
-        while position < content.size:
-            block = content.read(position, min(position + content.block_bytes, content.size))
+        self._find_line_end(position)
+        complete = False
+        while enough is None or self.solid - self.has_header < enough:
+            block = content.read(position, position + content.block_bytes)
+            if not block:
+                complete = True
+                self._end(position)
+                break
             self._block(position, block)
             position += len(block)
+        header = b""
+        if len(self.header_bounds) == 1:
+            self.header_bounds.append(position)
+        if self.header_bounds:
+            header = content.read(*self.header_bounds).rstrip(b"\r\n")
+        places = self.builder.places(max(self.solid - self.has_header, 0), position if complete else self.record_start)
+        return Found(places, self.fields, header, bytes([self.line_end]), complete)
+
+    def _find_line_end(self, position: int) -> None:
+        data = np.frombuffer(self.content.read(position, position + _HEAD_BYTES), np.uint8)
+        returns = data == _RETURN
+        if not returns.any():
+            return
+        newlines = data == _NEWLINE
+        if self.dialect.quote:
+            outside = ~np.logical_xor.accumulate(data == self.dialect.quote[0])
+            returns, newlines = returns & outside, newlines & outside
+        if returns[:-1].any() and not newlines.any():
+            self.line_end = self.last_byte = _RETURN
+
+    def _end(self, end: int) -> None:
         if self.inside_quotes:
             raise DataError(
                 f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a "
                 "quoted field. It is truncated, or its quotes are ordinary characters: then give the "
                 "reader parameter `quote=''`."
             )
-        if self.record_start < content.size:  # the last line has no line break
-            blank = content.size - self.record_start == 1 and self.last_byte == _RETURN
+        if self.record_start < end:  # the last line has no line break
+            blank = end - self.record_start == 1 and self.last_byte == _RETURN
             self._records(np.array([self.record_start]), np.array([blank]), np.array([self.open_delimiters + 1]))
-        starts = np.concatenate(self.starts) if self.starts else np.empty(0, np.int64)
-        if not self.dialect.skip_blank_lines and len(starts):
-            solid = np.flatnonzero(~np.concatenate(self.blanks))
-            starts = starts[: solid[-1] + 1 if len(solid) else 0]
-        return np.append(starts, content.size).astype(np.int64), self.fields
 
     def _block(self, position: int, block: bytes) -> None:
         data = np.frombuffer(block, np.uint8)
-        newlines = data == _NEWLINE
+        newlines = data == self.line_end
         delimiters = data == self.dialect.delimiter[0] if self.dialect.delimiter else None
         if self.dialect.quote and (self.inside_quotes or self.dialect.quote in block):
-            outside = self._outside_quotes(position, data)
+            outside = self.outside = self._outside_quotes(position, data)
             newlines &= outside
             if delimiters is not None:
                 delimiters &= outside
+        if self.line_end == _RETURN and b"\n" in block:
+            self._refuse_mixed(position, data)
         ends = np.flatnonzero(newlines)
         fields = None
         if delimiters is not None:
@@ -124,13 +206,13 @@ class _Scan:
         before = data[openers - 1]
         if len(openers) and openers[0] == 0:
             before[0] = self.last_byte
-        allowed = (before == self.dialect.delimiter[0]) | (before == _NEWLINE) | (before == self.dialect.quote[0])
+        allowed = (before == self.dialect.delimiter[0]) | (before == self.line_end) | (before == self.dialect.quote[0])
         if not allowed.all():
             place = position + int(openers[np.argmin(allowed)])
             if place > 3 or self.content.read(0, place) != _BYTE_ORDER_MARK:
+                line = line_of(self.content, place, bytes([self.line_end]))
                 raise DataError(
-                    f"{self.content.name}, line {line_of(self.content, place)}, has a quote inside a "
-                    "field that does not begin "
+                    f"{self.content.name}, line {line}, has a quote inside a field that does not begin "
                     "with one. Double it and put the field in quotes, or, when quotes are ordinary "
                     "characters in this file, give the reader parameter `quote=''`."
                 )
@@ -140,12 +222,18 @@ class _Scan:
     def _records(self, starts: Any, blank: Any, fields: Any) -> None:
         if self.dialect.delimiter:
             self._check_fields(starts, blank, fields)
-        if self.dialect.skip_blank_lines:
-            if blank.any():
-                starts = starts[~blank]
-        else:
-            self.blanks.append(blank)
-        self.starts.append(starts)
+        if self.dialect.skip_blank_lines and blank.any():
+            starts = starts[~blank]
+            blank = np.zeros(len(starts), bool)
+        if not len(starts):
+            return
+        solid = np.flatnonzero(~blank)
+        if len(solid):
+            self.solid = self.count + int(solid[-1]) + 1
+        if self.has_header and len(self.header_bounds) < 2:
+            self.header_bounds += starts[: 2 - len(self.header_bounds)].tolist()
+        skipped = 1 if self.has_header and self.count == 0 else 0
+        self.builder.add(self.count + skipped - self.has_header, starts[skipped:])
         self.count += len(starts)
 
     def _check_fields(self, starts: Any, blank: Any, fields: Any) -> None:
@@ -162,7 +250,7 @@ class _Scan:
         expected = (
             f"{self.given_fields} columns are named"
             if self.given_fields
-            else f"the {'header' if self.header else 'first record'} has {self.fields}"
+            else f"the {'header' if self.has_header else 'first record'} has {self.fields}"
         )
         raise DataError(
             f"{self._where(self.count + place - skipped, int(starts[place]))} has {int(fields[place])} "
@@ -172,15 +260,27 @@ class _Scan:
 
     def _where(self, number: int, offset: int) -> str:
         """`number` counts a header, if there is one, as record 0."""
-        line = line_of(self.content, offset)
-        if self.header and number == 0:
+        line = line_of(self.content, offset, bytes([self.line_end]))
+        if self.has_header and number == 0:
             return f"{self.content.name}, the header (line {line})"
-        return f"{self.content.name}, record {number - self.header} (line {line})"
+        return f"{self.content.name}, record {number - self.has_header} (line {line})"
+
+    def _refuse_mixed(self, position: int, data: Any) -> None:
+        newlines = data == _NEWLINE
+        if self.dialect.quote and self.dialect.quote[0] in data:
+            newlines &= self.outside
+        elif self.inside_quotes:
+            return
+        if newlines.any():
+            raise DataError(
+                f"{self.content.name} mixes two kinds of line ends: at its beginning lines end with a carriage return "
+                f"(CR), and byte {position + int(np.argmax(newlines))} is a line feed (LF). Write it with one kind."
+            )
 
 
-def line_of(content: Content, offset: int) -> int:
+def line_of(content: Content, offset: int, line_end: bytes = b"\n") -> int:
     """The number of the line, from 1, that byte `offset` lies in."""
     line = 1
     for start in range(0, offset, content.block_bytes):
-        line += content.read(start, min(start + content.block_bytes, offset)).count(b"\n")
+        line += content.read(start, min(start + content.block_bytes, offset)).count(line_end)
     return line

@@ -9,20 +9,21 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
-from elasticcb.data.files import Content, FileReader, open_content, spans
-from elasticcb.data.reader import CHUNK_RECORDS, check_range
+from elasticcb.data.content import Content, File, compression_of, opened_content
+from elasticcb.data.file_index import FileIndex, Places, PlacesBuilder
+from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 
 _HEADER_BYTES = 12
 _FOOTER_BYTES = 4
 _FRAME_BYTES = _HEADER_BYTES + _FOOTER_BYTES
+_length_at = struct.Struct("<Q").unpack_from
 
 
 def masked_crc32c(parts: Sequence[bytes]) -> Any:
@@ -31,46 +32,41 @@ def masked_crc32c(parts: Sequence[bytes]) -> Any:
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
-@dataclass(frozen=True)
-class _Indexed:
-    content: Content
-    offsets: Any  # of the headers, int64 of shape (records + 1,), the last is the file's end
-    layout: str = ""
-
-    @property
-    def count(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.offsets.nbytes) + self.content.memory_bytes
-
-
-def index_records(content: Content) -> Any:
-    """The byte offsets of all records and of the end, int64 of shape (records + 1,).
+def index_records(content: Content, enough: int | None = None) -> tuple[Places, bool]:
+    """Where the records are, or the first `enough` of them at least; and whether these are all.
 
     Raises `DataError` when a length fails its checksum or the file ends inside a record.
     """
-    length_at = struct.Struct("<Q").unpack_from
-    parts: list[Any] = []
-    count, position, size = 0, 0, content.size
-    while position < size:
+    builder = PlacesBuilder()
+    count = position = 0
+    while enough is None or count < enough:
         # A block begins with a header; those that lie in it as a whole are followed, then checked at once.
         origin = position
-        block = content.read(origin, min(origin + content.block_bytes, size))
-        headers: list[int] = []
-        place, last = 0, len(block) - _HEADER_BYTES
-        while place <= last:
-            headers.append(place)
-            place += length_at(block, place)[0] + _FRAME_BYTES
+        block = content.read(origin, origin + content.block_bytes)
+        if not block:
+            return builder.places(count, origin), True
+        if len(block) < _HEADER_BYTES:
+            block += content.read(origin + len(block), origin + _HEADER_BYTES)
+        headers = _headers_in(block)
         _check_lengths(content.name, block, headers, count)
-        position = origin + place
-        if position > size or not headers:
+        if headers:
+            position = origin + headers[-1] + _length_at(block, headers[-1])[0] + _FRAME_BYTES
+        end_is_there = position <= origin + len(block) or content.read(position - 1, position)
+        if not headers or not end_is_there:
             start = origin + headers[-1] if headers else origin
             raise _truncated(content, count + len(headers) - bool(headers), start)
-        parts.append(np.array(headers, np.int64) + origin)
+        builder.add(count, np.array(headers, np.int64) + origin)
         count += len(headers)
-    return np.concatenate([*parts, [size]]).astype(np.int64)
+    return builder.places(count, position), False
+
+
+def _headers_in(block: bytes) -> list[int]:
+    headers: list[int] = []
+    place, last = 0, len(block) - _HEADER_BYTES
+    while place <= last:
+        headers.append(place)
+        place += _length_at(block, place)[0] + _FRAME_BYTES
+    return headers
 
 
 def _check_lengths(name: str, block: bytes, headers: list[int], first: int) -> None:
@@ -87,15 +83,17 @@ def _check_lengths(name: str, block: bytes, headers: list[int], first: int) -> N
 
 
 def _truncated(content: Content, record: int, position: int) -> DataError:
+    end = position
+    while data := content.read(end, end + content.block_bytes):
+        end += len(data)
     return DataError(
-        f"{content.name} is truncated: it ends at byte {content.size}, inside record {record}, which "
-        "begins at "
+        f"{content.name} is truncated: it ends at byte {end}, inside record {record}, which begins at "
         f"byte {position}. Copy or write the file again."
     )
 
 
 class TFRecordReader(FileReader):
-    """Records of TFRecord files as scalar strings, found by an index of offsets.
+    """Records of TFRecord files as scalar strings, also of files that are compressed by gzip.
 
     Checksums are always verified: those of lengths for the whole file when it is indexed, those of the data when a
     record is read.
@@ -107,19 +105,51 @@ class TFRecordReader(FileReader):
     def __init__(self, files: list[str], *, verify_data: bool = True) -> None:
         super().__init__(files)
 
-    def _open(self, name: str) -> _Indexed:
-        content = open_content(name)
-        return _Indexed(content, index_records(content))
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedRecords:
+        if index is not None:
+            assert index.places is not None
+            content = opened_content(file, index.compression, index.seek_points)
+            return _OpenedRecords(file, content, index.places, index.compression)
+        compression = compression_of(file, _is_header)
+        content = opened_content(file, compression)
+        places, complete = index_records(content, enough)
+        return _OpenedRecords(file, content, places, compression, complete)
 
-    def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        indexed: _Indexed = self.opened(name)
-        check_range(name, start, end, indexed.count)
-        for first, last in spans(indexed.offsets, start, end):
-            origin = int(indexed.offsets[first])
-            blob = indexed.content.read(origin, int(indexed.offsets[last]))
-            bounds = (indexed.offsets[first : last + 1] - origin).tolist()
-            records = [blob[begin + _HEADER_BYTES : stop - _FOOTER_BYTES] for begin, stop in itertools.pairwise(bounds)]
-            _verify(name, first, records, [blob[stop - _FOOTER_BYTES : stop] for stop in bounds[1:]])
+
+def _is_header(head: bytes) -> bool:
+    return len(head) == _HEADER_BYTES and masked_crc32c([head[:8]]).tobytes() == head[8:]
+
+
+class _OpenedRecords:
+    """A file whose records are known, or the first of them."""
+
+    layout = ""
+
+    def __init__(self, file: File, content: Content, places: Places, compression: str, complete: bool = True) -> None:
+        self.file = file
+        self.complete = complete
+        self.count = places.count
+        self.memory_bytes = places.nbytes + content.memory_bytes
+        self._content = content
+        self._places = places
+        self._compression = compression
+
+    def index(self) -> FileIndex:
+        return FileIndex(self.file.identity, self.count, "", self._places, self._compression)
+
+    def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        for piece in self._places.pieces(start, end):
+            blob = self._content.read(piece.start, piece.stop)
+            headers = _headers_in(blob)
+            _check_lengths(self.file.name, blob, headers, piece.first)
+            if len(headers) != piece.records or len(blob) != piece.stop - piece.start:
+                raise torn(self.file.name, piece)
+            first = max(start, piece.first)
+            bounds = [*headers, len(blob)][
+                first - piece.first : min(end, piece.first + piece.records) - piece.first + 1
+            ]
+            records = [blob[a + _HEADER_BYTES : b - _FOOTER_BYTES] for a, b in itertools.pairwise(bounds)]
+            _verify(self.file.name, first, records, [blob[stop - _FOOTER_BYTES : stop] for stop in bounds[1:]])
             for i in range(0, len(records), size):
                 yield object_array(records[i : i + size])
 

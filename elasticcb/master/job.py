@@ -212,6 +212,9 @@ class Job:
         self._newest_checkpoint = self._initial_checkpoint()
         initial = replace(self._settings.checkpoint, directory_for_init=self._newest_checkpoint)
         self._host = self._make_host(replace(self._settings, checkpoint=initial))
+        if self._make_program is None:  # else readers bring their indexes
+            with self._master.changed:
+                self._master.find_index = self._host.find_index
         logger.info("The model is built")
         if self._make_program is not None:
             self._master.begin_job(self._settings, self._make_program(), self._report.status)

@@ -110,6 +110,8 @@ class Master:
         self.queue: TaskQueue | None = None  # None until the model is built
         self.rounds = EvaluationRounds()
         self.batch_log = BatchLog()
+        # What the data reader knows of a file, by mode and name; b"" while it does not.
+        self.find_index: Callable[[str, str], bytes] = lambda mode, file: b""
         self._warned: set[str] = set()  # subjects
         self._unsaid: list[str] = []
         self.cluster: Cluster | None = None  # None until the servers hold the model
@@ -407,6 +409,13 @@ class Master:
                     f"There is no per-worker dataset {dataset}; there are {sorted(self.datasets) or 'none'}."
                 )
             return self.datasets[dataset] if dataset else self._program
+
+    def index_of(self, job: int, mode: str, file: str) -> bytes:
+        """Where records of a file begin, for workers; b"" while that is not known here."""
+        with self.changed:
+            self._check_is_present(job)
+            find = self.find_index
+        return find(mode, file)
 
     def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:
         with self.changed:

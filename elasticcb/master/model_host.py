@@ -16,13 +16,14 @@ from elasticcb.callbacks.placement import Place, holds_predictions, takes_predic
 from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint import find_latest, read_manifest
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
-from elasticcb.errors import CallbackError, ModelFileError
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
 from elasticcb.feed import Pipeline, Sources, open_pipeline
 from elasticcb.job_callbacks import callback_params, job_callbacks
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.source_counts import SourceCounts
 from elasticcb.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.metrics import ModelMetrics
 from elasticcb.model_spec import ModelSpec
@@ -73,11 +74,17 @@ class ModelHost:
         mode = _MODES[settings.command]
         pipeline = open_pipeline(settings, self.spec, mode)
         self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
-        self.sources: dict[str, Sources] = {mode: pipeline.sources()}
+        pipelines = {mode: pipeline}
         if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
-            self.sources["evaluation"] = open_pipeline(settings, self.spec, "evaluation").sources()
-        batch = pipeline.first_batch()
-        updated = prime(self.spec, self.model, batch, mode)
+            pipelines["evaluation"] = open_pipeline(settings, self.spec, "evaluation")
+        self._counts = SourceCounts(settings, pipelines)
+        try:
+            batch = pipeline.first_batch()
+            updated = prime(self.spec, self.model, batch, mode)
+        except ElasticCBError:
+            self._counts.result()  # damaged data is the better explanation
+            raise
+        self.sources: dict[str, Sources] = self._counts.result()
         self.metrics.reset()
         element = pipeline.element_spec
         self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
@@ -229,6 +236,10 @@ class ModelHost:
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+
+    def find_index(self, mode: str, file: str) -> bytes:
+        """Where records of a file begin, as `FileIndex.to_bytes`; b"" when that is not known."""
+        return self._counts.find_index(mode, file)
 
     def release(self) -> None:
         """Leaves the model to its owner, as it was."""

@@ -91,6 +91,10 @@ class MasterServicer(Generated):
         return pb.GetProgramResponse(program=self._master.program_of(request.job, request.dataset))
 
     @_answered
+    def GetIndex(self, request: Any, context: Any) -> pb.GetIndexResponse:
+        return pb.GetIndexResponse(index=self._master.index_of(request.job, request.mode, request.file))
+
+    @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
         role = _role(request.role)
         member = self._master.register(role, request.index, request.address, request.pid, request.host, request.job)

@@ -181,7 +181,9 @@ class Worker:
 
     def _pipeline(self, mode: str) -> Pipeline:
         if mode not in self._pipelines:
-            self._pipelines[mode] = open_pipeline(self._settings, self._spec, mode)
+            self._pipelines[mode] = open_pipeline(
+                self._settings, self._spec, mode, lambda file: self._client.index_of(mode, file)
+            )
         return self._pipelines[mode]
 
     def _check_variables(self, cluster: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from elasticcb.data import Metadata, Reader, Source, checked_sources, open_reader
+from elasticcb.data.files import list_files
 from elasticcb.errors import DataError, ModelFileError, UsageError
 
 
@@ -39,6 +40,43 @@ def test_a_folder_is_its_visible_files_with_records_in_order(folder: Path) -> No
 def test_a_glob_and_a_list_are_their_files(folder: Path) -> None:
     assert names_of(f"{folder}/*.csv") == ["a.csv", "b.csv"]
     assert names_of(f"{folder}/b.csv, {folder}/deep,{folder}/b.csv") == ["b.csv", "c.csv"]
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "d.csv").write_text("1,2\n")
+    (folder / "link").symlink_to(elsewhere)
+    for name in ("again", "back", "up"):
+        (elsewhere / name).symlink_to(folder)
+    for origin in (str(folder), f"{folder}/**/*.csv", f"{folder}/**"):
+        assert names_of(origin) == ["a.csv", "b.csv", "c.csv", "d.csv"]
+
+
+def test_wildcards_pass_over_what_is_not_finished(tmp_path: Path) -> None:
+    for name in ("x/part-0", "_temporary/0/part-1", "x/.tmp/part-2", "x/_part-3", "part-4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1,2\n")
+
+    def found(origin: str) -> list[str]:
+        return [os.path.relpath(name, tmp_path) for name in list_files(origin)]
+
+    assert found(f"{tmp_path}/**/part-*") == ["part-4", "x/part-0"]
+    assert found(f"{tmp_path}/*") == ["part-4", "x/part-0"]
+    assert found(f"{tmp_path}/_temporary/*/part-*") == ["_temporary/0/part-1"]
+    assert found(f"{tmp_path}/x/_part-*") == ["x/_part-3"]
+
+
+def test_wildcards_pass_over_what_is_not_finished_at_a_remote_place() -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({f"/bucket/{name}": b"1,2\n" for name in ("x/part-0", "_temporary/0/part-1", "part-4")})
+    try:
+        for origin in ("memory://bucket/**/part-*", "memory://bucket/*", "memory://bucket"):
+            assert list_files(origin) == ["memory://bucket/part-4", "memory://bucket/x/part-0"]
+        assert list_files("memory://bucket/_temporary/*/part-*") == ["memory://bucket/_temporary/0/part-1"]
+    finally:
+        files.rm("/bucket", recursive=True)
 
 
 def test_relative_paths_become_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

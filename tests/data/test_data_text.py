@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bz2
 import csv
+import dataclasses
+import errno
 import gzip
 import io
-import itertools
+import lzma
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticcb.data import open_reader
-from elasticcb.data.files import MemoryContent
-from elasticcb.data.text_index import Dialect, index_records
+from elasticcb.data.content import MemoryContent
+from elasticcb.data.text_index import Dialect, index_records, split_records
 from elasticcb.errors import DataError, UsageError
 
 
@@ -77,13 +81,12 @@ def test_what_the_csv_module_writes_is_found_again_wherever_blocks_are_cut(
         data = data.removesuffix(line_end.encode())
     content = MemoryContent("memory", data)
     content.block_bytes = block_bytes
-    offsets, fields = index_records(content, Dialect(b",", b'"', True))
-    assert fields == len(rows[0])
-    found = [
-        next(csv.reader(io.StringIO(data[a:b].decode().rstrip("\r\n"), newline="")))
-        for a, b in itertools.pairwise(offsets)
-    ]
-    assert found == rows
+    dialect = Dialect(b",", b'"', True)
+    index = index_records(content, dialect)
+    assert index.fields == len(rows[0])
+    assert index.places.count == len(rows)
+    records = split_records(data, dialect)
+    assert [next(csv.reader(io.StringIO(record.decode(), newline=""))) for record in records] == rows
 
 
 @given(
@@ -93,16 +96,37 @@ def test_what_the_csv_module_writes_is_found_again_wherever_blocks_are_cut(
 def test_lines_without_fields_are_found_wherever_blocks_are_cut(data: bytes, block_bytes: int) -> None:
     content = MemoryContent("memory", data)
     content.block_bytes = block_bytes
-    offsets, _ = index_records(content, Dialect(b"", b"", True))
-    found = [data[a:b].rstrip(b"\r\n") for a, b in itertools.pairwise(offsets)]
-    expected = [line.rstrip(b"\r") for line in data.split(b"\n") if line.removesuffix(b"\r")]
-    assert found == expected
+    dialect = Dialect(b"", b"", True)
+    index = index_records(content, dialect)
+    end = b"\r" if b"\n" not in data and b"\r" in data[:-1] else b"\n"
+    expected = [line.rstrip(b"\r") for line in data.split(end) if line.removesuffix(b"\r")]
+    assert (index.line_end, index.places.count) == (end, len(expected))
+    assert split_records(data, dataclasses.replace(dialect, line_end=end)) == expected
 
 
 def test_empty_lines_at_the_end_are_no_records(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "1,2\n\n3,4\n\n\r\n\n")
     assert records_of(path) == [b"1,2", b"3,4"]
     assert records_of(path, skip_blank_lines=False) == [b"1,2", b"", b"3,4"]
+
+
+@pytest.mark.parametrize("last", ["", "\r"])
+def test_lines_that_end_with_a_carriage_return_are_records(tmp_path: Path, last: str) -> None:
+    path = written(tmp_path / "a.csv", 'a,b\r1,"x\ny"\r\r3,z' + last)
+    assert records_of(path, header=True) == [b'1,"x\ny"', b"3,z"]
+    assert open_reader(str(path), {"header": True}).metadata.column_names == ("a", "b")
+
+
+def test_a_file_that_mixes_carriage_returns_and_line_feeds_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "1,2\r" * 300_000 + "3,4\n")
+    with pytest.raises(DataError, match=r"a\.csv mixes two kinds of line ends.*byte 1200003 is a line feed"):
+        open_reader(str(path)).sources()
+
+
+def test_a_wrong_value_behind_quoted_line_breaks_and_blank_lines_has_its_line_number(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '1,"a\nb"\n\n\n2,c\nx,d\n')
+    with pytest.raises(DataError, match=r"record 2 \(line 6\), column 0: 'x' is no int64"):
+        list(open_reader(str(path), {"column_dtypes": {0: "int64"}}).read(str(path), 1, 3))
 
 
 def test_the_header_is_no_record_and_names_the_columns(tmp_path: Path) -> None:
@@ -136,10 +160,42 @@ def test_other_encodings_arrive_as_utf8(tmp_path: Path) -> None:
         records_of(written(tmp_path / "c.csv", b"1,a\n2,\x81\n"), encoding="cp1252")
 
 
-@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_compressed_files_are_read(tmp_path: Path, ending: str, compress: object) -> None:
-    path = written(tmp_path / f"a.csv{ending}", compress(b"1,2\n3,4\n"))  # type: ignore[operator]
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), ("", gzip.compress)],
+)
+def test_compressed_files_are_read(tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]) -> None:
+    path = written(tmp_path / f"a.csv{ending}", compress(b"1,2\n3,4\n"))
     assert records_of(path) == [b"1,2", b"3,4"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "compress"),
+    [
+        (".gz", lambda data: gzip.compress(data[:5_000_000]) + gzip.compress(data[5_000_000:])),
+        (".bz2", bz2.compress),
+    ],
+)
+def test_a_range_of_a_large_compressed_file_equals_that_part_of_it(
+    tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]
+) -> None:
+    randomness = random.Random(4)
+    lines = [b"%d,%s" % (i, randomness.randbytes(6).hex().encode()) for i in range(600_000)]
+    path = written(tmp_path / f"a.csv{ending}", compress(b"\n".join(lines)))
+    reader = open_reader(str(path))
+    assert reader.sources()[0].count == len(lines)
+    for start in (599_000, 3, 450_000):
+        assert list(reader.read(str(path), start, start + 700)) == lines[start : start + 700]
+
+
+def test_a_full_temporary_folder_is_told_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = written(tmp_path / "a.csv.bz2", bz2.compress(b"1,2\n"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DataError, match=r"a\.csv\.bz2 has to be decompressed .* is full .* Set TMPDIR"):
+        records_of(path)
 
 
 def test_a_truncated_gzip_file_is_named(tmp_path: Path) -> None:
@@ -234,5 +290,5 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     reader = open_reader(str(path))
     reader.sources()
     written(path, "line\n" * 10)
-    with pytest.raises(DataError, match=r"a\.txt ends at byte 50, and had 500"):
+    with pytest.raises(DataError, match=r"a\.txt was changed .* it had 500 bytes .* and has 50 bytes"):
         list(reader.read(str(path), 0, 100))

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.data import open_reader
-from elasticcb.data.files import MemoryContent
+from elasticcb.data.content import GzipStream, MemoryContent, open_file
 from elasticcb.data.tfrecord import index_records
 from elasticcb.errors import DataError
 
@@ -44,8 +44,9 @@ def test_records_are_found_wherever_blocks_are_cut(tmp_path: Path, block_bytes: 
     records = [b"", b"a", b"b" * 40, b"", b"c" * 12]
     content = MemoryContent("memory", write_records(tmp_path / "a.tfrecord", records).read_bytes())
     content.block_bytes = block_bytes
-    sizes = [16 + len(record) for record in records]
-    assert index_records(content).tolist() == [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    places, complete = index_records(content)
+    assert (places.count, complete) == (5, True)
+    assert places.offsets.tolist() == [0, content.memory_bytes]
 
 
 def test_records_larger_than_a_chunk_are_read(tmp_path: Path) -> None:
@@ -88,6 +89,32 @@ def test_damaged_data_is_found_and_names_the_record(tmp_path: Path, params: dict
     assert len(list(reader.read(str(path), 0, 3))) == 3
     with pytest.raises(DataError, match=r"Record 3 of .*a\.tfrecord does not match its checksum"):
         list(reader.read(str(path), 2, 5))
+
+
+def test_compressed_records_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
+    records = random_records(100)
+    path = write_records(tmp_path / "a.tfrecord", records)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    reader = open_reader(str(path))
+    assert [source.count for source in reader.sources()] == [100]
+    assert list(reader.read(str(path), 30, 60)) == records[30:60]
+
+
+def test_a_compressed_file_is_decompressed_once_to_be_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_records(tmp_path / "a.tfrecord", random_records(20_000))
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    rewound = []
+    monkeypatch.setattr(gzip._GzipReader, "_rewind", rewound.append)
+    assert index_records(GzipStream(open_file(str(path))))[0].count == 20_000
+    assert not rewound
+
+
+def test_a_record_whose_length_looks_like_the_beginning_of_gzip_is_read(tmp_path: Path) -> None:
+    record = bytes(int.from_bytes(b"\x1f\x8b\x08", "little"))
+    path = write_records(tmp_path / "a.tfrecord", [record, b"x"])
+    reader = open_reader(str(path))
+    assert reader.sources()[0].count == 2
+    assert list(reader.read(str(path), 0, 2)) == [record, b"x"]
 
 
 def test_checksums_are_computed_in_c() -> None:

@@ -113,6 +113,7 @@ class MasterFuzzer:
         return [
             (pb.GetSettingsRequest(id=worker), 0.2),
             (pb.GetProgramRequest(job=self._job), 0.2),
+            (pb.GetIndexRequest(job=self._job, mode="training", file="data"), 0.2),
             (pb.RegisterRequest(role=pb.WORKER, index=-1, pid=worker, host="here", job=self._job), 1.0),
             (pb.RegisterRequest(role=pb.PS, index=0, pid=worker, host="here", job=self._job), 0.1),
             (pb.GetClusterRequest(id=worker), 0.2),

@@ -16,7 +16,7 @@ from elasticcb import Mode
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
 from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
-from elasticcb.data.files import FileReader
+from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback

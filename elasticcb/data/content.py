@@ -1,0 +1,424 @@
+"""The bytes of files, local or remote, plain or compressed, by ranges; a file that changes meanwhile is an error."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import datetime
+import errno
+import gzip
+import io
+import lzma
+import os
+import socket
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Protocol
+
+import indexed_gzip
+
+from elasticcb.errors import DataError
+
+_LOCAL_BLOCK_BYTES = 1 << 20  # stays in a core's cache while it is scanned several times
+_REMOTE_BLOCK_BYTES = 16 << 20  # makes the latency of a request small against its transfer
+_SEEK_SPACING_BYTES = 8 << 20  # of uncompressed data between places at which decompression can begin
+_MOST_SEEK_POINTS = 4096  # of a file; each has 32 KiB
+_GZIP_MAGIC = b"\x1f\x8b\x08"
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "created")
+
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+
+
+class Identity(NamedTuple):
+    """What a file was when it was indexed."""
+
+    size: int  # bytes
+    version: str  # time of the last change, or what a remote store gives instead; "": not known
+    machine: str  # where that time holds: copies on other machines have their own; "": everywhere
+
+    def matches(self, other: Identity) -> bool:
+        same_clock = self.machine == other.machine and self.version and other.version
+        return self.size == other.size and (not same_clock or self.version == other.version)
+
+
+class Content(Protocol):
+    """The bytes of a file, readable from several threads at once."""
+
+    name: str
+    block_bytes: int  # how much to read at once while scanning
+    memory_bytes: int  # what it holds in memory
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)`; fewer at the end of the file. Raises `DataError` when the file has changed."""
+
+
+class File(Content, Protocol):
+    """A file as it is stored."""
+
+    identity: Identity
+
+    def check(self) -> None:
+        """Raises `DataError` when the file has changed since it was opened, or since it was indexed."""
+
+
+def is_remote(name: str) -> bool:
+    return "://" in name
+
+
+class LocalFile:
+    """A file of this machine."""
+
+    block_bytes = _LOCAL_BLOCK_BYTES
+    memory_bytes = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        with open(name, "rb", buffering=0) as file:  # a missing permission shows here
+            self.identity = self._identity_of(os.fstat(file.fileno()))
+
+    def check(self) -> None:
+        try:
+            self._compare(os.stat(self.name))
+        except OSError as error:
+            raise _gone(self.name, error) from error
+
+    # Opened for each read, since a data set may have more files than a process may keep open. Not a memory
+    # map: a file that shrinks would kill the process with SIGBUS instead of an error.
+    def read(self, start: int, stop: int) -> bytes:
+        try:
+            with open(self.name, "rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+                status = os.fstat(file.fileno())  # after the read, so that `data` is of the file that was opened
+        except OSError as error:
+            raise _gone(self.name, error) from error
+        self._compare(status)
+        return data
+
+    def _compare(self, status: os.stat_result) -> None:
+        now = self._identity_of(status)
+        if not self.identity.matches(now):
+            raise _changed(self.name, self.identity, now)
+
+    @staticmethod
+    def _identity_of(status: os.stat_result) -> Identity:
+        return Identity(status.st_size, str(status.st_mtime_ns), socket.gethostname())
+
+
+class RemoteFile:
+    """A file that fsspec reads."""
+
+    block_bytes = _REMOTE_BLOCK_BYTES
+    memory_bytes = 0
+
+    def __init__(self, name: str) -> None:
+        import fsspec
+
+        self.name = name
+        self._file_system, self._path = fsspec.core.url_to_fs(name)
+        self.identity = self._present()
+
+    def check(self) -> None:
+        try:
+            now = self._present()
+        except Exception as error:
+            raise _gone(self.name, error) from error
+        if not self.identity.matches(now):
+            raise _changed(self.name, self.identity, now)
+
+    def read(self, start: int, stop: int) -> bytes:
+        stop = min(stop, self.identity.size)
+        if start >= stop:
+            return b""
+        try:
+            data: bytes = self._file_system.cat_file(self._path, start=start, end=stop)
+        except Exception as error:
+            raise DataError(
+                f"Bytes [{start}, {stop}) of {self.name} can't be read: {type(error).__name__}: {error}"
+            ) from error
+        if len(data) != stop - start:
+            raise _changed(self.name, self.identity, Identity(start + len(data), "", ""))
+        return data
+
+    def _present(self) -> Identity:
+        parent = self._path.rsplit("/", 1)[0]
+        self._file_system.invalidate_cache(parent)  # listings that fsspec remembers
+        info = self._file_system.info(self._path)
+        version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+        return Identity(int(info["size"]), version, "")
+
+
+def _changed(name: str, before: Identity, now: Identity) -> DataError:
+    return DataError(
+        f"{name} was changed while the job used it: it had {_described(before)} when it was indexed, and has "
+        f"{_described(now)} now. The data of a job must stay as they are until it ends. Start the job again when the "
+        "file is whole; add records in new files."
+    )
+
+
+def _gone(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"{name} can't be read any more ({type(error).__name__}: {error}). Put it back, and start the job again."
+    )
+
+
+def _described(identity: Identity) -> str:
+    size = f"{identity.size:,} bytes"
+    if identity.machine and identity.version:
+        when = datetime.datetime.fromtimestamp(int(identity.version) / 1e9)
+        return f"{size} (modified {when:%Y-%m-%d %H:%M:%S.%f})"
+    return f"{size} (version {identity.version})" if identity.version else size
+
+
+def open_file(name: str, expected: Identity | None = None) -> File:
+    """The file as it is stored. Raises `DataError` when it is missing or unreadable, or is not the one `expected`."""
+    try:
+        file: File = RemoteFile(name) if is_remote(name) else LocalFile(name)
+    except Exception as error:
+        if expected is not None:
+            raise _gone(name, error) from error
+        raise DataError(f"{name} can't be opened: {type(error).__name__}: {error}") from error
+    if expected is not None and not expected.matches(file.identity):
+        raise _changed(name, expected, file.identity)
+    return file
+
+
+def compression_of(file: File, is_plain: Callable[[bytes], bool] = lambda head: False) -> str:
+    """One of `COMPRESSIONS`, or "": from the name's ending, and gzip also from the first bytes.
+
+    Args:
+        is_plain: whether the first 12 bytes are those of a file that is not compressed, whatever they look like.
+    """
+    ending = PurePosixPath(file.name.lower()).suffix
+    if ending in COMPRESSIONS:
+        return ending if file.identity.size else ""
+    head = file.read(0, 12)
+    return ".gz" if head.startswith(_GZIP_MAGIC) and not is_plain(head) else ""
+
+
+def opened_content(file: File, compression: str, seek_points: bytes = b"") -> Content:
+    """What is in `file`, decompressed.
+
+    Args:
+        seek_points: of a gzip file, from `seek_points_of`; without them it is read from its beginning.
+    """
+    if not compression:
+        return file
+    if compression != ".gz":
+        openers: dict[str, Any] = {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+        return SpooledContent(file, lambda: openers[compression](raw_file(file)).read)
+    return SeekableGzip(file, seek_points) if seek_points else GzipStream(file)
+
+
+class GzipStream:
+    """A gzip file that is read from its beginning on, with its checksums; to read what comes before the last bytes that
+    were read begins again."""
+
+    block_bytes = _LOCAL_BLOCK_BYTES
+    memory_bytes = 0
+
+    def __init__(self, file: File) -> None:
+        self.name = file.name
+        self._file = file
+        self._lock = threading.Lock()
+        self._stream: Any = None
+        self._last = (0, b"")  # where the last bytes began, and they
+
+    def read(self, start: int, stop: int) -> bytes:
+        with self._lock, _damage_named(self.name):
+            if self._stream is None:
+                self._stream = gzip.GzipFile(fileobj=raw_file(self._file))
+            last_start, last = self._last
+            data = last[start - last_start : stop - last_start] if start >= last_start else b""
+            if start + len(data) < stop:
+                self._stream.seek(start + len(data))
+                data += self._stream.read(stop - start - len(data))
+            self._last = (start, data)
+            return data
+
+
+class SeekableGzip:
+    """A gzip file that is read from anywhere, by places at which decompression can begin."""
+
+    block_bytes = _LOCAL_BLOCK_BYTES
+
+    def __init__(self, file: File, seek_points: bytes) -> None:
+        self.name = file.name
+        self._file = file
+        self._lock = threading.Lock()
+        self.memory_bytes = len(seek_points)
+        self._stream = indexed_gzip.IndexedGzipFile(fileobj=raw_file(file), auto_build=False)
+        self._stream.import_index(fileobj=io.BytesIO(seek_points))
+
+    def read(self, start: int, stop: int) -> bytes:
+        with self._lock, _damage_named(self.name):
+            try:
+                self._stream.seek(start)
+                data: bytes = self._stream.read(stop - start)
+            except indexed_gzip.ZranError:
+                self._file.check()  # it may be damaged because it is another file by now
+                raise
+            return data
+
+
+def seek_points_of(file: File) -> bytes:
+    """Places in a gzip file at which decompression can begin, as `SeekableGzip` takes them; reads the whole file."""
+    spacing = max(_SEEK_SPACING_BYTES, file.identity.size * 4 // _MOST_SEEK_POINTS)
+    with _damage_named(file.name):
+        stream = indexed_gzip.IndexedGzipFile(fileobj=raw_file(file), spacing=spacing)
+        stream.build_full_index()
+        points = io.BytesIO()
+        stream.export_index(fileobj=points)
+    return points.getvalue()
+
+
+class SpooledContent:
+    """What a function reads from beginning to end, kept in a file without a name, which the system removes with the
+    process. It is read as far as somebody asks.
+
+    Args:
+        source: for its name.
+        begin: gives a function that returns the next bytes, of a number at most, and b"" at the end.
+    """
+
+    block_bytes = _LOCAL_BLOCK_BYTES
+    memory_bytes = 0
+
+    def __init__(self, source: Content, begin: Callable[[], Callable[[int], bytes]]) -> None:
+        self.name = source.name
+        self._read_on = begin()
+        self._lock = threading.Lock()
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
+        self._size = 0
+        self._ended = False
+
+    def read(self, start: int, stop: int) -> bytes:
+        with self._lock:
+            while self._size < stop and not self._ended:
+                with _damage_named(self.name):
+                    data = self._read_on(_LOCAL_BLOCK_BYTES)
+                self._ended = not data
+                self._keep(data)
+            return os.pread(self._spool.fileno(), max(min(stop, self._size) - start, 0), start)
+
+    def _keep(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                written = os.pwrite(self._spool.fileno(), view, self._size)
+                self._size, view = self._size + written, view[written:]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DataError(
+                f"{self.name} has to be decompressed or decoded into a temporary file, and {tempfile.gettempdir()} is "
+                f"full after {self._size:,} bytes of it. Set TMPDIR to a folder with room, or convert the file to "
+                "gzip or plain UTF-8."
+            ) from error
+
+
+def decoded(content: Content, encoding: str) -> Content:
+    """`content` in UTF-8."""
+
+    def begin() -> Callable[[int], bytes]:
+        decoder = codecs.getincrementaldecoder(encoding)()
+        place = lines = 0
+
+        def read_on(count: int) -> bytes:
+            nonlocal place, lines
+            while True:
+                data = content.read(place, place + count)
+                try:
+                    text = decoder.decode(data, final=not data)
+                except UnicodeDecodeError as error:
+                    at = place + len(data) - len(error.object) + error.start
+                    line = lines + error.object.count(b"\n", 0, error.start) + 1
+                    raise DataError(
+                        f"{content.name}, line {line}, is not in the encoding {encoding}: {error.reason} at byte {at}. "
+                        "Give the file's encoding with the reader parameter `encoding`."
+                    ) from error
+                place += len(data)
+                lines += text.count("\n")
+                if text or not data:
+                    return text.encode()
+
+        return read_on
+
+    return SpooledContent(content, begin)
+
+
+class MemoryContent:
+    """Bytes in memory."""
+
+    block_bytes = _LOCAL_BLOCK_BYTES
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.name = name
+        self.memory_bytes = len(data)
+        self._data = data
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._data[start:stop]
+
+
+def raw_file(content: Content) -> Any:
+    """`content` as Python's libraries want a file; to be read by one thread."""
+    return io.BufferedReader(_Raw(content), _LOCAL_BLOCK_BYTES)
+
+
+class _Raw(io.RawIOBase):
+    """Reads a content from where it stands."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            identity = getattr(self._content, "identity", None)
+            if identity is None:
+                raise io.UnsupportedOperation("the size of this file is not known")
+            offset += identity.size
+        elif whence == io.SEEK_CUR:
+            offset += self._place
+        self._place = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(self._place, self._place + len(buffer))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+class _damage_named:
+    """Turns the errors of decompression into a `DataError` that names the file."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        cause = error.__cause__ if isinstance(error, indexed_gzip.ZranError) else None
+        if isinstance(cause, DataError):
+            raise cause
+        known = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, indexed_gzip.ZranError)
+        if isinstance(error, known) and not isinstance(error, DataError):
+            raise DataError(
+                f"{self._name} can't be decompressed: {error}. It is damaged or was not copied to its end; write it "
+                "again."
+            ) from error

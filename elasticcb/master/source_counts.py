@@ -1,0 +1,94 @@
+"""How many records the data of a job have, counted while the model is built; and where they begin."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from elasticcb.data.file_reader import FileReader
+from elasticcb.feed import FeedPipeline, Pipeline, Sources
+from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
+
+logger = logging.getLogger(__name__)
+
+_PARAMETERS = "parameters.json"  # of the reader, and the names of the files in the order of the members
+
+
+class SourceCounts:
+    """Counts the records of each mode. Files are scanned by a thread, anything else at once, as a user's own reader may
+    not like threads.
+
+    What is found is kept in the job's folder, so that a master that takes the place of this one scans only files that
+    have changed.
+
+    Raises `DataError` when data that is no file can't be read; files tell that by `result`.
+    """
+
+    def __init__(self, settings: JobSettings, pipelines: Mapping[str, Pipeline]) -> None:
+        self._settings = settings
+        self._readers: dict[str, FileReader] = {}
+        self._sources: dict[str, Sources] = {}
+        for mode, pipeline in pipelines.items():
+            if isinstance(pipeline, FeedPipeline) and isinstance(pipeline.reader, FileReader):
+                self._readers[mode] = pipeline.reader
+            else:
+                self._sources[mode] = pipeline.sources()
+        self._order = list(pipelines)
+        pool = ThreadPoolExecutor(1, "counting")
+        self._scans = {mode: pool.submit(self._scan, mode, pipelines[mode]) for mode in self._readers}
+        pool.shutdown(wait=False)  # when that is done
+
+    def result(self) -> dict[str, Sources]:
+        """Name and records of each source, by mode. Raises `DataError` when a file can't be read."""
+        self._sources.update({mode: scan.result() for mode, scan in self._scans.items()})
+        return {mode: self._sources[mode] for mode in self._order}
+
+    def find_index(self, mode: str, file: str) -> bytes:
+        """As `FileIndex.to_bytes`; b"" when it is not known."""
+        reader = self._readers.get(mode)
+        return b"" if reader is None else reader.indexes().get(file, b"")
+
+    def _scan(self, mode: str, pipeline: Pipeline) -> Sources:
+        reader = self._readers[mode]
+        # Only training is gone on with.
+        keeps = self._settings.command is Command.TRAIN and bool(self._settings.directory)
+        path = Path(self._settings.directory, RECOVERY_FOLDER, INDEX_FILE.format(mode=mode))
+        parameters = json.dumps(self._settings.data.reader_params, sort_keys=True, default=repr)
+        reader.known = _read(path, parameters) if keeps else {}
+        sources = pipeline.sources()
+        if keeps and dict(reader.known) != dict(reader.indexes()):
+            _write(path, parameters, reader.indexes())
+        return sources
+
+
+def _read(path: Path, parameters: str) -> dict[str, bytes]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            kept_parameters, files = json.loads(archive.read(_PARAMETERS))
+            if kept_parameters != parameters:
+                return {}
+            return {file: archive.read(str(number)) for number, file in enumerate(files)}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        logger.warning("%s can't be used; the data is scanned again: %s", path, error)
+        return {}
+
+
+def _write(path: Path, parameters: str, indexes: Mapping[str, bytes]) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(part, "w") as archive:
+            for number, index in enumerate(indexes.values()):
+                archive.writestr(str(number), index)
+            archive.writestr(_PARAMETERS, json.dumps([parameters, list(indexes)]))
+        os.replace(part, path)
+    except OSError as error:
+        logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)
+        part.unlink(missing_ok=True)

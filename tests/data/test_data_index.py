@@ -1,0 +1,162 @@
+"""Indexes: made once, sent to others, and read by."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.data import content, open_reader, text, tfrecord
+from elasticcb.data.content import Identity
+from elasticcb.data.file_index import FileIndex, PlacesBuilder
+from elasticcb.data.file_reader import FileReader
+from elasticcb.errors import DataError
+
+ROWS = 200_000
+
+
+def lines(count: int) -> list[bytes]:
+    randomness = random.Random(5)
+    return [b"%d,%s" % (i, b"x" * randomness.randrange(20)) for i in range(count)]
+
+
+def reader_with_indexes_of(master: Any, **params: Any) -> Any:
+    reader = open_reader(master._files[0], params)
+    assert isinstance(reader, FileReader)
+    reader.find_index = lambda name: master.indexes().get(name, b"")
+    return reader
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the file was scanned again")
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_worker_reads_text_by_the_index_of_the_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: bool
+) -> None:
+    expected = lines(ROWS)
+    path = tmp_path / ("a.csv.gz" if compress else "a.csv")
+    data = b"a,b\n" + b"\n".join(expected)
+    path.write_bytes(gzip.compress(data, 1) if compress else data)
+    master: Any = open_reader(str(path), {"header": True})
+    master.sources()
+    monkeypatch.setattr(text, "index_records", refuse)
+    monkeypatch.setattr(content, "GzipStream", refuse)
+    worker = reader_with_indexes_of(master, header=True)
+    assert worker.metadata.column_names == ("a", "b")
+    for start, end in ((0, 10), (ROWS - 3, ROWS), (ROWS // 3, ROWS // 3 + 5000)):
+        assert list(worker.read(str(path), start, end)) == expected[start:end]
+
+
+def test_a_worker_reads_tfrecords_by_the_index_of_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = lines(ROWS)
+    path = str(tmp_path / "a.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        for record in expected:
+            writer.write(record)
+    master: Any = open_reader(path)
+    master.sources()
+    monkeypatch.setattr(tfrecord, "index_records", refuse)
+    worker = reader_with_indexes_of(master)
+    for start, end in ((0, 10), (ROWS - 3, ROWS), (ROWS // 3, ROWS // 3 + 5000)):
+        assert list(worker.read(path, start, end)) == expected[start:end]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".csv.bz2"])
+def test_the_beginning_is_read_without_the_rest(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"a{ending}"
+    randomness = random.Random(6)
+    data = b"\n".join(randomness.randbytes(50).hex().encode() for _ in range(100_000))
+    path.write_bytes(gzip.compress(data, 1) if ending.endswith("gz") else data)
+    if ending.endswith("bz2"):
+        path.write_bytes(bz2.compress(data, 1))
+    furthest = 0
+    read = content.LocalFile.read
+
+    def watched(self: Any, start: int, stop: int) -> bytes:
+        nonlocal furthest
+        furthest = max(furthest, stop)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(content.LocalFile, "read", watched)
+    reader: Any = open_reader(str(path))
+    assert reader.head(str(path), 64) == 64
+    assert len(list(reader.read(str(path), 0, 64))) == 64
+    assert furthest <= path.stat().st_size / 2
+
+
+def test_an_index_is_small_and_survives_its_way(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n".join(lines(ROWS)))
+    reader: Any = open_reader(str(path))
+    reader.sources()
+    (data,) = reader.indexes().values()
+    assert len(data) < path.stat().st_size / 1000
+    index = FileIndex.from_bytes(data)
+    assert index.count == ROWS
+    assert FileIndex.from_bytes(index.to_bytes()).to_bytes() == data
+
+
+def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1\n2\n")
+    master: Any = open_reader(str(tmp_path / "a.csv"))
+    master.sources()
+    worker = reader_with_indexes_of(master)
+    (tmp_path / "a.csv").write_text("1\n2\n3\n")
+    with pytest.raises(DataError, match=r"a\.csv was changed while the job used it: it had 4 bytes"):
+        list(worker.read(str(tmp_path / "a.csv"), 0, 1))
+
+
+def test_known_indexes_hold_while_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("1\n2\n")
+    (tmp_path / "b.csv").write_text("1\n2\n")
+    first: Any = open_reader(str(tmp_path))
+    first.sources()
+    (tmp_path / "b.csv").write_text("1\n2\n3\n")
+    scanned = []
+    scan = text.index_records
+
+    def watched(scanned_content: Any, *given: Any, **named: Any) -> Any:
+        scanned.append(scanned_content.name)
+        return scan(scanned_content, *given, **named)
+
+    monkeypatch.setattr(text, "index_records", watched)
+    again: Any = open_reader(str(tmp_path))
+    again.known = first.indexes()
+    assert [source.count for source in again.sources()] == [2, 3]
+    assert scanned == [str(tmp_path / "b.csv")]
+
+
+def test_clocks_of_other_machines_do_not_count() -> None:
+    file = Identity(10, "5", "here")
+    assert file.matches(Identity(10, "5", "here"))
+    assert not file.matches(Identity(10, "6", "here"))
+    assert file.matches(Identity(10, "6", "there"))
+    assert not file.matches(Identity(11, "5", "there"))
+
+
+def test_pieces_cover_the_records_that_are_asked_for() -> None:
+    builder = PlacesBuilder()
+    starts = np.arange(1_000_000, dtype=np.int64) * 100
+    for first in range(0, len(starts), 1000):
+        builder.add(first, starts[first : first + 1000])
+    places = builder.places(len(starts), 100 * len(starts))
+    assert places.nbytes < 10_000
+    for start, end in ((0, 1), (5, 5), (123_456, 400_000), (999_999, 1_000_000), (0, 1_000_000)):
+        pieces = list(places.pieces(start, end))
+        assert bool(pieces) == (start < end)
+        if pieces:
+            assert pieces[0].first <= start
+            assert pieces[-1].first + pieces[-1].records >= end
+        for piece in pieces:
+            assert (piece.start, piece.stop) == (100 * piece.first, 100 * (piece.first + piece.records))
+        for before, after in itertools.pairwise(pieces):
+            assert before.first + before.records == after.first

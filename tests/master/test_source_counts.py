@@ -1,0 +1,96 @@
+"""What the master finds out about files, kept for the next master and handed to workers."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticcb.data import text
+from elasticcb.errors import DataError
+from elasticcb.feed import FeedPipeline, open_pipeline
+from elasticcb.master.source_counts import SourceCounts
+from elasticcb.model_spec import ModelSpec
+from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings
+
+MODEL = """
+    import keras
+    import tensorflow as tf
+
+    def custom_model():
+        return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+    def feed(dataset, mode, metadata):
+        return dataset.map(lambda line: (tf.strings.to_number(tf.strings.split(line, ",")), 1.0))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> tuple[JobSettings, ModelSpec]:
+    (tmp_path / "counts_model.py").write_text(textwrap.dedent(MODEL))
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text("".join(f"{i}\n" for i in range(100_000)))
+    model = ModelSettings(zoo=str(tmp_path), definition="counts_model.custom_model")
+    data = DataSettings(training=str(tmp_path / "*.csv"), validation=str(tmp_path / "a.csv"))
+    settings = JobSettings(
+        command=Command.TRAIN, name="job", directory=str(tmp_path / "job"), output="", model=model, data=data
+    )
+    return settings, ModelSpec(model)
+
+
+def counts_of(settings: JobSettings, spec: ModelSpec) -> SourceCounts:
+    return SourceCounts(settings, {mode: open_pipeline(settings, spec, mode) for mode in ("training", "evaluation")})
+
+
+def test_a_worker_reads_its_first_task_without_a_scan(
+    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = counts_of(*job)
+    a, b = str(tmp_path / "a.csv"), str(tmp_path / "b.csv")
+    assert counts.result() == {"training": [(a, 100_000), (b, 100_000)], "evaluation": [(a, 100_000)]}
+    assert counts.find_index("training", "c.csv") == counts.find_index("prediction", a) == b""
+    found: list[int | None] = []
+    scan = text.index_records
+
+    def watched(*given: Any, enough: int | None = None, **named: Any) -> Any:
+        found.append(enough)
+        return scan(*given, enough=enough, **named)
+
+    monkeypatch.setattr(text, "index_records", watched)
+    early: Any = open_pipeline(*job, "training", lambda file: b"")
+    assert isinstance(early, FeedPipeline)
+    early.first_batch()
+    assert set(found) == {64}  # while the master still counts, no more than a batch is looked for
+    found.clear()
+    worker: Any = open_pipeline(*job, "training", lambda file: counts.find_index("training", file))
+    (batch,) = worker.batches(b, 70_000, 70_010)
+    assert batch[0].numpy()[:, 0].tolist() == list(range(70_000, 70_010))
+    assert not found
+
+
+def test_the_next_master_scans_changed_files_alone(
+    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts_of(*job).result()
+    (tmp_path / "b.csv").write_text("1\n2\n")
+    scanned: list[str] = []
+    scan = text.index_records
+
+    def watched(content: Any, *given: Any, **named: Any) -> Any:
+        scanned.append(content.name)
+        return scan(content, *given, **named)
+
+    monkeypatch.setattr(text, "index_records", watched)
+    assert counts_of(*job).result()["training"] == [(str(tmp_path / "a.csv"), 100_000), (str(tmp_path / "b.csv"), 2)]
+    assert scanned == [str(tmp_path / "b.csv")]
+    (tmp_path / "job/recovery/index-training.zip").write_bytes(b"damaged")
+    assert counts_of(*job).result()["training"][1][1] == 2
+
+
+def test_a_damaged_file_is_told_by_the_result(job: tuple[JobSettings, ModelSpec], tmp_path: Path) -> None:
+    (tmp_path / "b.csv").write_text("1\n2,3\n")
+    counts = counts_of(*job)
+    with pytest.raises(DataError, match=r"b\.csv, record 1 \(line 2\) has 2 fields"):
+        counts.result()
