@@ -101,7 +101,8 @@ class MeanOfLargest(keras.metrics.Metric):
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.total.assign_add(tf.cast(tf.reduce_max(y_pred), self.dtype))
-        self.batches.assign_add(1.0)
+        # By the data, so that TensorFlow does not count the batch that Keras asks for when there is none left.
+        self.batches.assign_add(tf.cast(tf.size(y_pred) > 0, self.dtype))
 
     def result(self):
         return self.total / self.batches
