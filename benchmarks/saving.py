@@ -81,7 +81,7 @@ class Pusher:
             ids = np.unique(self._random.integers(0, self._rows, self._ids))
             gradients = np.ones((len(ids), self._dim), np.float32)
             begun = time.perf_counter()
-            self._client.push(Push(dense, (0,), {1: (ids, gradients)}, [{}], 0.0), None, ids={1: ids})
+            self._client.push(Push(dense, (0,), {1: (ids, gradients)}, [{}], [{}], 0.0), None, ids={1: ids})
             self.longest = max(self.longest, time.perf_counter() - begun)
             self.pushes += 1
 
