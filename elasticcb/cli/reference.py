@@ -17,9 +17,8 @@ from elasticcb.settings import Command
 
 _MEANINGS = {
     ExitCode.DONE: "The job did what it should.",
-    ExitCode.JOB_FAILED: "The job failed: the model file, the data, a callback, or processes that were lost; or the job is "
-    "done but for its last checkpoint; or an "
-    "image could not be built or pushed.",
+    ExitCode.JOB_FAILED: "The job failed: the model file, the data, a callback, or processes that were lost; or the "
+    "job is done but for its last checkpoint; or an image could not be built or pushed.",
     ExitCode.WRONG_USAGE: "Flags or the config file are wrong or contradict each other; nothing was started.",
     ExitCode.INTERRUPTED: "Interrupted with Ctrl-C.",
 }
