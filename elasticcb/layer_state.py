@@ -17,7 +17,9 @@ from keras.src.models.functional import Functional
 # What Keras (and this project, while a model trains) sets on a layer in the place of its methods.
 METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test_step", "predict_step", "get_config"})
 # What stays where it is: results of the caller's, and arguments of the constructor.
-_LEFT_OUT = frozenset({"history", "stop_training", "_auto_config", "_auto_config_error_args"})
+_LEFT_OUT = frozenset(
+    {"history", "stop_training", "stop_evaluating", "stop_predicting", "_auto_config", "_auto_config_error_args"}
+)
 _PLAIN = (bool, int, float, str, type(None))
 _BY_CONFIG = (
     keras.Operation,

@@ -29,6 +29,8 @@ Answer = TypeVar("Answer")
 _TAKES = 3  # of what must be of one version
 _SUMMARY_SECONDS = 5.0  # for a server to say what it has refused
 
+_PERSIST_SECONDS = 2.0  # for a server to say that it will write; it only makes a note of that
+
 _RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
 
 
@@ -329,6 +331,15 @@ class PSControl(PSClient):
     def finish_training(self, finalize: bool = True) -> int:
         """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
         return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
+
+    def persist(self) -> None:
+        """Has the servers write their recovery files soon, beside training. One that does not answer is left out."""
+
+        def ask(server: Server) -> None:
+            with contextlib.suppress(ElasticCBError):
+                server.link.call("Persist", Frame(pb.PersistRequest(), {}), 0.0, _PERSIST_SECONDS)
+
+        list(self._pool.map(ask, self._servers))
 
     def refused_calls(self) -> Counter[str]:
         """How many calls the servers have refused, by reason in words; without those of servers that do not answer."""

@@ -18,6 +18,7 @@ _METHODS = {
     "Initialize": pb.InitializeResponse,
     "Exchange": pb.ExchangeResponse,
     "SetNeighbour": pb.SetNeighbourResponse,
+    "Persist": pb.PersistResponse,
     "Snapshot": pb.SnapshotResponse,
     "Save": pb.SaveResponse,
     "FinishTraining": pb.FinishTrainingResponse,

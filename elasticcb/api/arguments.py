@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +222,15 @@ def frequency(validation_freq: Any) -> int | tuple[int, ...]:
     if validation_freq < 1:
         raise ValueError(f"`validation_freq` must be at least 1. Received: validation_freq={validation_freq}")
     return validation_freq
+
+
+def capped_epochs(epochs: int) -> int:
+    """`epochs` under `keras.config.max_epochs()`, with Keras's warning."""
+    limit = keras.config.max_epochs()
+    if limit and limit < epochs:
+        warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+        return int(limit)
+    return epochs
 
 
 def with_keras_callbacks(

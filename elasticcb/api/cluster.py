@@ -12,7 +12,13 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import cluster_arguments, frequency, job_folder, with_keras_callbacks
+from elasticcb.api.arguments import (
+    capped_epochs,
+    cluster_arguments,
+    frequency,
+    job_folder,
+    with_keras_callbacks,
+)
 from elasticcb.api.functions import Functions
 from elasticcb.api.keras_jobs import KerasJobs
 from elasticcb.api.processes import ClusterProcesses
@@ -278,7 +284,7 @@ class Cluster:
             RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         model._assert_compile_called("fit")
-        epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
+        epochs, initial_epoch = capped_epochs(operator.index(epochs)), operator.index(initial_epoch)
         if initial_epoch < 0:
             raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")
         validation_freq = frequency(validation_freq)

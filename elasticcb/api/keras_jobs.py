@@ -205,4 +205,4 @@ def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: 
 
 
 def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:
-    return bool(hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys()))
+    return bool(hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys(), in_program=True))

@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
 _ADDED = ("batch", "size", "version")  # to the metrics of a batch
+# Of a model in Keras, by which a callback ends an evaluation or a prediction, and the arguments to use instead.
+_REFUSED = {
+    "stop_evaluating": "Evaluate fewer batches by `steps`, or `validation_steps` of `fit`, or less --validation_data",
+    "stop_predicting": "Predict fewer batches by `steps`, or less --prediction_data",
+}
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
 
 
@@ -43,6 +48,7 @@ class Dispatcher:
         process: name of the process in errors; "master" or "worker N" when not given.
         on_error: what an error in a hook leads to.
         warn: takes `CallbackWarning`s: errors with `OnError.WARN`, and batch hooks that are slow.
+        in_program: as for `hooks_at`.
 
     Raises:
         ModelFileError: something in `callbacks` is no callback, or `place` is not that of a process.
@@ -58,6 +64,7 @@ class Dispatcher:
         process: str = "",
         on_error: CallbackErrors = CallbackErrors.STOP,
         warn: Callable[[CallbackWarning], None] = lambda warning: None,
+        in_program: bool = False,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
             raise ModelFileError(f"A dispatcher is at MASTER or at WORKER. Received: {place!r}.")
@@ -75,6 +82,8 @@ class Dispatcher:
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
         if model is not None:
             model.stop_training = False
+            for name in _REFUSED:
+                setattr(model, name, False)
         self._methods: dict[str, list[tuple[Any, Callable[..., Any]]]] = {name: [] for name in TABLE}
         for position, callback in enumerate(self.callbacks):
             _check_is_callback(callback, position)
@@ -85,7 +94,7 @@ class Dispatcher:
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
-            for name in hooks_at(callback, place, methods.keys()):
+            for name in hooks_at(callback, place, methods.keys(), in_program):
                 self._methods[name].append((callback, methods[name]))
 
     @property
@@ -168,6 +177,7 @@ class Dispatcher:
         started = time.perf_counter()
         try:
             method(*args)
+            self._refuse_to_stop()
         except CallbackError as error:  # a pre-made callback explains itself
             message = f"{self._story(callback, hook, args)} {error}"
             self._failed(callback, hook, CallbackError(message, error.user_traceback), error)
@@ -183,6 +193,15 @@ class Dispatcher:
             if slow:
                 logger.warning(slow)
                 self.warn(CallbackWarning(f"{name} is slow", slow))
+
+    def _refuse_to_stop(self) -> None:
+        for name, advice in _REFUSED.items():
+            if getattr(self.model, name, False):
+                setattr(self.model, name, False)
+                raise CallbackError(
+                    f"It set model.{name}, which has no effect here: several workers share the batches, and each "
+                    f"record counts once. {advice}."
+                )
 
     def _failed(self, callback: Any, hook: str, error: CallbackError, cause: Exception) -> None:
         is_essential = getattr(callback, "essential", False) or hook not in TABLE

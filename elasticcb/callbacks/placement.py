@@ -109,7 +109,7 @@ _ROWS = (
         "`{}`",
     ),
     Hook("on_predict_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
-    Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`predictions`: outputs of the batch"),
+    Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`outputs`, `predictions`: outputs of the batch"),
 )
 
 TABLE: dict[str, Hook] = {row.name: row for row in _ROWS}
@@ -252,9 +252,14 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def hooks_at(callback: Any, process: Place, overridden: Collection[str]) -> frozenset[str]:
-    """Which of the `overridden` hooks of `callback` run in a process of that kind, MASTER or WORKER."""
-    return frozenset(name for name in overridden if process in _processes(callback, name, overridden))
+def hooks_at(callback: Any, process: Place, overridden: Collection[str], in_program: bool = False) -> frozenset[str]:
+    """Which of the `overridden` hooks of `callback` run in a process of that kind, MASTER or WORKER.
+
+    Args:
+        in_program: the master is the caller of `Cluster.fit`, who expects that `on_train_begin` and `on_train_end` are
+            called on the object that was given.
+    """
+    return frozenset(name for name in overridden if process in _processes(callback, name, overridden, in_program))
 
 
 def takes_predictions(callbacks: Iterable[Any]) -> bool:
@@ -303,7 +308,7 @@ def _implemented(callback: Any, name: str) -> Callable[..., Any] | None:
     return None if method is None or getattr(method, "_is_default", False) else method
 
 
-def _processes(callback: Any, name: str, overridden: Collection[str]) -> set[Place]:
+def _processes(callback: Any, name: str, overridden: Collection[str], in_program: bool) -> set[Place]:
     """The kinds of process, MASTER and WORKER, in which a hook runs."""
     row = TABLE[name]
     place = place_of(callback)
@@ -313,8 +318,17 @@ def _processes(callback: Any, name: str, overridden: Collection[str]) -> set[Pla
         others = [other for other in overridden if other != name]
         if not others:
             return {Place.MASTER, Place.WORKER}
-        return set().union(*(_processes(callback, other, overridden) for other in others))
+        found = set().union(*(_processes(callback, other, overridden, in_program) for other in others))
+        return found | {Place.MASTER} if in_program and _is_of_user(callback, name) else found
     if Place.TRAIN_END_WORKER in row.places:
+        if in_program and _is_of_user(callback, name):
+            of_batches = any(TABLE[other].of_batch for other in overridden)
+            return {Place.MASTER, Place.WORKER} if of_batches else {Place.MASTER}
         keeps_epochs = any(TABLE[other].of_epoch for other in overridden)
         return {Place.MASTER, Place.WORKER} if keeps_epochs else {Place.WORKER}
     return set(row.places)
+
+
+def _is_of_user(callback: Any, name: str) -> bool:
+    """What ElasticCB brings, as the exporter, needs what is on the worker."""
+    return not getattr(callback, name).__module__.startswith("elasticcb.")

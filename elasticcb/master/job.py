@@ -607,6 +607,7 @@ class Job:
     # ------------------------------------------------------------ epochs
 
     def _epoch_done(self, epoch: int) -> None:
+        self._ps.persist()  # what is trained in a whole epoch is not to be lost with a server
         self._end_batches(Pass.TRAINING, epoch)
         if self._queue.ran_out(epoch):
             self._host.warn_of_missing_data()

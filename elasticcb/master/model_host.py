@@ -96,6 +96,7 @@ class ModelHost:
             callback_params(settings, steps=self._batches(settings)),
             self.model,
             on_error=settings.training.callback_errors,
+            in_program=not settings.model.definition,
         )
         if settings.command is Command.PREDICT:
             callbacks = self.callbacks.callbacks

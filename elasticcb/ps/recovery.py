@@ -233,7 +233,8 @@ class RecoveryWriter:
         self._replaced = True  # the server holds other rows than those that were trained since `_version`
         self._writing = threading.Lock()
         self._stopped = False
-        self._awake = threading.Event()
+        self._awake = threading.Event()  # to write at once
+        self._wanted = threading.Event()  # to write when that takes no more than `_BUSY_SHARE`
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def start(self) -> None:
@@ -265,8 +266,13 @@ class RecoveryWriter:
                 self._replica.written(saved.noted)
 
     def wake(self) -> None:
-        """Has the thread write soon."""
+        """Has the thread write now."""
         self._awake.set()
+        self._wanted.set()
+
+    def write_soon(self) -> None:
+        """Has the thread write before the interval is over, as soon as that is no more than its part of the time."""
+        self._wanted.set()
 
     def _run(self) -> None:
         told = False
@@ -283,13 +289,16 @@ class RecoveryWriter:
                 if not told and not self._stopped:
                     self._warn(f"{words} Training goes on; if this server is lost now, it comes back as it was before.")
                 told = True
-            self._awake.wait(max(self._interval, (time.monotonic() - begun) / _BUSY_SHARE))
+            least = (time.monotonic() - begun) / _BUSY_SHARE
+            if not self._awake.wait(least):
+                self._wanted.wait(max(self._interval - least, 0.0))
             self._awake.clear()
+            self._wanted.clear()
 
     def stop(self) -> None:
         """Ends the writing, soon."""
         self._stopped = True
-        self._awake.set()
+        self.wake()
 
     def close(self) -> None:
         """Ends the writing; a file that is being written is finished first."""

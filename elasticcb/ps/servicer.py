@@ -118,6 +118,7 @@ class Servicer:
         for name in ("LoadState", "FinishTraining"):
             methods[name] = (methods[name][0], self._then_saved(methods[name][1]))
         methods["SetNeighbour"] = (pb.SetNeighbourRequest, self._set_neighbour)
+        methods["Persist"] = (pb.PersistRequest, self._persist)
         methods["Replicate"] = (pb.ReplicateRequest, self._neighbours.replicate)
         methods["ReadLog"] = (pb.ReadLogRequest, self._neighbours.read_log)
         methods["Initialize"] = (pb.InitializeRequest, self._initialize)
@@ -289,6 +290,12 @@ class Servicer:
             replica.follow(frame.header.address)
             self._writer.wake()  # begins a log, and writes what it builds on
         return Frame(pb.SetNeighbourResponse(), {})
+
+    def _persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
+        writer = self._writer
+        if writer is not None:
+            writer.write_soon()
+        return Frame(pb.PersistResponse(), {})
 
     def _model_of(
         self,

@@ -162,6 +162,7 @@ class Worker:
             self._model,
             on_error=self._settings.training.callback_errors,
             warn=lambda warning: self._progress.warn(warning.subject, warning.text, warning.errors),
+            in_program=not self._settings.model.definition,
         )
         self._reports_batches = cluster.batch_events
         self._reports_predictions = cluster.predictions
@@ -529,7 +530,7 @@ class Worker:
         if self._reports_predictions:
             self._outputs.append(flatten_outputs(predictions))
         self._note_event(batch, self._ps.version)
-        self._call("on_predict_batch_end", index, {"predictions": predictions})
+        self._call("on_predict_batch_end", index, {"outputs": predictions, "predictions": predictions})
 
     def _add_states(self, states: States) -> None:
         """Keeps a training batch's metric states until the task's end."""

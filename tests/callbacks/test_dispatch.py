@@ -114,6 +114,16 @@ def test_failing_hook_on_the_master_tells_epoch_or_version(model, hook, args, wh
         Dispatcher([broken], Place.MASTER, {}, model).call(hook, *args)
 
 
+def test_hook_that_wants_to_end_an_evaluation_is_told_that_it_can_not(model) -> None:
+    class Ends(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = True
+
+    dispatcher = Dispatcher([Ends()], Place.WORKER, {"worker_id": 3}, model)
+    with pytest.raises(CallbackError, match=r"Ends failed in on_test_batch_end .*It set model.stop_evaluating, which"):
+        dispatcher.call("on_test_batch_end", 0, {})
+
+
 def test_lost_connection_inside_a_hook_stays_one(model) -> None:
     class Reader(keras.callbacks.Callback):
         def on_test_end(self, logs=None):

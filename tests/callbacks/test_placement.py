@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from elasticcb.callbacks import runs_on
+from elasticcb.callbacks import SavedModelExporter, runs_on
 from elasticcb.callbacks.placement import (
     ALIASES,
     STOCK,
@@ -24,8 +24,8 @@ from elasticcb.errors import ModelFileError
 DOCS = Path(__file__).parents[2] / "docs" / "callbacks.md"
 
 
-def hooks(callback: keras.callbacks.Callback, place: Place) -> set[str]:
-    return set(hooks_at(callback, place, overridden_hooks(callback)))
+def hooks(callback: keras.callbacks.Callback, place: Place, in_program: bool = False) -> set[str]:
+    return set(hooks_at(callback, place, overridden_hooks(callback), in_program))
 
 
 def test_every_hook_of_the_keras_callback_is_in_the_table() -> None:
@@ -104,6 +104,31 @@ def test_on_train_end_runs_on_the_master_too_where_the_callback_keeps_epochs() -
     assert hooks(Plain(), Place.MASTER) == set()
     assert hooks(Epochs(), Place.WORKER) == {"on_train_end"}
     assert hooks(Epochs(), Place.MASTER) == {"on_train_end", "on_epoch_begin"}
+
+
+def test_in_a_program_training_as_a_whole_is_the_callers() -> None:
+    class Whole(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None): ...
+        def on_train_end(self, logs=None): ...
+
+    class Epochs(Whole):
+        def on_epoch_end(self, epoch, logs=None): ...
+
+    class Batches(Whole):
+        def on_train_batch_end(self, batch, logs=None): ...
+
+    whole = {"on_train_begin", "on_train_end"}
+    assert hooks(Whole(), Place.MASTER, in_program=True) == whole
+    assert hooks(Epochs(), Place.MASTER, in_program=True) == whole | {"on_epoch_end"}
+    assert hooks(Whole(), Place.WORKER, in_program=True) == hooks(Epochs(), Place.WORKER, in_program=True) == set()
+    assert hooks(Batches(), Place.MASTER, in_program=True) == whole
+    assert hooks(Batches(), Place.WORKER, in_program=True) == whole | {"on_train_batch_end"}
+    # As before where there is no caller, and for what needs the worker.
+    assert hooks(Whole(), Place.MASTER) == set()
+    for in_program in (False, True):
+        assert hooks(SavedModelExporter(), Place.MASTER, in_program) == set()
+        assert hooks(SavedModelExporter(), Place.WORKER, in_program) == whole
+        assert hooks(runs_on("worker")(Whole)(), Place.MASTER, in_program) == set()
 
 
 def stock_callbacks(folder: Path) -> dict[str, keras.callbacks.Callback]:

@@ -146,6 +146,7 @@ class ServerFuzzer:
             pb.ReadTableRequest(variable=TABLE, count=4),
             pb.ReadLogRequest(run="run", index=0, stream=5, after=1),
             pb.SetNeighbourRequest(address=self._addresses[1]),
+            pb.PersistRequest(),
             pb.RefusedCallsRequest(),
         ):
             yield [Call(0, type(header).__name__.removesuffix("Request"), Frame(header, {}))]

@@ -1,14 +1,17 @@
 """Parameter servers of real jobs, killed while workers train: others take their places with what they held."""
 
+import json
 import re
 import signal
+import textwrap
+import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from elasticcb.checkpoint import find_latest
-from jobs import number, offsets_job, train_flags
+from jobs import GATE, number, offsets_job, open_gate, train_flags
 
 RECORDS, TESTED, IDS = 6_000, 400, 40
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files; \d+ updates"
@@ -45,6 +48,37 @@ def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_j
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start, 0.8 with offsets that are not learned
     job.assert_no_orphans()
+
+
+def test_epoch_that_has_ended_is_not_lost_with_a_server(data, start_job):
+    first_epoch = RECORDS // 8
+    (data / "gated.py").write_text(
+        (data / "offsets.py").read_text() + textwrap.dedent(GATE).replace("{version}", str(first_epoch))
+    )
+    # One worker, so that no batch of the next epoch comes before the last ones of the first.
+    more = {"num_ps": 2, "num_workers": 1, "num_epochs": 2, "checkpoint_interval": 1000}
+    given = flags(data, **more, model_def="gated.custom_model")
+    given = [flag for flag in given if not flag.startswith("--validation_data=")]
+    job = start_job("train", *given)
+    for index in (0, 1):  # the second file is the one that the end of the epoch calls for
+        wait_until(lambda log=data / "job" / "recovery" / f"ps-{index}" / "log.json": len(files_of(log)) > 1)
+        job.kill("ps", index)
+        assert "; 0 updates of its part of the model are lost" in job.wait_for_line(IS_BACK)
+    open_gate(data)
+    assert job.finish() == 0, job.output
+    assert number(job.output, "model version") == 2 * first_epoch
+    assert "updates lost" not in job.output
+
+
+def files_of(log):
+    return json.loads(log.read_text())["files"] if log.exists() else []
+
+
+def wait_until(condition, seconds=120):
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
 
 
 def test_server_of_an_evaluation_is_replaced_with_the_checkpoint(data, start_job):
