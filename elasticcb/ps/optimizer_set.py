@@ -216,7 +216,9 @@ class OptimizerSet:
         return any(finalized)
 
 
-def _present(variable: keras.Variable) -> Array:
+def _present(variable: keras.Variable | Piece) -> Array:
+    if isinstance(variable, Piece):
+        return variable.numpy()
     # Without a copy: TensorFlow gives a variable that is read somewhere other memory at its next update.
     return array_of(tf.convert_to_tensor(variable.value))
 
