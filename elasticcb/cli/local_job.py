@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.running_job import EndOfJob, running_master
-from elasticcb.settings import STATUS_FILE
+from elasticcb.settings import JOB_FILE, STATUS_FILE
 
 if TYPE_CHECKING:
     from elasticcb.master_client import MasterClient
@@ -33,10 +34,9 @@ def master_of(folder: Path) -> Iterator[MasterClient]:
     try:
         yield client
     except ConnectionLostError as error:
-        raise UsageError(
-            f"The master of {folder} does not answer: {error} If it was killed, `elasticcb resume` goes on with the "
-            "job."
-        ) from None
+        resumable = (folder / JOB_FILE).is_file()
+        again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job" if resumable else "start it again"
+        raise UsageError(f"The master of {folder} does not answer: {error} If it was killed, {again}.") from None
     finally:
         client.close()
 

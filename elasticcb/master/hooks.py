@@ -33,7 +33,7 @@ class MasterHooks:
         reached_version: takes a version that the model was brought to from here.
 
     Attributes:
-        base_learning_rate: that of the servers; None where a schedule rules it.
+        base_learning_rate: that of the servers; None where a schedule rules it, or they have no optimizer.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class MasterHooks:
     def adopt_learning_rate(self, rate: float) -> None:
         """The servers' base rate becomes that of the model on the master."""
         variable = self._host.learning_rate
-        if variable is not None and self._host.trains:  # else servers have no optimizer
+        if variable is not None and self._host.trains:
             variable.assign(not_cached(rate))
         self.base_learning_rate = self._learning_rate()
 
@@ -217,7 +217,9 @@ class MasterHooks:
 
     def _learning_rate(self) -> float | None:
         variable = self._host.learning_rate
-        return None if variable is None else float(variable.numpy())
+        if variable is None or not self._host.trains:  # without training, servers have no optimizer
+            return None
+        return float(variable.numpy())
 
 
 def _is_rate(name: Any) -> bool:
