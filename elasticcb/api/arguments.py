@@ -76,7 +76,10 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     _check_ages(values)
     _check_ray(values)
     _check_tls(values)
-    silence, lease = values["silence_seconds"], values["lease_seconds"]
+    lease = values["lease_seconds"]
+    if values["silence_seconds"] is None:
+        values["silence_seconds"] = min(ClusterSettings.silence_seconds, lease)
+    silence = values["silence_seconds"]
     if silence > lease:  # while a server that hangs is missed, workers make no progress
         raise UsageError(
             f"`silence_seconds` must be more than 0, and at most the {lease:g} s (`lease_seconds`) that a worker may "
@@ -143,6 +146,8 @@ def _checked(name: str, value: Any) -> Any:
             raise UsageError(f"`{name}` must be one of {known}. Received: {name}={value!r}") from None
     if name == "checkpoint_interval":
         return _seconds(name, value)
+    if name == "silence_seconds" and value is None:
+        return None
     if name in ("lease_seconds", "silence_seconds"):
         return _above_zero(name, value)
     if name in ("use_async", "tls") and not isinstance(value, bool):

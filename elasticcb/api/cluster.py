@@ -27,7 +27,7 @@ from elasticcb.api.results import whole_predictions
 from elasticcb.api.turn import Turn
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.settings import ClusterSettings, Command, EmbeddingSettings, JobSettings, TrainingSettings
+from elasticcb.settings import Command, EmbeddingSettings, JobSettings, TrainingSettings
 
 
 class Cluster:
@@ -75,7 +75,7 @@ class Cluster:
         lease_seconds: a worker without progress for so long is killed and replaced; one that computes a batch, after
             twelve times as long.
         silence_seconds: a parameter server that is not heard of for so long is killed and replaced; with "external", a
-            worker, too.
+            worker, too. None: 30, or `lease_seconds` where that is less.
         host: address for the master to listen on; "": 127.0.0.1, or with Ray its node's.
         port: of the master; 0 takes any free one.
         metrics_port: on which the master serves metrics to Prometheus; 0 takes any free one, and the log names it;
@@ -126,7 +126,7 @@ class Cluster:
         max_worker_restarts: int = 10,
         max_ps_restarts: int = 10,
         lease_seconds: float = TrainingSettings.lease_seconds,
-        silence_seconds: float = ClusterSettings.silence_seconds,
+        silence_seconds: float | None = None,
         host: str = "",
         port: int = 0,
         metrics_port: int | None = None,

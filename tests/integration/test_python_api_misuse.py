@@ -71,13 +71,20 @@ def test_numbers_of_numpy_make_a_cluster():
         ("raise sync_version_tolerance", {"use_async": False, "get_model_steps": 3}),
         ("`ps_replicas=1` can't be with `num_ps=1`", {"ps_replicas": 1}),
         ("`silence_seconds` must be more than 0, and at most the 300 s", {"silence_seconds": 301}),
-        ("`silence_seconds` must be more than 0, and at most the 5 s", {"lease_seconds": 5}),
+        ("`silence_seconds` must be more than 0, and at most the 5 s", {"lease_seconds": 5, "silence_seconds": 6}),
         ("`lease_seconds` must be more than 0", {"lease_seconds": 0}),
     ],
 )
 def test_cluster_says_what_cannot_be(words, given):
     with pytest.raises(UsageError, match=words):
         elasticcb.Cluster(**given)
+
+
+def test_short_lease_needs_no_silence_beside_it():
+    with elasticcb.Cluster(kind="inprocess", lease_seconds=20) as cluster:
+        assert fit(cluster).history["loss"]
+    with pytest.raises(UsageError, match="at most the 20 s"):  # a silence that is given stays as it is
+        elasticcb.Cluster(lease_seconds=20, silence_seconds=30)
 
 
 def test_validation_every_zero_epochs_is_refused_with_words(cluster):
