@@ -29,7 +29,7 @@ class Decision:
 class Answer:
     """Whether a worker may go on with its lease, and why (not).
 
-    After a `long_batch`, which the user should know of, the reason is a text for them.
+    After a `long_batch`, which the user should know of, the reason is what to tell them of the worker.
     """
 
     accepted: bool

@@ -552,8 +552,10 @@ class Master:
             if not lease or self.queue is None:
                 return Answer(True, "no task")
             answer = self.queue.report_progress(worker, lease, records_done, time.monotonic(), progressed, computing)
-            if answer.long_batch:
-                self.warn(CallbackWarning(f"batch of lease {lease} from {records_done}", answer.reason, 0))
+            member = self.roster.member(worker)
+            if answer.long_batch and member is not None and self._backend.separate:  # a thread is never taken for hung
+                text = f"Worker {member.index} {answer.reason}"
+                self.warn(CallbackWarning(f"batch of lease {lease} from {records_done}", text, 0))
             self.note()
             return answer
 

@@ -322,9 +322,8 @@ class TaskQueue:
         if computing < lease:
             return Answer(True, "a batch is being computed")
         reason = (
-            f"Worker {worker} has been in one batch for {computing:.0f} s. After {longest:.0f} s ({_LONGEST_BATCH} "
-            "times lease_seconds) it is taken for hung, and replaced; give lease_seconds if batches may take longer, "
-            "or less."
+            f"has been in one batch for {computing:.0f} s. After {longest:.0f} s ({_LONGEST_BATCH} times "
+            "lease_seconds) it is taken for hung, and replaced; give lease_seconds if batches may take longer, or less."
         )
         return Answer(True, reason, long_batch=True)
 

@@ -161,6 +161,27 @@ def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
     assert len(master.queue.leases()) == 1
 
 
+def hold_long_batch(master):
+    """A worker reports that it has been in its first batch for longer than its lease."""
+    master.queue = make_queue(lease_seconds=1.0)
+    worker = join(master)
+    lease = master.get_task(worker, (), 0.0).lease
+    master.report_progress(worker, lease.id, 0, False, 0, None, computing=2.0)
+    master.say_warnings()
+
+
+def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(lines):
+    master = make_master(lines)
+    master.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
+    hold_long_batch(master)
+    assert any(line.startswith("Worker 0 has been in one batch for 2 s. After 12 s") for line in lines)
+
+
+def test_a_thread_in_a_long_batch_is_not_called_hung(lines):
+    hold_long_batch(make_master(lines, InProcessCluster({"worker": lambda address, index: None})))
+    assert lines == []
+
+
 def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
     master = make_master(lines)
     worker = join(master)
