@@ -68,6 +68,7 @@ class ForkServer:
         forked: Sequence[Forked] = (),
     ) -> None:
         self.lost = False
+        self._ended = False  # by `give_up_waiting`
         self._control, self._process = control, process
         self._started: dict[int, ForkedChild] = {}  # by number, those that have not ended
         self._count = max((each.number for each in forked), default=0)
@@ -167,7 +168,7 @@ class ForkServer:
         self.lost = True
         self._control.close()
         children, self._started = list(self._started.values()), {}
-        if children:
+        if children and not self._ended:
             logger.warning(
                 "The process that starts the others is gone. Those that run go on; the next ones are started from "
                 "nothing."
@@ -183,6 +184,7 @@ class ForkServer:
         for child in waiting:
             child.cancelled = True
         if waiting and self._process is not None:
+            self._ended = True
             self._process.kill()
             self._process.wait()
             self.attend()

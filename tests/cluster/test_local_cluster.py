@@ -168,12 +168,13 @@ def test_what_was_not_forked_yet_when_the_one_that_forks_is_killed_is_started_al
     assert psutil.Process(cluster.pid("worker", 0)).parent() == psutil.Process()
 
 
-def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster):
+def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster, caplog):
     cluster.start("worker", 0, NOBODY)
     (zygote,) = zygotes()
     zygote.suspend()
     cluster.stop(10.0)
     assert not zygote.is_running()
+    assert caplog.messages == []  # nobody need know how it is ended
 
 
 def test_forked_processes_end_with_the_one_that_asked_for_them(tmp_path):
