@@ -27,7 +27,7 @@ def list_files(origin: str) -> list[str]:
 
     `origin` is a path, a glob, a folder (searched to the bottom, through links), a URL of one of these, or several
     joined by commas. Files and folders whose names begin with `.` or `_` are left out of folders and globs. Raises
-    `DataError` when a part stands for nothing.
+    `DataError` when a part stands for nothing, or a link in a folder leads nowhere.
     """
     if not is_remote(origin) and os.path.isfile(os.path.expanduser(origin)):
         return [os.path.abspath(os.path.expanduser(origin))]  # a comma or a star may be part of its name
@@ -59,12 +59,21 @@ def _files_of(part: str) -> list[str]:
 def _local_files(part: str) -> Iterator[str]:
     path = os.path.abspath(os.path.expanduser(part))
     for match in [path] if os.path.exists(path) else expanded_glob(path):
-        if os.path.isfile(match):
+        if _is_file(match):
             yield match
         else:
             for folder in _folders_below(match):
                 names = [name for name in os.listdir(folder) if not _is_hidden(name)]
-                yield from (file for name in names if os.path.isfile(file := os.path.join(folder, name)))
+                yield from (file for name in names if _is_file(file := os.path.join(folder, name)))
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is a file. Raises `DataError` for a link to nothing, whose records would be missing in silence."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise DataError(
+            f"{path} is a link to {os.readlink(path)}, where there is nothing. Correct the link, or remove it."
+        )
+    return os.path.isfile(path)
 
 
 def expanded_glob(path: str) -> Iterator[str]:
@@ -86,7 +95,7 @@ def _expanded(folder: str, pieces: Sequence[str]) -> Iterator[str]:
             if rest:
                 yield from _expanded(below, rest)
             else:
-                yield from (entry.path for entry in os.scandir(below) if entry.is_file() and not _is_hidden(entry.name))
+                yield from (entry.path for entry in os.scandir(below) if not (entry.is_dir() or _is_hidden(entry.name)))
     elif not _MAGIC & set(piece):
         if os.path.exists(os.path.join(folder, piece)):
             yield from _expanded(os.path.join(folder, piece), rest)

@@ -54,6 +54,15 @@ def test_links_to_folders_are_followed_but_not_in_circles(
         assert names_of(origin) == ["a.csv", "b.csv", "c.csv", "d.csv"]
 
 
+def test_link_to_nothing_is_an_error(folder: Path) -> None:
+    (folder / ".#a.csv").symlink_to("nobody")  # hidden, as all of that kind
+    (folder / "lost.csv").symlink_to("nowhere.csv")
+    for origin in (str(folder), f"{folder}/*.csv", f"{folder}/**/*.csv", f"{folder}/**"):
+        with pytest.raises(DataError, match=r"lost\.csv is a link to nowhere\.csv, where there is nothing"):
+            list_files(origin)
+    assert list_files(f"{folder}/a*") == [str(folder / "a.csv")]
+
+
 def test_wildcards_pass_over_what_is_not_finished(tmp_path: Path) -> None:
     for name in ("x/part-0", "_temporary/0/part-1", "x/.tmp/part-2", "x/_part-3", "part-4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
