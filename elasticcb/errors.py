@@ -65,10 +65,6 @@ class CheckpointError(ElasticCBError):
     """A checkpoint can't be written, or is torn, foreign or missing."""
 
 
-class MixedVersionsError(CheckpointError):
-    """Servers that train in step gave their parts of different versions of the model, which do not belong together."""
-
-
 class LastCheckpointError(CheckpointError):
     """A job is done, but for its last checkpoint, which could not be written.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from elasticcb.blocks import pack_weights, unpack_weights
-from elasticcb.errors import CheckpointError, ElasticCBError, MixedVersionsError
+from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.optimizer_state import ModelState, OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps_client import Ids, PSClient, Server, ServerReplacedError
@@ -184,7 +184,7 @@ class PSControl(PSClient):
 
         Servers give what they hold then, unless one was asked again: it may have more by then. All are asked again.
 
-        Raises `MixedVersionsError` when the versions differ still.
+        Raises `CheckpointError` when the versions differ still.
         """
         for _ in range(_TAKES):
             answers = take()
@@ -192,7 +192,7 @@ class PSControl(PSClient):
             if not self._staged or len(set(versions)) == 1:
                 return answers
             logger.warning("The servers gave parts of the versions %s, which do not belong together", versions)
-        raise MixedVersionsError(
+        raise CheckpointError(
             f"The parameter servers gave parts of the model's versions {', '.join(map(str, versions))}, by index, "
             f"which do not belong together, {_TAKES} times. In synchronous mode they must be of one version."
         )

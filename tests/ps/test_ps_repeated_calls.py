@@ -11,7 +11,7 @@ import pytest
 
 from elasticcb import checkpoint
 from elasticcb.checkpoint import find_versions, load_slices
-from elasticcb.errors import CheckpointError, MixedVersionsError
+from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.cluster_state import Totals
@@ -228,7 +228,7 @@ def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
     (line,) = told
     assert "versions 3, 4, by index, which do not belong together, 3 times" in line
     assert list(folder.iterdir()) == []
-    with pytest.raises(MixedVersionsError, match="do not belong together"):
+    with pytest.raises(CheckpointError, match="do not belong together"):
         writer.finish(1, {})
     assert writer._failures._totals.checkpoints_failed == 2  # the last one, which was tried again, counts once
     control.mixed = 0
