@@ -26,6 +26,7 @@ PIECE_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10  # of an array that stays in the frame
 _KEY_BYTES = 16  # of a frame; an array's has its number behind it
 _SILENT_SECONDS = 300.0  # after which nobody will ask for the rest
+PIECES_MISSING = grpc.StatusCode.ABORTED  # by which a server says so
 
 Call = Callable[[Frame[pb.PieceRequest]], Frame[pb.PieceResponse]]
 
@@ -45,7 +46,7 @@ def in_pieces(frame: Frame[Any], call: Callable[[Frame[Any]], Frame[Any]], call_
         try:
             return _fetched_whole(call(frame if fits else _sent_ahead(frame, call_piece)), call_piece)
         except grpc.RpcError as error:
-            if last or error.code() is not grpc.StatusCode.NOT_FOUND:
+            if last or error.code() is not PIECES_MISSING:
                 raise
     raise AssertionError("the last one returns or raises")
 
@@ -119,7 +120,6 @@ class Pieces:
         request, piece = frame.header, frame.tensors.get("piece")
         key, start = request.key, request.start
         with self._lock:
-            self._forget_silent()
             if min(start, request.size, request.count) < 0:
                 raise WireError(f"A piece begins at byte {start}, with {request.count} of {request.size} bytes.")
             if piece is None:
@@ -159,11 +159,15 @@ class Pieces:
             raise UnknownPiecesError("An array that goes in pieces is not here.")
         return held
 
-    def _forget_silent(self) -> None:
-        now = time.monotonic()
-        for key, held in list(self._frames.items()):
-            if now - held.touched > _SILENT_SECONDS:
-                del self._frames[key]
+    def forget_silent(self) -> None:
+        """Forgets what nobody has sent or asked for any more for a while; to be called from time to time."""
+        if not self._frames:
+            return
+        with self._lock:
+            now = time.monotonic()
+            for key, held in list(self._frames.items()):
+                if now - held.touched > _SILENT_SECONDS:
+                    del self._frames[key]
 
     def taken(self, frame: Frame[Any]) -> Frame[Any]:
         """A request with the arrays that were sent ahead of it. Raises `UnknownPiecesError` where one is missing."""
@@ -186,7 +190,6 @@ class Pieces:
         """An answer without its larger arrays, which can be asked for from now on."""
         tensors, larger = _without_larger(frame.tensors)
         with self._lock:
-            self._forget_silent()
             for key, array in larger.items():
                 held = self._frames.setdefault(key[:_KEY_BYTES], _Held(time.monotonic()))
                 held.arrays[key] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

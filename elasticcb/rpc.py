@@ -18,7 +18,7 @@ from elasticcb import errors, frame_pieces, tls
 from elasticcb.access import OPEN, Access
 from elasticcb.errors import ConnectionLostError, ElasticCBError, TLSError, WireError
 from elasticcb.frame_memory import ClientMemory, ServerMemory, UnknownSegmentError
-from elasticcb.frame_pieces import Pieces, UnknownPiecesError, bytes_of, in_pieces
+from elasticcb.frame_pieces import PIECES_MISSING, Pieces, UnknownPiecesError, bytes_of, in_pieces
 from elasticcb.local_link import CallError, ServerLinks
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.refusals import BUSY_KEY, PROTOCOL, PROTOCOL_KEY, TOKEN_KEY, CallThreads, Gate, Refusal, RefusedCalls
@@ -52,7 +52,7 @@ _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 # With these codes the server itself ends a call.
-_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}
+_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, PIECES_MISSING}
 
 _CONTROL_THREADS = 8  # for calls that wait for nothing
 
@@ -199,14 +199,17 @@ class FrameService(grpc.GenericRpcHandler):
 
     def _answer(self, name: str, data: bytes) -> bytes:
         header_type, function = self._methods[name]
+        self._pieces.forget_silent()
         try:
             frame, reply = self._memory.decode(data, header_type)
             if reply.segment is not None and name not in self._transient:
                 frame = Frame(frame.header, {key: _copied(array) for key, array in frame.tensors.items()})
             response = function(self._pieces.taken(frame))
             return reply.encode(response if reply.takes(bytes_of(response)) else self._pieces.offered(response))
-        except (UnknownSegmentError, UnknownPiecesError) as error:
+        except UnknownSegmentError as error:
             raise CallError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except UnknownPiecesError as error:
+            raise CallError(PIECES_MISSING, str(error)) from None
         except ElasticCBError as error:
             if error.user_traceback:
                 logger.error("%s\n%s", error, error.user_traceback)

@@ -114,6 +114,9 @@ def test_an_answer_alone_is_large(start):
 def test_request_whose_pieces_are_gone_is_sent_again(start):
     echo = start(lambda frame: Frame(pb.ExchangeResponse(), dict(frame.tensors)))
     sent, answer = arrays(20_000), echo._pieces.answer
+    assert_same(echo.call(sent), sent)
+    undisturbed, echo.pieces = echo.pieces, 0
+    echo.requests.clear()
     lost = []
 
     def losing(frame):
@@ -130,6 +133,7 @@ def test_request_whose_pieces_are_gone_is_sent_again(start):
     echo.service._methods["Piece"] = (pb.PieceRequest, counted)
     assert_same(echo.call(sent), sent)
     assert lost
+    assert echo.pieces == 6 + undisturbed  # the sixth was refused
     assert len(echo.requests) == 1
 
 
@@ -210,6 +214,18 @@ def test_pieces_that_nobody_asks_for_any_more_are_forgotten(monkeypatch):
     pieces.answer(piece(content=np.zeros(10, np.uint8)))
     pieces.offered(Frame(pb.ExchangeResponse(), {"a": np.zeros(10_000)}))
     assert len(pieces._frames) == 2
+    pieces.forget_silent()
+    assert len(pieces._frames) == 2
     monkeypatch.setattr(frame_pieces, "_SILENT_SECONDS", -1.0)
-    pieces.offered(Frame(pb.ExchangeResponse(), {}))
+    pieces.forget_silent()
     assert not pieces._frames
+
+
+def test_any_call_frees_what_a_lost_client_has_left(start, monkeypatch):
+    echo = start(lambda frame: Frame(pb.ExchangeResponse(), {}))
+    echo._pieces.offered(Frame(pb.ExchangeResponse(), {"a": np.zeros(10_000)}))
+    echo.call({})
+    assert echo._pieces._frames
+    monkeypatch.setattr(frame_pieces, "_SILENT_SECONDS", -1.0)
+    echo.call({})
+    assert not echo._pieces._frames
