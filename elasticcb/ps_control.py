@@ -204,7 +204,7 @@ class PSControl(PSClient):
                 with contextlib.suppress(ServerReplacedError):
                     return self._exported()
             finally:
-                self._end_export()
+                self._end_export(self._export_id)
 
     def _exported(self) -> ModelState:
         answers = self.in_step(self._hold_export, lambda answer: int(answer.header.version))
@@ -238,9 +238,13 @@ class PSControl(PSClient):
         self._call(self._servers[0], "Export", pb.ExportRequest(id=id, hold=True))
         return list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest(id=id)), self._servers))
 
-    def _end_export(self) -> None:
+    def release_held(self) -> None:
+        """Lets the servers forget what they hold for exports and checkpoints of a master that was killed."""
+        self._end_export(0)
+
+    def _end_export(self, id: int) -> None:
         for server in self._servers:
-            request = pb.ExportRequest(id=self._export_id, release=True)
+            request = pb.ExportRequest(id=id, release=True)
             with contextlib.suppress(ElasticCBError):  # one that is lost holds nothing
                 server.link.call("Export", Frame(request, {}), patience_seconds=0.0)
 

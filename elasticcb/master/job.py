@@ -405,6 +405,7 @@ class Job:
         if memory is not None and self._takeover is not None:
             self._servers.restore_lost()
             self._ps.pull()
+            self._ps.release_held()
             if memory.evaluation_round:  # which begins anew, if it was running
                 self._ps.release_snapshot(memory.evaluation_round)
         elif memory is not None:

@@ -129,6 +129,12 @@ class ServedModel:
                 )
             raise
 
+    def release_held(self) -> None:
+        """Forgets what was to be written for a checkpoint."""
+        for part in self.held.values():
+            part.release()
+        self.held = {}
+
     def drop_stale(self) -> None:
         """Forgets staged pushes that are too old now: nobody will name them, and those that wait for an update of
         several are left out of it."""

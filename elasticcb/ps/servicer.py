@@ -423,8 +423,7 @@ class Servicer:
             model = self._initialized()
             if frame.header.hold:
                 model.peers.call("Save", frame.header)
-                for part in model.held.values():
-                    part.release()
+                model.release_held()
                 model.held = {directory: model.parameters.hold(self._lock)}
                 return Frame(pb.SaveResponse(version=model.parameters.version), {})
             held = model.held.pop(directory, None)
@@ -445,6 +444,8 @@ class Servicer:
                 model.exported.part.release()
                 model.exported = None
             if request.release:
+                if not request.id:
+                    model.release_held()
                 return Frame(pb.ExportResponse(version=parameters.version), {})
             if request.hold:
                 model.peers.call("Export", request)

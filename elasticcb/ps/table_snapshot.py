@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elasticcb.errors import ElasticCBError
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.table_state import TableState
 
@@ -85,8 +86,14 @@ class TableSnapshot:
     def read(self, start: int, count: int) -> TableState:
         """Copies of rows [start, start + count) of all that there are to read, with slots and counts.
 
-        The same may be read again, but none before `start`: they are not kept any more.
+        The same may be read again, but none before `start`: they are not kept any more. Raises `ElasticCBError` after
+        `release`.
         """
+        if self not in self._rows.snapshots:  # rows have changed, and were not kept
+            raise ElasticCBError(
+                "An embedding table is not held any more as it was: the export or the checkpoint that it was held for "
+                "is over."
+            )
         end = min(start + count, len(self))
         if start >= end:
             self._first = self._end
@@ -113,7 +120,7 @@ class TableSnapshot:
         return state
 
     def release(self) -> None:
-        """Keeps nothing any more. Nothing may be read afterwards."""
+        """Keeps nothing any more, and gives nothing."""
         if self in self._rows.snapshots:
             self._rows.snapshots.remove(self)
 
@@ -135,7 +142,7 @@ class HeldTable:
 
     def read(self, start: int) -> TableState:
         """The piece that begins with row `start`; none before it may be read any more. Behind the last row, an empty
-        one."""
+        one. Raises `ElasticCBError` after `release`."""
         with self._lock:
             return self._snapshot.read(start, self._rows)
 

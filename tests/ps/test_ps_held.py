@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from elasticcb import frame_pieces
+from elasticcb.errors import ElasticCBError
 from elasticcb.part_file import SavedFile, read_part
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
@@ -155,6 +156,36 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch, num_ps):
     for index in range(num_ps):
         assert servers.model(index).exported is None
         assert not servers.model(index).parameters.tables[TABLE]._rows.snapshots
+
+
+def test_export_that_is_over_gives_nothing_any_more(losing, monkeypatch):
+    servers = trained(losing)
+    methods = servers.servers[0]._servicer.methods()
+    methods["Export"][1](Frame(pb.ExportRequest(id=5), {}))
+
+    def end():  # between the look for the export and its reading
+        methods["Export"][1](Frame(pb.ExportRequest(id=5, release=True), {}))
+        servers.push(100, range(60))
+
+    read_with(monkeypatch, end)
+    with pytest.raises(ElasticCBError, match="is over"):
+        methods["ReadTable"][1](Frame(pb.ReadTableRequest(variable=TABLE, export_id=5), {}))
+
+
+def test_what_a_killed_master_had_held_is_released_by_the_next_one(losing):
+    servers = losing(num_ps=2)
+    servers.push(1)
+    for index in range(2):
+        methods = servers.servers[index]._servicer.methods()
+        methods["Export"][1](Frame(pb.ExportRequest(id=5), {}))
+        methods["Save"][1](Frame(pb.SaveRequest(directory="never written", hold=True), {}))
+    snapshots = [servers.model(index).parameters.tables[TABLE]._rows.snapshots for index in range(2)]
+    assert list(map(len, snapshots)) == [2, 2]
+    servers.master._end_export(6)  # another one does not end a checkpoint
+    assert list(map(len, snapshots)) == [1, 1]
+    servers.master.release_held()
+    assert snapshots == [[], []]
+    assert not any(servers.model(index).held for index in range(2))
 
 
 def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeypatch):
