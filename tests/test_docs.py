@@ -145,6 +145,16 @@ def test_wire_protocol_mentions_everything_of_the_proto():
     assert not [name for name in names if not re.search(rf"`{name}\b", page)]
 
 
+def test_wire_protocol_says_what_a_repeated_call_of_a_server_does():
+    proto = (ROOT / "proto" / "elasticcb.proto").read_text(encoding="utf-8")
+    (service,) = re.findall(r"\nservice ParameterServer \{(.*?)\n\}", proto, re.DOTALL)
+    page = (ROOT / "docs" / "wire_protocol.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"\n### Repeating a call of a server\n(.*?)\n### ", page, re.DOTALL)
+    calls = [row.split("|")[1] for row in section.splitlines() if row.startswith("|")]
+    named = [name for cell in calls for name in re.findall(r"`(\w+)`", cell)]
+    assert set(named) == set(re.findall(r"\brpc (\w+)", service))
+
+
 def test_readme_states_the_versions_of_the_package():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
