@@ -134,9 +134,10 @@ def dial():
         close()
 
 
+OTHER_PROTOCOL = PROTOCOL + 1
 REFUSED = (
-    r"^The caller speaks protocol {}, this process speaks 1; run the same release of ElasticCB in all processes of a "
-    r"job\.$"
+    rf"^The caller speaks protocol {{}}, this process speaks {PROTOCOL}; run the same release of ElasticCB in all "
+    r"processes of a job\.$"
 )
 
 
@@ -150,7 +151,9 @@ def test_a_caller_of_the_same_protocol_is_answered(dial, token, shared):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("token", ["", "secret"])
-@pytest.mark.parametrize(("protocol", "shown"), [(2, "2"), (None, "none"), ("", "none"), ("1" * 99, "1" * 20)])
+@pytest.mark.parametrize(
+    ("protocol", "shown"), [(OTHER_PROTOCOL, str(OTHER_PROTOCOL)), (None, "none"), ("", "none"), ("1" * 99, "1" * 20)]
+)
 def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
     dial, monkeypatch, token, protocol, shown, shared
 ):
@@ -162,7 +165,7 @@ def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
     assert not calls
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL, 2, None])
+@pytest.mark.parametrize("protocol", [PROTOCOL, OTHER_PROTOCOL, None])
 @pytest.mark.parametrize("given_token", ["", "wrong"])
 def test_a_caller_without_the_token_does_not_learn_the_protocol(dial, protocol, given_token):
     calls, call = dial("secret", given_token, protocol, shared=False)
@@ -175,8 +178,8 @@ def test_a_caller_without_the_token_does_not_learn_the_protocol(dial, protocol, 
 
 
 def test_a_caller_of_another_protocol_gets_no_link(dial):
-    _, call = dial("", "", 2, shared=True)
-    with pytest.raises(ElasticCBError, match="speaks protocol 2"):
+    _, call = dial("", "", OTHER_PROTOCOL, shared=True)
+    with pytest.raises(ElasticCBError, match=f"speaks protocol {OTHER_PROTOCOL}"):
         call()
     assert not [thread for thread in threading.enumerate() if thread.name == "link"]
 
