@@ -82,8 +82,8 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
     silence = values["silence_seconds"]
     if silence > lease:  # while a server that hangs is missed, workers make no progress
         raise UsageError(
-            f"`silence_seconds` must be more than 0, and at most the {lease:g} s (`lease_seconds`) that a worker may "
-            f"take without progress. Received: silence_seconds={silence:g}"
+            "`silence_seconds` must be at most `lease_seconds`, the time that a worker may take without progress. "
+            f"Received: silence_seconds={silence:g}, lease_seconds={lease:g}"
         )
     if values["ps_replicas"]:
         for name, why in conflicts(values):
