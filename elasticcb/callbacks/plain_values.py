@@ -68,7 +68,7 @@ class Writer:
             value = value.item()
         kind = type(value)
         if isinstance(value, Enum):
-            return {_TAG: ["name", [kind.__module__, f"{kind.__qualname__}.{value.name}"]]}
+            return {_TAG: ["name", list(_name_of(value))]}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if kind is list:
@@ -157,6 +157,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 def _name_of(value: Any) -> tuple[str, str]:
     """Module and name that `value` is imported by; raises `NotPlain` when it is not what they give."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(value, Enum):
+        name = f"{type(value).__qualname__}.{value.name}"
     if not isinstance(module, str) or not isinstance(name, str):
         raise NotPlain
     try:

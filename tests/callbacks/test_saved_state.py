@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import operator
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 
@@ -310,7 +312,9 @@ def test_function_that_is_gone_leaves_its_callback_as_it_began(tmp_path):
 def test_values_that_are_not_plain_are_left_out():
     loop = []
     loop.append(loop)
-    for value in (object(), open, loop, {1: {2: object()}}, np.array(["a"]), (lambda: 1), "x".join):
+    local = enum.Enum("Local", "A B")
+    nameless = (object(), (lambda: 1), "x".join, re.I | re.M, local.A)
+    for value in (*nameless, open, loop, {1: {2: object()}}, np.array(["a"])):
         if value is open:
             assert read(Writer().write("", value), {}) is open
             continue
@@ -322,5 +326,6 @@ def test_values_that_are_not_plain_are_left_out():
         read({"elasticcb": ["array", "gone"]}, {})
     with pytest.raises(NameNotFound):
         read({"elasticcb": ["name", ["no_such_module", "f"]]}, {})
-    for value in ({"elasticcb": 1}, {"elasticcb": ["name", ["os", "system"]]}, {1: 2, "1": 3}, {(1, 2): [None, True]}):
+    names = {"elasticcb": ["name", ["os", "system"]]}
+    for value in ({"elasticcb": 1}, names, {1: 2, "1": 3}, {(1, 2): [None, True]}, [re.I, Place.MASTER]):
         assert read(json.loads(json.dumps(Writer().write("", value))), {}) == value
