@@ -94,8 +94,9 @@ class EndOfJob:
     """Tells when the processes of a job are gone. Make it while its master is up."""
 
     def __init__(self, folder: Path) -> None:
+        self._path = folder / MASTER_FILE
         try:
-            self._file: IO[bytes] | None = (folder / MASTER_FILE).open("rb")
+            self._file: IO[bytes] | None = self._path.open("rb")
         except OSError:
             self._file = None
 
@@ -108,7 +109,7 @@ class EndOfJob:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # nobody can tell
+            return not self._path.exists()  # this file system knows no locks
         return True
 
     def close(self) -> None:

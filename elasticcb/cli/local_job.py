@@ -8,6 +8,7 @@ import math
 import shlex
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +105,7 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
             "run on other machines, write where they run."
         ) from None
     with file:
-        yield from file.read().splitlines(keepends=True)[-lines:]
+        yield from deque(file, maxlen=lines)
         gone_since = math.inf
         while follow:
             with contextlib.closing(EndOfJob(folder)) as end:

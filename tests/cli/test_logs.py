@@ -1,0 +1,41 @@
+"""What a process of a job on this machine wrote, and when that is all."""
+
+import contextlib
+import errno
+import fcntl
+
+import pytest
+
+from elasticcb.access import Access
+from elasticcb.cli.local_job import log_lines
+from elasticcb.errors import UsageError
+from elasticcb.running_job import EndOfJob, RunningMaster, published
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/worker-0.log").write_text("one\ntwo\x0bhalf\nthree\n")
+    return tmp_path
+
+
+def test_the_last_lines_are_given(folder):
+    assert list(log_lines(folder, "worker-0", 2, follow=False)) == ["two\x0bhalf\n", "three\n"]
+    with pytest.raises(UsageError, match="has no log of ps-0; there are: worker-0"):
+        list(log_lines(folder, "ps-0", 2, follow=False))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_job_that_runs_is_not_over_where_locks_are_not_known_either(tmp_path, monkeypatch, locks):
+    def unknown(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", unknown)
+    with contextlib.ExitStack() as until_end:
+        with published(tmp_path, RunningMaster.of("localhost:1", Access("token"), "", ""), until_end):
+            end = until_end.enter_context(contextlib.closing(EndOfJob(tmp_path)))
+            assert not end.has_come
+        assert end.has_come != locks
+    with contextlib.closing(EndOfJob(tmp_path)) as end:
+        assert end.has_come
