@@ -25,7 +25,7 @@ def resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> t
         problem = f"{flag}={origin!r} is empty, or holds an empty part."
         return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these with commas between."]
     # A file may have a comma in its name.
-    if absolute(base, origin).is_file():
+    if os.path.isfile(absolute(base, origin)):  # not Path's: to that a long list of files is an error
         return str(absolute(base, origin)), []
     resolved, problems = [], []
     for part in parts:
@@ -40,24 +40,29 @@ def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
     if "://" in part:
         return part
     path = absolute(base, part)
-    if path.is_file():
-        return str(path)
-    if path.is_dir():
-        if custom_reader and os.sep not in part:
-            return part
-        if not custom_reader and not any(path.iterdir()):
-            raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
-        return str(path)
-    if _GLOB & set(part):
-        if any(expanded_glob(str(path))):
+    try:
+        if path.is_file():
             return str(path)
-        problem = f"{flag} names {path}, which matches no file."
-    else:
-        problem = f"{flag} names {path}, which does not exist."
+        if path.is_dir():
+            if custom_reader and os.sep not in part:
+                return part
+            if not custom_reader and not any(path.iterdir()):
+                raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
+            return str(path)
+        if _GLOB & set(part):
+            if any(expanded_glob(str(path))):
+                return str(path)
+            problem = f"{flag} names {path}, which matches no file."
+        else:
+            problem = f"{flag} names {path}, which does not exist."
+        if not custom_reader:
+            problem += _nearest(path)
+    except OSError as error:
+        problem = f"{flag} names {path}, which can't be read: {error}."
     if custom_reader:
         return part
     raise UsageError(
-        f"{problem}{_nearest(path)} Expected a file, folder, glob or URL, or several of these with commas "
+        f"{problem} Expected a file, folder, glob or URL, or several of these with commas "
         "between. (Other names need a `custom_data_reader` in the model file.)"
     )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from elasticcb.data.content import COMPRESSIONS, is_remote
 from elasticcb.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _PART_OF_MANY = re.compile(r"-\d+-of-\d+(?=\.|$)")  # train.tfrecord-00000-of-00010
 _MAGIC = frozenset("*?[")
@@ -26,8 +29,10 @@ def list_files(origin: str) -> list[str]:
     """The files that `origin` stands for, sorted, each once: absolute paths or URLs.
 
     `origin` is a path, a glob, a folder (searched to the bottom, through links), a URL of one of these, or several
-    joined by commas. Files and folders whose names begin with `.` or `_` are left out of folders and globs. Raises
-    `DataError` when a part stands for nothing, or a link in a folder leads nowhere.
+    joined by commas. Files and folders whose names begin with `.` or `_` are left out of folders and globs, and so are
+    folders that can't be listed out of globs. A local file that several names lead to, by links, has the first one.
+
+    Raises `DataError` when a part stands for nothing, a folder can't be listed, or a link in a folder leads nowhere.
     """
     if not is_remote(origin) and os.path.isfile(os.path.expanduser(origin)):
         return [os.path.abspath(os.path.expanduser(origin))]  # a comma or a star may be part of its name
@@ -37,7 +42,16 @@ def list_files(origin: str) -> list[str]:
             f"The data origin {origin!r} names no file. Give a path, a glob, a folder or a URL, or several "
             "joined by commas."
         )
-    return sorted({name for part in parts for name in _files_of(part)})
+    return _without_doubles(sorted({name for part in parts for name in _files_of(part)}))
+
+
+def _without_doubles(names: Sequence[str]) -> list[str]:
+    first: dict[str, str] = {}  # name of a file by where it really is
+    for name in names:
+        kept = first.setdefault(name if is_remote(name) else os.path.realpath(name), name)
+        if kept != name:
+            logger.info("%s is left out: links make it the same file as %s.", name, kept)
+    return list(first.values())
 
 
 def _files_of(part: str) -> list[str]:
@@ -58,13 +72,18 @@ def _files_of(part: str) -> list[str]:
 
 def _local_files(part: str) -> Iterator[str]:
     path = os.path.abspath(os.path.expanduser(part))
-    for match in [path] if os.path.exists(path) else expanded_glob(path):
-        if _is_file(match):
-            yield match
-        else:
-            for folder in _folders_below(match):
-                names = [name for name in os.listdir(folder) if not _is_hidden(name)]
-                yield from (file for name in names if _is_file(file := os.path.join(folder, name)))
+    if os.path.exists(path):
+        yield from _files_at(path, _entries)
+    else:
+        for match in expanded_glob(path):
+            yield from _files_at(match, _entries_if_allowed)
+
+
+def _files_at(path: str, entries: Callable[[str], list[os.DirEntry[str]]]) -> Iterator[str]:
+    if _is_file(path):
+        yield path
+    for folder in _folders_below(path, entries):
+        yield from (entry.path for entry in entries(folder) if not _is_hidden(entry.name) and _is_file(entry.path))
 
 
 def _is_file(path: str) -> bool:
@@ -77,7 +96,7 @@ def _is_file(path: str) -> bool:
 
 
 def expanded_glob(path: str) -> Iterator[str]:
-    """The files and folders that match a glob, an absolute path.
+    """The files and folders that match a glob, an absolute path. Folders that can't be listed hold no match.
 
     Not Python's: that enters `_temporary`, and follows a link to a folder above it 40 times.
     """
@@ -91,29 +110,52 @@ def _expanded(folder: str, pieces: Sequence[str]) -> Iterator[str]:
         return
     piece, rest = pieces[0], pieces[1:]
     if piece == "**":
-        for below in _folders_below(folder):
+        for below in _folders_below(folder, _entries_if_allowed):
             if rest:
                 yield from _expanded(below, rest)
             else:
-                yield from (entry.path for entry in os.scandir(below) if not (entry.is_dir() or _is_hidden(entry.name)))
+                entries = _entries_if_allowed(below)
+                yield from (entry.path for entry in entries if not (_is_folder(entry) or _is_hidden(entry.name)))
     elif not _MAGIC & set(piece):
         if os.path.exists(os.path.join(folder, piece)):
             yield from _expanded(os.path.join(folder, piece), rest)
     elif os.path.isdir(folder):
-        for name in sorted(os.listdir(folder)):
-            if fnmatch.fnmatchcase(name, piece) and not _is_hidden(name, piece):
-                yield from _expanded(os.path.join(folder, name), rest)
+        for entry in _entries_if_allowed(folder):
+            if fnmatch.fnmatchcase(entry.name, piece) and not _is_hidden(entry.name, piece):
+                yield from _expanded(entry.path, rest)
 
 
-def _folders_below(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
+def _folders_below(
+    folder: str, entries: Callable[[str], list[os.DirEntry[str]]], above: frozenset[str] = frozenset()
+) -> Iterator[str]:
     """`folder` and the visible folders in it to the bottom, through links, but not from a folder into one above it."""
     real = os.path.realpath(folder)
     if real in above or not os.path.isdir(folder):
         return
     yield folder
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir() and not _is_hidden(entry.name):
-            yield from _folders_below(entry.path, above | {real})
+    for entry in entries(folder):
+        if _is_folder(entry) and not _is_hidden(entry.name):
+            yield from _folders_below(entry.path, entries, above | {real})
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where nobody may look
+        return False
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def _entries_if_allowed(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        return _entries(folder)
+    except PermissionError as error:
+        logger.warning("What is in the folder %s is left out, as it can't be listed: %s", folder, error)
+        return []
 
 
 def _remote_files(part: str) -> list[str]:

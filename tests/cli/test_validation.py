@@ -257,3 +257,15 @@ def test_a_role_needs_a_master(complaint, role):
 
 def test_an_unknown_command_is_wrong_usage(complaint):
     assert "trian" in complaint("trian")
+
+
+def test_data_that_nobody_can_look_at_are_told_as_others_are(workplace, complaint):
+    name = "x" * 300  # no file system has such names
+    message = complaint("train", *workplace.flags(f"--training_data=data/{name}"))
+    assert f"{name}, which can't be read: [Errno 36] File name too long" in message
+
+
+def test_a_list_of_files_may_be_longer_than_a_path(workplace):
+    files = ["data/train.csv", *(workplace.write(f"data/{i:0100}.csv", "1,2\n") for i in range(50))]
+    origin = workplace.settings(*workplace.flags("--training_data=" + ",".join(map(str, files)))).data.training
+    assert len(origin.split(",")) == 51

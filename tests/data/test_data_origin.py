@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import resource
@@ -61,6 +62,38 @@ def test_link_to_nothing_is_an_error(folder: Path) -> None:
         with pytest.raises(DataError, match=r"lost\.csv is a link to nowhere\.csv, where there is nothing"):
             list_files(origin)
     assert list_files(f"{folder}/a*") == [str(folder / "a.csv")]
+
+
+def test_a_file_that_links_give_several_names_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "2026-01").mkdir()
+    (tmp_path / "2026-01/a.csv").write_text("1,2\n")
+    (tmp_path / "latest").symlink_to("2026-01")
+    (tmp_path / "z.csv").symlink_to("latest/a.csv")
+    with caplog.at_level("INFO"):
+        for origin in (str(tmp_path), f"{tmp_path}/**/*.csv", f"{tmp_path}/*", f"{tmp_path}/latest,{tmp_path}/2026-01"):
+            assert list_files(origin) == [str(tmp_path / "2026-01/a.csv")]
+    assert list_files(f"{tmp_path}/latest") == [str(tmp_path / "latest/a.csv")]
+    assert f"z.csv is left out: links make it the same file as {tmp_path}/2026-01/a.csv" in caplog.text
+
+
+def test_wildcards_pass_over_folders_that_may_not_be_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:  # root may list every folder
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    (folder / "lost+found").mkdir()
+    monkeypatch.setattr(os, "scandir", refusing)
+    for origin in (f"{folder}/*", f"{folder}/**", f"{folder}/**/*.csv", f"{folder}/*/*.csv,{folder}/*.csv"):
+        assert names_of(origin) == ["a.csv", "b.csv", "c.csv"]
+        assert "lost+found is left out, as it can't be listed: [Errno 13]" in caplog.text
+        caplog.clear()
+    with pytest.raises(DataError, match=r"can't be listed: PermissionError.*lost\+found"):
+        list_files(str(folder))
 
 
 def test_wildcards_pass_over_what_is_not_finished(tmp_path: Path) -> None:
