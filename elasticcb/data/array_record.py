@@ -25,7 +25,7 @@ class _Opened:
         module = import_extra("array_record.python.array_record_module", "array-record", "ArrayRecord")
         self.file = file
         self.count = 0
-        self.memory_bytes = 1 << 16  # some
+        self.memory_bytes, self.disk_bytes = 1 << 16, 0  # some
         # The reader moves a position when it reads, so one thread at a time.
         self._lock = threading.Lock()
         if not file.identity.size:

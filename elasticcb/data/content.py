@@ -28,6 +28,7 @@ _SEEK_SPACING_BYTES = 8 << 20  # of uncompressed data between places at which de
 _MOST_SEEK_POINTS = 4096  # of a file; each has 32 KiB
 _GZIP_MAGIC = b"\x1f\x8b\x08"
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "created")
+_OPEN_FILE_BYTES = 64 << 20  # what a temporary file counts beside its size, as a process may not open many
 
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 
@@ -51,6 +52,9 @@ class Content(Protocol):
     block_bytes: int  # how much to read at once while scanning
     memory_bytes: int  # what it holds in memory
 
+    @property
+    def disk_bytes(self) -> int: ...  # and in temporary files
+
     def read(self, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)`; fewer at the end of the file. Raises `DataError` when the file has changed."""
 
@@ -72,7 +76,7 @@ class LocalFile:
     """A file of this machine."""
 
     block_bytes = _LOCAL_BLOCK_BYTES
-    memory_bytes = 0
+    memory_bytes = disk_bytes = 0
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,7 +116,7 @@ class RemoteFile:
     """A file that fsspec reads."""
 
     block_bytes = _REMOTE_BLOCK_BYTES
-    memory_bytes = 0
+    memory_bytes = disk_bytes = 0
 
     def __init__(self, name: str) -> None:
         import fsspec
@@ -218,7 +222,7 @@ class GzipStream:
     were read begins again."""
 
     block_bytes = _LOCAL_BLOCK_BYTES
-    memory_bytes = 0
+    memory_bytes = disk_bytes = 0
 
     def __init__(self, file: File) -> None:
         self.name = file.name
@@ -244,6 +248,7 @@ class SeekableGzip:
     """A gzip file that is read from anywhere, by places at which decompression can begin."""
 
     block_bytes = _LOCAL_BLOCK_BYTES
+    disk_bytes = 0
 
     def __init__(self, file: File, seek_points: bytes) -> None:
         self.name = file.name
@@ -280,7 +285,7 @@ class SpooledContent:
     process. It is read as far as somebody asks.
 
     Args:
-        source: for its name.
+        source: what the function reads.
         begin: gives a function that returns the next bytes, of a number at most, and b"" at the end.
     """
 
@@ -289,11 +294,16 @@ class SpooledContent:
 
     def __init__(self, source: Content, begin: Callable[[], Callable[[int], bytes]]) -> None:
         self.name = source.name
+        self._source = source
         self._read_on = begin()
         self._lock = threading.Lock()
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
         self._size = 0
         self._ended = False
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._size + _OPEN_FILE_BYTES + self._source.disk_bytes
 
     def read(self, start: int, stop: int) -> bytes:
         with self._lock:
@@ -354,6 +364,7 @@ class MemoryContent:
     """Bytes in memory."""
 
     block_bytes = _LOCAL_BLOCK_BYTES
+    disk_bytes = 0
 
     def __init__(self, name: str, data: bytes) -> None:
         self.name = name

@@ -16,7 +16,8 @@ from elasticcb.data.files import listed
 from elasticcb.data.reader import CHUNK_RECORDS, Reader, Source, check_range
 from elasticcb.errors import DataError
 
-_CACHE_BYTES = 1 << 30  # of what a reader keeps of files that it has opened
+_CACHE_BYTES = 1 << 30  # of what a reader keeps in memory of files that it has opened
+_CACHE_DISK_BYTES = 16 << 30  # and in temporary files
 _SCANNING_THREADS = 8  # remote stores answer slowly, but many at once
 
 
@@ -34,6 +35,9 @@ class Opened(Protocol):
 
     @property
     def memory_bytes(self) -> int: ...  # what keeping it costs
+
+    @property
+    def disk_bytes(self) -> int: ...  # in temporary files
 
     def index(self) -> FileIndex: ...  # for others who open the file
 
@@ -58,6 +62,7 @@ class FileReader(Reader):
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Any] = OrderedDict()
         self._indexes: dict[str, bytes] = {}  # those made here, of all files with records
+        self._stopped = threading.Event()
 
     @abstractmethod
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Any:
@@ -103,6 +108,10 @@ class FileReader(Reader):
                 raise DataError(f"There is no record in {listed(self._files)}. Give data with at least one record.")
         return list(self._sources)
 
+    def stop(self) -> None:
+        """Ends `sources`, in whichever thread, with a `DataError`."""
+        self._stopped.set()
+
     def indexes(self) -> Mapping[str, bytes]:
         """By file, what `sources` has found, as `FileIndex.to_bytes`: for `find_index` and `known` of others."""
         return self._indexes
@@ -145,7 +154,10 @@ class FileReader(Reader):
         with self._lock:
             self._cache[name] = opened
             self._cache.move_to_end(name)
-            while len(self._cache) > 1 and sum(o.memory_bytes for o in self._cache.values()) > _CACHE_BYTES:
+            while len(self._cache) > 1 and (
+                sum(o.memory_bytes for o in self._cache.values()) > _CACHE_BYTES
+                or sum(o.disk_bytes for o in self._cache.values()) > _CACHE_DISK_BYTES
+            ):
                 self._cache.popitem(last=False)
         return opened
 
@@ -164,7 +176,7 @@ class FileReader(Reader):
         return FileIndex.from_bytes(data) if data else None
 
     def _survey(self, name: str) -> tuple[int, str]:
-        file = open_file(name)
+        file = _StoppableFile(open_file(name), self._stopped)
         index = FileIndex.from_bytes(self.known[name]) if name in self.known else None
         if index is None or not index.identity.matches(file.identity):
             index = self._scanned(file)
@@ -182,6 +194,23 @@ class FileReader(Reader):
             raise
         file.check()
         return index
+
+
+class _StoppableFile:
+    """A file that can't be read any more when `stopped` is set."""
+
+    def __init__(self, file: File, stopped: threading.Event) -> None:
+        self.name, self.identity, self.block_bytes = file.name, file.identity, file.block_bytes
+        self.memory_bytes, self.disk_bytes = file.memory_bytes, file.disk_bytes
+        self._file, self._stopped = file, stopped
+
+    def read(self, start: int, stop: int) -> bytes:
+        if self._stopped.is_set():
+            raise DataError(f"{self.name} is not scanned any more, as the job ends.")
+        return self._file.read(start, stop)
+
+    def check(self) -> None:
+        self._file.check()
 
 
 def torn(name: str, piece: Piece) -> DataError:

@@ -65,6 +65,10 @@ class _Opened:
                 self.columns[name] = array.dtype, array.shape[1:]
 
     @property
+    def disk_bytes(self) -> int:
+        return sum(array.content.disk_bytes for array in self._arrays.values())
+
+    @property
     def layout(self) -> str:
         return ", ".join(f"{name} {dtype.name}{list(shape)}".lstrip() for name, (dtype, shape) in self.columns.items())
 

@@ -24,6 +24,7 @@ class _Opened:
     """An open file and its last decoded row group: the tasks of a worker often share one."""
 
     complete = True
+    disk_bytes = 0
 
     def __init__(self, file: File, columns: Sequence[str]) -> None:
         name = file.name

@@ -207,6 +207,10 @@ class _OpenedText:
     def memory_bytes(self) -> int:
         return self._places.nbytes + self.content.memory_bytes
 
+    @property
+    def disk_bytes(self) -> int:
+        return self.content.disk_bytes
+
     def index(self) -> FileIndex:
         return FileIndex(
             self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details

@@ -134,6 +134,10 @@ class _OpenedRecords:
         self._places = places
         self._compression = compression
 
+    @property
+    def disk_bytes(self) -> int:
+        return self._content.disk_bytes
+
     def index(self) -> FileIndex:
         return FileIndex(self.file.identity, self.count, "", self._places, self._compression)
 

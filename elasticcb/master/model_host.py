@@ -84,7 +84,10 @@ class ModelHost:
         except ElasticCBError:
             self._counts.result()  # damaged data is the better explanation
             raise
-        self.sources: dict[str, Sources] = self._counts.result()
+        else:
+            self.sources: dict[str, Sources] = self._counts.result()
+        finally:
+            self._counts.stop()  # when the user has interrupted the job
         self.metrics.reset()
         element = pipeline.element_spec
         self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element

@@ -7,7 +7,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from elasticcb.data.file_reader import FileReader
@@ -31,22 +31,30 @@ class SourceCounts:
 
     def __init__(self, settings: JobSettings, pipelines: Mapping[str, Pipeline]) -> None:
         self._settings = settings
-        self._readers: dict[str, FileReader] = {}
-        self._sources: dict[str, Sources] = {}
-        for mode, pipeline in pipelines.items():
-            if isinstance(pipeline, FeedPipeline) and isinstance(pipeline.reader, FileReader):
-                self._readers[mode] = pipeline.reader
-            else:
-                self._sources[mode] = pipeline.sources()
-        self._order = list(pipelines)
+        self._readers: dict[str, FileReader] = {
+            mode: pipeline.reader
+            for mode, pipeline in pipelines.items()
+            if isinstance(pipeline, FeedPipeline) and isinstance(pipeline.reader, FileReader)
+        }
+        known = {mode: pipeline.sources() for mode, pipeline in pipelines.items() if mode not in self._readers}
         pool = ThreadPoolExecutor(1, "counting")
-        self._scans = {mode: pool.submit(self._scan, mode, pipelines[mode]) for mode in self._readers}
+        self._sources: dict[str, Sources | Future[Sources]] = {
+            mode: known[mode] if mode in known else pool.submit(self._scan, mode, pipeline)
+            for mode, pipeline in pipelines.items()
+        }
         pool.shutdown(wait=False)  # when that is done
 
     def result(self) -> dict[str, Sources]:
         """Name and records of each source, by mode. Raises `DataError` when a file can't be read."""
-        self._sources.update({mode: scan.result() for mode, scan in self._scans.items()})
-        return {mode: self._sources[mode] for mode in self._order}
+        return {
+            mode: sources.result() if isinstance(sources, Future) else sources
+            for mode, sources in self._sources.items()
+        }
+
+    def stop(self) -> None:
+        """Scans no more, so that the process can end; `result` may raise `DataError` then."""
+        for reader in self._readers.values():
+            reader.stop()
 
     def find_index(self, mode: str, file: str) -> bytes:
         """As `FileIndex.to_bytes`; b"" when it is not known."""

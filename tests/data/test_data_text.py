@@ -11,6 +11,7 @@ import io
 import lzma
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticcb.data import open_reader
+from elasticcb.data import content, file_reader, open_reader
 from elasticcb.data.content import MemoryContent
 from elasticcb.data.text_index import Dialect, index_records, split_records
 from elasticcb.errors import DataError, UsageError
@@ -186,6 +187,27 @@ def test_a_range_of_a_large_compressed_file_equals_that_part_of_it(
     assert reader.sources()[0].count == len(lines)
     for start in (599_000, 3, 450_000):
         assert list(reader.read(str(path), start, start + 700)) == lines[start : start + 700]
+
+
+@pytest.mark.parametrize("bound", ["_CACHE_DISK_BYTES", "_OPEN_FILE_BYTES"])
+def test_temporary_files_of_files_read_long_ago_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    def temporary() -> int:
+        files = (os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.islink(f.path))
+        return sum("(deleted)" in file and file.startswith(str(tmp_path / "spool")) for file in files)
+
+    (tmp_path / "spool").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spool"))
+    if bound == "_CACHE_DISK_BYTES":  # two files of 4 MB fit, and not three
+        monkeypatch.setattr(file_reader, bound, 10_000_000)
+        monkeypatch.setattr(content, "_OPEN_FILE_BYTES", 0)
+    else:
+        monkeypatch.setattr(content, bound, 6 << 30)
+    paths = [written(tmp_path / f"{name}.csv.bz2", bz2.compress(b"1,2\n" * 1_000_000)) for name in "abcde"]
+    reader = open_reader(str(tmp_path / "*.bz2"))
+    for _ in range(2):
+        for path in paths:
+            assert list(reader.read(str(path), 999_999, 1_000_000)) == [b"1,2"]
+    assert temporary() == 2
 
 
 def test_a_full_temporary_folder_is_told_with_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

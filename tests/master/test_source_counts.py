@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import random
 import textwrap
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticcb.data import text
+from elasticcb.data import content, text
 from elasticcb.errors import DataError
 from elasticcb.feed import FeedPipeline, open_pipeline
 from elasticcb.master.source_counts import SourceCounts
@@ -87,6 +91,36 @@ def test_the_next_master_scans_changed_files_alone(
     assert scanned == [str(tmp_path / "b.csv")]
     (tmp_path / "job/recovery/index-training.zip").write_bytes(b"damaged")
     assert counts_of(*job).result()["training"][1][1] == 2
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_scan_that_is_stopped_reads_no_more(
+    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compress: bool
+) -> None:
+    path = tmp_path / "c.csv"
+    data = random.Random(1).randbytes(6_000_000).hex().encode()
+    path.write_bytes(gzip.compress(data, 1) if compress else data)
+    settings, spec = job
+    settings = replace(settings, data=DataSettings(training=str(path), validation=str(path)))
+    reading, stopped = threading.Event(), threading.Event()
+    reads: list[int] = []
+    read = content.LocalFile.read
+
+    def watched(self: Any, start: int, stop: int) -> bytes:
+        reads.append(start)
+        if start:
+            reading.set()
+            assert stopped.wait(60)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(content.LocalFile, "read", watched)
+    counts = counts_of(settings, spec)
+    assert reading.wait(60)
+    counts.stop()
+    stopped.set()
+    with pytest.raises(DataError, match=r"c\.csv is not scanned any more, as the job ends"):
+        counts.result()
+    assert max(reads) == 1 << 20
 
 
 def test_a_damaged_file_is_told_by_the_result(job: tuple[JobSettings, ModelSpec], tmp_path: Path) -> None:
