@@ -101,18 +101,25 @@ def write_optimizers(
 
     Raises `ElasticCBError`, before anything is changed, when the state is of another optimizer or model.
     """
+    from elasticcb.layers.row_variables import make_whole
     from elasticcb.optimizer_traits import MultiOptimizer, unwrapped
+    from elasticcb.optimizer_variables import has_free_rows
 
     targets: list[tuple[Any, Array]] = []
+    resized: list[tuple[Any, Array]] = []
     differences: list[str] = []
     unused = {*state.slots, *state.extras, *state.shared}
     names = []
 
-    def match(source: Mapping[Any, Array], key: Any, what: str, target: Any, needed: bool = True) -> None:
+    def match(
+        source: Mapping[Any, Array], key: Any, what: str, target: Any, needed: bool = True, rows: int = 0
+    ) -> None:
         unused.discard(key)
         value = source.get(key)
         if value is None:
             differences.extend([f"no {what}"] if needed else [])
+        elif rows and len(value) == rows != target.shape[0] and tuple(value.shape[1:]) == tuple(target.shape[1:]):
+            resized.append((target, value))
         elif tuple(value.shape) != tuple(target.shape):
             differences.append(f"{what} of the shape {list(value.shape)} instead of {list(target.shape)}")
         else:
@@ -124,7 +131,8 @@ def write_optimizers(
             for slot in slots:
                 variable = model_variables[slot.variable]
                 what = f"{slot.name} of {variable.path!r}"
-                match(source, (slot.variable, slot.name), what, slot.value, variable.trainable)
+                rows = variable.shape[0] if has_free_rows(variable) else 0
+                match(source, (slot.variable, slot.name), what, slot.value, variable.trainable, rows)
         for name, value in found.shared.items():
             match(state.shared, leaf.prefix + name, leaf.prefix + name, value)
     differences += [f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused]
@@ -138,6 +146,8 @@ def write_optimizers(
         )
     for target, value in targets:
         target.assign(value)
+    for target, value in resized:
+        make_whole(target, value)
     for optimizer in map(unwrapped, model_optimizers):
         if isinstance(optimizer, MultiOptimizer):  # it counts for itself
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))

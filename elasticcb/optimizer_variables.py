@@ -130,9 +130,19 @@ def optimizer_variables(
             while (index, name) in taken:
                 name += "#"
             taken.add((index, name))
-            same = tuple(value.shape) == tuple(variables[index].shape)
+            variable = variables[index]
+            same = tuple(value.shape) == tuple(variable.shape) or (
+                has_free_rows(variable) and tuple(value.shape[1:]) == tuple(variable.shape[1:])
+            )
             (found.slots if same else found.extras).append(Slot(index, name, value))
     return found
+
+
+def has_free_rows(variable: Any) -> bool:
+    """Whether a variable can get another number of rows, as that of an embedding layer; its slots are made for the
+    number that it had then."""
+    shape = getattr(getattr(variable, "_value", None), "shape", ())
+    return tuple(shape)[:1] == (None,)
 
 
 def _listed(optimizer: Any, built_on: list[int | None]) -> Iterator[tuple[int, tuple[int | None, str]]]:

@@ -50,6 +50,7 @@ def make_whole(variable: keras.Variable, rows: Array) -> None:
         variable._value = tf.Variable(
             tensor_of(rows), dtype=variable.dtype, trainable=variable.trainable, name=variable.name
         )
+    variable._shape = tuple(rows.shape)
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -240,6 +240,8 @@ class ModelHost:
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+        if state.ids:
+            self.model.train_function = None  # what Keras has traced knows slots of fewer rows
 
     def find_index(self, mode: str, file: str) -> bytes:
         """Where records of a file begin, as `FileIndex.to_bytes`; b"" when that is not known."""

@@ -124,6 +124,24 @@ def test_rows_age_on_from_one_fit_to_the_next() -> None:
     assert set(range(80, 320)) <= set(held.tolist())
 
 
+def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
+    first, second = np.arange(80).reshape(20, 4), np.arange(60, 200).reshape(35, 4)
+    model = model_of(Embedding(8), keras.optimizers.Adagrad(0.1))
+    whole = model_of(Embedding(8, name=model.layers[1].name), keras.optimizers.Adagrad(0.1))
+    whole.layers[-1].set_weights(model.layers[-1].get_weights())
+    whole.layers[1].set_rows(np.arange(200))
+    whole.compile(keras.optimizers.Adagrad(0.1), "mse", metrics=["mae"])
+    with cluster(use_async=False) as servers:
+        for ids in (first, second, first):
+            given = {"batch_size": 5, "shuffle": False, "verbose": 0}
+            servers.fit(model, ids, np.ones((len(ids), 1)), **given)
+            whole.fit(ids, np.ones((len(ids), 1)), **given)
+    assert model.layers[1].rows()[0].tolist() == list(range(200))
+    for own, other in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    model.fit(second, np.ones((35, 1)), verbose=0)  # by Keras, with the slots of all rows
+
+
 def test_rows_that_the_caller_gives_count_as_trained_when_they_come() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
     ids = np.arange(160).reshape(40, 4)
