@@ -55,8 +55,7 @@ class Summary:
     records_per_epoch: tuple[int, ...] = ()  # training records of each epoch, every record counted once
     records_evaluated: int = 0  # in the last evaluation round, each exactly once
     records_predicted: int = 0  # each counted once
-    records_predicted_more_than_once: int = 0  # at most so many, after workers were lost
-    records_trained_more_than_once: int = 0  # at most so many, after crashes
+    records_repeated: int = 0  # trained or predicted more than once: at most so many, after workers were lost
     tasks_retried: int = 0
     gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)
     batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip

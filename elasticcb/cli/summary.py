@@ -63,13 +63,13 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.command is Command.TRAIN:
         for epoch, records in enumerate(summary.records_per_epoch, 1):
             yield f"records trained in epoch {epoch}", format_count(records)
-        more = summary.records_trained_more_than_once
+        more = summary.records_repeated
         yield "records trained more than once", f"{'at most ' if more else ''}{format_count(more)}"
     if summary.command is not Command.PREDICT and (summary.records_evaluated or summary.metrics):
         yield "records evaluated, once each", format_count(summary.records_evaluated)
     if summary.command is Command.PREDICT:
         yield "records predicted", format_count(summary.records_predicted)
-        again = summary.records_predicted_more_than_once
+        again = summary.records_repeated
         if again:
             yield "records predicted more than once", f"at most {format_count(again)}"
     yield "tasks tried again", format_count(summary.tasks_retried)

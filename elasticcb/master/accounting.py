@@ -18,8 +18,7 @@ class Accounting:
     records_dropped: dict[int, int] = field(default_factory=dict)  # by epoch; left out by stop_training
     records_evaluated: int = 0  # over all rounds
     records_predicted: int = 0
-    records_handed_out_again: int = 0  # TRAINING; so many at most were trained more than once
-    records_predicted_again: int = 0  # so many at most were predicted more than once
+    records_repeated: int = 0  # so many at most were trained, or predicted, more than once
     batches_handed_out: int = 0  # TRAINING; a range that is handed out again counts once
     tasks_retried: int = 0  # times that a task went back because its worker reported a failure
     tasks_taken_over: int = 0  # times that a task went back because its worker was lost, hung, or was asked to end
@@ -38,10 +37,7 @@ class Accounting:
 
     def count_again(self, task: Task) -> None:
         """The task is handed out again, and its records may have been done before."""
-        if task.type is TaskType.PREDICTION:
-            self.records_predicted_again += task.shard.records
-        else:
-            self.records_handed_out_again += task.shard.records
+        self.records_repeated += task.shard.records
 
     def count_dropped(self, epoch: int, records: int) -> None:
         if records:

@@ -63,8 +63,8 @@ def _job(seen: Observation) -> Iterator[Metric]:
         ("prediction",): accounting.records_predicted,
     }
     yield _counter("records", "Records that workers reported as done, each once.", records, ("type",))
-    repeated = accounting.records_handed_out_again
-    yield _counter("records_repeated", "Records that were trained more than once, at most.", repeated)
+    repeated = accounting.records_repeated
+    yield _counter("records_repeated", "Records that were trained or predicted more than once, at most.", repeated)
     yield _counter("gradients_rejected", "Gradients that were too old, in synchronous mode.", totals.gradients_rejected)
     yield _counter("batches_skipped", "Batches with NaN or infinity that were passed over.", totals.batches_skipped)
     yield _counter("callback_errors", "Errors in callbacks that the job went on after.", totals.callback_errors)

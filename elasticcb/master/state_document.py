@@ -37,7 +37,7 @@ def document(seen: Observation, error: BaseException | None = None, over: bool =
             "trained": sum(accounting.records_trained.values()),
             "planned": 0 if status is None else status.records_total,
             "per_second": 0.0 if status is None or over else status.records_per_second,
-            "repeated": accounting.records_handed_out_again,
+            "repeated": accounting.records_repeated,
             "evaluated": 0 if status is None else status.records_evaluated,
             "predicted": 0 if status is None else status.records_predicted,
             "looked_up_rows": total.rows_looked_up,

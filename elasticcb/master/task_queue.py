@@ -296,6 +296,7 @@ class TaskQueue:
             record.reported, record.maybe_done = 0, True
             self._state.closed[task.type][TaskState.DONE] -= 1
             self._state.accounting.count_records(task, -task.shard.records)
+            self._state.accounting.tasks_taken_over += 1
             self._todo.put_back(record)
             tasks.insert(0, task)
         return tasks

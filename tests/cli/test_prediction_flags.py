@@ -71,7 +71,7 @@ def test_summary_tells_what_was_predicted_and_where_it_is():
         command=Command.PREDICT,
         seconds=1.0,
         records_predicted=3000,
-        records_predicted_more_than_once=1200,
+        records_repeated=1200,
         predictions_path="/data/out.csv",
     )
     text = "\n".join(summary_lines(summary))

@@ -108,7 +108,7 @@ def test_strings_dicts_two_outputs_shuffle_and_filter(tmp_path):
     )
     summary, _ = run_job(settings)
     assert summary.records_per_epoch == (RECORDS,)
-    assert summary.records_trained_more_than_once == 0
+    assert summary.records_repeated == 0
     sizes = [int(n) for file in tmp_path.glob("trained-*") for n in file.read_text().split()]
     assert sum(sizes) == RECORDS * 3 // 4  # each record once, but for those that `feed` drops
 

@@ -10,7 +10,7 @@ from jobs import LINEAR_MODEL, job_settings, linear_data, run_job, write_model_f
 # By field of the summary, where the document has it.
 SAME = {
     "records_per_epoch": ("records", "trained"),
-    "records_trained_more_than_once": ("records", "repeated"),
+    "records_repeated": ("records", "repeated"),
     "records_evaluated": ("records", "evaluated"),
     "records_predicted": ("records", "predicted"),
     "tasks_retried": ("tasks", "retried"),

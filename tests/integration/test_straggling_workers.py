@@ -85,7 +85,7 @@ def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_
     assert summary.stragglers == (1,)
     assert summary.tasks_split >= 1
     assert summary.records_per_epoch == (RECORDS,)
-    assert summary.records_trained_more_than_once == 0
+    assert summary.records_repeated == 0
     slow, fast = [(ledger / name).read_text().split() for name in ("slow", "fast")]
     times = Counter(map(int, slow + fast))
     assert sorted(times) == list(range(RECORDS))

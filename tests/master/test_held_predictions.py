@@ -34,7 +34,7 @@ def test_prediction_is_done_when_all_tasks_are_and_callbacks_of_all_workers_have
     queue.results_kept(2)
     assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
     assert queue.accounting.records_predicted == 40
-    assert queue.accounting.records_predicted_again == 0
+    assert queue.accounting.records_repeated == 0
 
 
 def test_all_tasks_of_a_worker_that_is_lost_before_its_callbacks_ended_are_done_again():
@@ -51,7 +51,8 @@ def test_all_tasks_of_a_worker_that_is_lost_before_its_callbacks_ended_are_done_
     assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
     assert sorted(records_of([*kept, *again])) == ALL
     assert queue.accounting.records_predicted == 40
-    assert queue.accounting.records_predicted_again == 30
+    assert queue.accounting.records_repeated == 30
+    assert queue.accounting.tasks_taken_over == 3
 
 
 def test_worker_that_is_lost_while_its_callbacks_end_has_its_tasks_done_by_the_next_one():
@@ -78,7 +79,7 @@ def test_worker_that_leaves_in_order_keeps_what_it_has_done():
     queue.results_kept(2)
     assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
     assert queue.accounting.records_predicted == 40
-    assert queue.accounting.records_predicted_again == 0
+    assert queue.accounting.records_repeated == 0
 
 
 def test_report_that_comes_again_is_no_second_task():

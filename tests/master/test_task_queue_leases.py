@@ -35,7 +35,7 @@ def test_task_taken_over_starts_behind_the_reported_records():
     queue.report_done(3, last.id)
     accounting = queue.accounting
     assert accounting.records_trained == {0: 20}
-    assert accounting.records_handed_out_again == 10 + 5
+    assert accounting.records_repeated == 10 + 5
     assert accounting.tasks_taken_over == 2
 
 
@@ -48,7 +48,7 @@ def test_what_a_worker_hands_back_counts_neither_as_a_loss_nor_as_trained_twice(
     last = take(queue, worker=9)
     queue.report_done(9, last.id)
     assert queue.accounting.records_trained == {0: 20}
-    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.records_repeated == 0
     assert queue.accounting.tasks_taken_over == 8
 
 
@@ -58,7 +58,7 @@ def test_records_of_a_worker_that_can_not_tell_which_are_done_may_be_trained_twi
     queue.report_progress(1, lease.id, 0, 0.0, True)
     queue.worker_left(1)
     take(queue, worker=2)
-    assert queue.accounting.records_handed_out_again == 20
+    assert queue.accounting.records_repeated == 20
 
 
 def test_late_progress_report_does_not_take_records_back():
@@ -101,7 +101,7 @@ def test_evaluation_task_taken_over_starts_at_its_beginning():
     assert queue.report_progress(1, lease.id, 20, 0.0).accepted
     queue.worker_lost(1)
     assert take(queue, worker=2).task == lease.task
-    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.records_repeated == 0
 
 
 def test_tasks_taken_back_come_before_new_ones_in_their_order():
@@ -129,7 +129,7 @@ def test_lease_whose_answer_got_lost_is_put_back():
     assert again.task == lease.task
     assert again.id != lease.id
     assert queue.accounting.answers_lost == 1
-    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.records_repeated == 0
 
 
 def test_lease_that_the_worker_names_stays_with_it():

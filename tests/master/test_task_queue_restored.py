@@ -29,7 +29,7 @@ def test_restored_queue_goes_on_where_it_was_saved():
     assert sorted(first) == sorted(records_of(t for t in after if t.epoch == 1)) == everything
     assert epochs == sorted(epochs)
     assert restored.accounting.records_trained == {0: 133, 1: 133}
-    assert restored.accounting.records_handed_out_again == running.task.shard.records - 10
+    assert restored.accounting.records_repeated == running.task.shard.records - 10
     assert reached(restored) == [(EPOCH_DONE, 0), (EPOCH_DONE, 1), (TRAINING_DONE, 0)]
 
 
@@ -50,7 +50,7 @@ def test_workers_go_on_with_their_leases_when_another_master_restores_the_queue(
     assert queue.report_done(1, first.id).accepted
     assert queue.report_done(1, second.id).accepted
     assert queue.accounting.records_trained == {0: 100}
-    assert queue.accounting.records_handed_out_again == queue.accounting.reports_refused - 1 == 0
+    assert queue.accounting.records_repeated == queue.accounting.reports_refused - 1 == 0
     assert [milestone.kind for milestone in queue.take_milestones()] == [
         MilestoneKind.EPOCH_DONE,
         MilestoneKind.TRAINING_DONE,

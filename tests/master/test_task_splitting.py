@@ -43,7 +43,7 @@ def test_rest_of_a_task_goes_to_a_worker_that_holds_nothing():
     ]
     accounting = queue.accounting
     assert (accounting.records_trained, accounting.tasks_split) == ({0: 20}, 1)
-    assert (accounting.records_handed_out_again, accounting.tasks_taken_over) == (0, 0)
+    assert (accounting.records_repeated, accounting.tasks_taken_over) == (0, 0)
 
 
 def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_has_nothing_else():
@@ -58,7 +58,7 @@ def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_h
     assert not queue.report_done(1, ahead.id).accepted
     assert queue.report_done(1, again.id).accepted
     assert queue.accounting.records_trained == {0: 40}
-    assert queue.accounting.records_handed_out_again == 0
+    assert queue.accounting.records_repeated == 0
 
 
 def test_worker_that_is_lost_after_it_agreed_leaves_its_part_alone():
@@ -69,7 +69,7 @@ def test_worker_that_is_lost_after_it_agreed_leaves_its_part_alone():
     assert [task.shard for task in queue.worker_lost(1)] == [Shard("a", 5, 15)]
     shards = {(each.shard.start, each.shard.end) for each in (take(queue, 2).task, take(queue, 3).task)}
     assert shards == {(5, 15), (15, 20)}
-    assert queue.accounting.records_handed_out_again == 10
+    assert queue.accounting.records_repeated == 10
 
 
 def test_both_parts_are_saved():
