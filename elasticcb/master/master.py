@@ -24,7 +24,7 @@ from elasticcb.access import OPEN, Access, is_loopback
 from elasticcb.buckets import BucketMap
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
+from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
 from elasticcb.health import HealthServer
 from elasticcb.health_names import MASTER_SERVICE
 from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
@@ -40,7 +40,7 @@ from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.stragglers import Paces, Split, plan_split
-from elasticcb.master.task import Task, TaskType
+from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.measures import Stats
@@ -260,6 +260,18 @@ class Master:
             self.processes.start_missing(self.address)
             self._note_roster()
             self._raise_failure()
+            self._raise_if_nobody_is_left()
+
+    def _raise_if_nobody_is_left(self) -> None:
+        """A worker whose callbacks have ended takes no task any more, although predictions may come back."""
+        if self.queue is None or not self.queue.has_returned or self.roster.any_left(Role.WORKER, self._jobs):
+            return
+        tasks = self.queue.counts()[TaskType.PREDICTION][TaskState.TODO]
+        raise ClusterLostError(
+            f"{tasks} prediction tasks have to be done again, and no worker is left to do them: one was lost before "
+            "the `on_predict_end` of its callbacks had run, the others have run theirs, and all restarts are used up. "
+            "Run the job again, with more restarts (--max_worker_restarts)."
+        )
 
     def _raise_failure(self) -> None:
         failure = self.queue.failure if self.queue is not None else None

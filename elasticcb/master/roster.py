@@ -305,6 +305,12 @@ class Roster:
         """The members of a role that are up, and not done with their job."""
         return [member for member in self.up(role) if member.id not in self._idle]
 
+    def any_left(self, role: Role, job: int) -> bool:
+        """Whether a member of a role is expected, or is up and not done with `job`."""
+        if any(other is role and state in _EXPECTED for (other, _), state in self._places.items()):
+            return True
+        return any(member.id not in self._idle or self._ready[member.id] != job for member in self.up(role))
+
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
 
