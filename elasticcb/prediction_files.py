@@ -1,7 +1,7 @@
 """Writes predictions as a file: CSV, JSON lines, Parquet or NumPy.
 
 Each writer takes the batches in the order of the data, as (position of the first record, columns), and goes through
-them without holding more than one. NumPy's goes through them once per column.
+them without holding more than one; Parquet's holds those of a row group. NumPy's goes through them once per column.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from elasticcb.prediction_columns import RECORD, Column
 
 Shapes = Mapping[str, set[tuple[int, ...] | None]]  # by column, the shapes that its rows have
 Batches = Iterable[tuple[int, list[Column]]]
+
+# Of Parquet; the first limit that is reached.
+_ROWS_PER_GROUP = 128 * 1024
+_BYTES_PER_GROUP = 64 << 20
 
 
 def check(column: Column, format: str) -> None:
@@ -82,19 +86,40 @@ def _write_jsonl(path: Path, open_batches: Callable[[], Batches], shapes: Shapes
 
 
 def _write_parquet(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
-    pa, parquet = _pyarrow()
+    _, parquet = _pyarrow()
     writer = None
     try:
-        for start, columns in open_batches():
-            plain = [column.plain() for column in columns]
-            arrays = {RECORD: pa.array(np.arange(start, start + plain[0].rows))}
-            table = pa.table(arrays | {column.name: _arrow(column) for column in plain})
+        for table in _row_groups(_tables(open_batches())):
             if writer is None:
                 writer = parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
+
+
+def _tables(batches: Batches) -> Iterator[Any]:
+    """A `pyarrow.Table` of each batch."""
+    pa, _ = _pyarrow()
+    for start, columns in batches:
+        plain = [column.plain() for column in columns]
+        arrays = {RECORD: pa.array(np.arange(start, start + plain[0].rows))}
+        yield pa.table(arrays | {column.name: _arrow(column) for column in plain})
+
+
+def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
+    """Joins tables: a row group for each batch would make files large, and slow to read."""
+    pa, _ = _pyarrow()
+    gathered: list[Any] = []
+    rows = size = 0
+    for table in tables:
+        gathered.append(table)
+        rows, size = rows + table.num_rows, size + table.nbytes
+        if rows >= _ROWS_PER_GROUP or size >= _BYTES_PER_GROUP:
+            yield pa.concat_tables(gathered)
+            gathered, rows, size = [], 0, 0
+    if gathered:
+        yield pa.concat_tables(gathered)
 
 
 def _pyarrow() -> tuple[Any, Any]:
