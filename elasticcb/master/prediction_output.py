@@ -2,7 +2,8 @@
 
 What a worker reports of a task is a part: it is written in the job's folder before the report is accepted, and counts
 by a rename when it is. So a task that is done twice has one part, and what a lost worker left counts for nothing. When
-all tasks are done, the parts become the file: written beside its place, renamed when it is complete.
+all tasks are done, the parts become the file: written beside its place, renamed when it is complete. If its place can't
+be had by then, the file is made in the job's folder instead.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class PredictionOutput:
         counts = [count for _, count in sources]
         starts = itertools.accumulate(counts, initial=0)
         self._first = {name: start for (name, _), start in zip(sources, starts, strict=False)}
+        self._records = sum(counts)
         self._numbers = itertools.count()
         self._shapes: dict[str, set[tuple[int, ...] | None]] = {}
         self.remove()  # of a job before in this folder
@@ -61,16 +63,21 @@ class PredictionOutput:
         try:
             path.write_bytes(pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
         except OSError as error:
-            raise JobFailedError(
-                f"What was predicted can't be written to {self._folder}: {error.strerror}. Parts of --output lie in "
-                "the job's folder until all records are predicted: make room there, or name another --job_dir."
-            ) from error
+            raise self._not_kept(error) from error
         return path
+
+    def _not_kept(self, error: OSError) -> JobFailedError:
+        return JobFailedError(
+            f"What was predicted can't be written to {self._folder}: {error.strerror}. Parts of --output lie in "
+            "the job's folder until all records are predicted: make room there, or name another --job_dir."
+        )
 
     def commit(self, staged: Path, shard: Shard, outputs: Sequence[Outputs]) -> None:
         """The report of the task is accepted: what it brought counts, in place of what an earlier one brought.
 
-        Raises `ModelFileError` when its rows are not those of the shard, or the format can't hold them.
+        Raises:
+            ModelFileError: its rows are not those of the shard, or the format can't hold them.
+            JobFailedError: the part can't be kept.
         """
         rows: dict[str, int] = {}
         for batch in outputs:
@@ -85,7 +92,10 @@ class PredictionOutput:
                     f"The output {name!r} has {count} rows for the {shard.records} records of {shard}; --output writes "
                     "one row per record. Return outputs with the batch on axis 0, one row for each record."
                 )
-        staged.replace(self._folder / f"part-{self._first[shard.name] + shard.start:015}")
+        try:
+            staged.replace(self._folder / f"part-{self._first[shard.name] + shard.start:015}")
+        except OSError as error:
+            raise self._not_kept(error) from error
 
     def discard(self, staged: Path) -> None:
         """The report was not accepted."""
@@ -94,36 +104,64 @@ class PredictionOutput:
     def finish(self) -> None:
         """Makes the file of all parts.
 
-        Raises `JobFailedError` when it can't be written; there is no file then.
+        Raises `JobFailedError` when it can't be written; there is no file then, but perhaps one in the job's folder,
+        which the error names.
         """
-        partial = self.path.with_name(f".{self.path.name}.{self._folder.parent.name}.partial")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(self.path)
+        except OSError as error:
+            what = f"The predictions can't be written to {self.path}: {error.strerror or error}."
+            instead = _free(self._folder.parent / self.path.name)
+            try:
+                self._write(instead)
+            except OSError as second:
+                raise JobFailedError(
+                    f"{what} Nor to {instead}: {second.strerror or second}. Run the job again with an --output that "
+                    "can be written."
+                ) from second
+            raise JobFailedError(
+                f"{what} They are in {instead} instead: move that file to where you want it."
+            ) from error
+        logger.info("The predictions are in %s", self.path)
+
+    def _write(self, path: Path) -> None:
+        partial = path.with_name(f".{path.name}.{self._folder.parent.name}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
             WRITERS[self._format](partial, self._batches, self._shapes)
             with partial.open("rb+") as file:
                 os.fsync(file.fileno())
-            if self.path.exists():
+            if path.exists():
                 raise FileExistsError(None, "there is a file by now, which is left as it is")
-            partial.replace(self.path)
-        except OSError as error:
-            raise JobFailedError(
-                f"The predictions can't be written to {self.path}: {error.strerror or error}. Run the job again with "
-                "an --output that can be written."
-            ) from error
+            partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        logger.info("The predictions are in %s", self.path)
 
     def _batches(self) -> Iterator[tuple[int, list[Column]]]:
-        """All batches in the order of the data."""
+        """All batches in the order of the data. Raises `JobFailedError` when records are missing among them."""
+        position = 0
         for part in sorted(self._folder.glob("part-*")):
-            position = int(part.name.removeprefix("part-"))
+            self._check_continues(position, int(part.name.removeprefix("part-")))
             for outputs in from_outputs(pb.ReportTaskRequest.FromString(part.read_bytes()).outputs):
                 columns = columns_of(outputs, self._output_names)
                 if columns[0].rows:
                     yield position, columns
                 position += columns[0].rows
+        self._check_continues(position, self._records)
+
+    def _check_continues(self, position: int, next_part: int) -> None:
+        if position != next_part:
+            raise JobFailedError(
+                f"The predictions in {self._folder} have a gap: what comes after record {position} begins at "
+                f"{next_part}, of {self._records} records in all. Files may have been removed there. Run the job again."
+            )
 
     def remove(self) -> None:
         """Deletes the parts."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free(path: Path) -> Path:
+    """`path`, or one with a number in its name where there is no file yet."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not os.path.lexists(each))

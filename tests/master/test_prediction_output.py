@@ -124,17 +124,67 @@ def test_outputs_without_a_row_per_record_are_refused_in_words(tmp_path, of_batc
         write(tmp_path, "csv", of_batch)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_failure_leaves_neither_file_nor_part_of_it(tmp_path, format):
-    def fails(first, last):
-        return np.ones(last - first)
+def committed(folder, format="csv", target=None, rows=8):
+    """All that `finish` needs; without the last rows if there are fewer than 8."""
+    path = target or folder / f"out.{format}"
+    output = PredictionOutput(path, format, folder / "job", SOURCES, ())
+    for name, start, first, last in (("a", 0, 0, 5), ("b", 0, 5, rows)):
+        if first < last:
+            batches = [flatten_outputs({"id": np.arange(first, last)})]
+            output.commit(output.stage(batches), Shard(name, start, last - first), batches)
+    return output
 
-    output = PredictionOutput(tmp_path / f"out.{format}", format, tmp_path / "job", [("a", 1)], ())
-    batches = [flatten_outputs(fails(0, 1))]
-    output.commit(output.stage(batches), Shard("a", 0, 1), batches)
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_file_that_somebody_else_made_stays_and_the_predictions_are_in_the_job_folder(tmp_path, format):
+    output = committed(tmp_path, format)
     output.path.write_text("of somebody else")
-    with pytest.raises(JobFailedError, match="there is a file by now"):
+    (tmp_path / "job" / output.path.name).write_text("of somebody else, too")
+    kept = tmp_path / "job" / f"out-2.{format}"
+    with pytest.raises(JobFailedError, match=f"there is a file by now.*They are in {kept}"):
         output.finish()
     output.remove()
     assert output.path.read_text() == "of somebody else"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", f"out.{format}"]
+    assert sorted(path.name for path in kept.parent.iterdir()) == [kept.name, output.path.name]
+    committed(tmp_path / "again", format).finish()
+    assert kept.read_bytes() == (tmp_path / "again" / f"out.{format}").read_bytes()
+
+
+def test_predictions_whose_folder_is_gone_are_in_the_job_folder(tmp_path):
+    (tmp_path / "no-folder").write_text("")
+    output = committed(tmp_path, target=tmp_path / "no-folder" / "out.csv")
+    with pytest.raises(JobFailedError, match=f"They are in {tmp_path / 'job' / 'out.csv'}"):
+        output.finish()
+    assert len(pd.read_csv(tmp_path / "job" / "out.csv")) == 8
+
+
+def test_file_is_not_written_when_a_part_of_it_is_missing(tmp_path):
+    for number, gap in enumerate(["part-000000000000000", "part-000000000000005"]):
+        output = committed(tmp_path / str(number))
+        (tmp_path / str(number) / "job" / "predictions" / gap).unlink()
+        with pytest.raises(JobFailedError, match="of 8 records"):
+            output.finish()
+        output.remove()
+        assert not [path for path in (tmp_path / str(number)).rglob("*") if path.is_file()]
+
+
+def test_report_whose_part_cannot_be_kept_fails_the_job(tmp_path):
+    output = committed(tmp_path, rows=5)
+    batches = [flatten_outputs({"id": np.arange(3)})]
+    staged = output.stage(batches)
+    staged.unlink()
+    with pytest.raises(JobFailedError, match="can't be written"):
+        output.commit(staged, Shard("b", 0, 3), batches)
+
+
+def test_row_groups_of_parquet_hold_many_batches(tmp_path):
+    rows = 1000
+    output = PredictionOutput(tmp_path / "out.parquet", "parquet", tmp_path / "job", [("a", 300 * rows)], ())
+    for task in range(3):
+        batches = [flatten_outputs({"id": np.arange(rows)}) for _ in range(100)]
+        output.commit(output.stage(batches), Shard("a", 100 * task * rows, 100 * (task + 1) * rows), batches)
+    output.finish()
+    file = pyarrow.parquet.ParquetFile(output.path)
+    assert file.num_row_groups == 3
+    assert file.read().column("record").to_pylist() == list(range(300 * rows))
