@@ -117,18 +117,19 @@ class CheckpointWriter:
         """Where the newest one is that a later job can start from; "": there is none."""
         return self.newest if self._uploads is None else self._uploads.newest
 
-    def finish(self, version: int, tasks: dict[str, Any]) -> None:
-        """Waits until the last one is where it belongs; one that could not be written is tried once more.
+    def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
+        """Waits until the last one is where it belongs.
 
         Args:
             version, tasks: as for `write`.
+            retry: one that could not be written is tried once more.
 
         Raises `CheckpointError` when it can't get there.
         """
         if not self.wanted:
             return
         kept = self._uploads is not None and self._uploads.has_some  # of an earlier master
-        if self._missing is not None or (self._resumed and not self.newest and not kept):
+        if retry and (self._missing is not None or (self._resumed and not self.newest and not kept)):
             self.write(version, tasks, again=self._missing is not None)
         if self._uploads is not None:
             self._uploads.finish()

@@ -473,7 +473,7 @@ class Job:
                     self._ps.finish_training(finalize=False)  # after which all is in the recovery files
                 if self._checkpoints.wanted:
                     self._save_checkpoint()
-                    missing = self._finish_checkpoints()
+                    missing = self._finish_checkpoints(retry=False)
                     if missing is not None:
                         raise missing
                     saved = f" The newest checkpoint is {self._report.checkpoint_path}."
@@ -735,10 +735,10 @@ class Job:
         with self._master.changed:
             return self._master.version, self._queue.to_dict()
 
-    def _finish_checkpoints(self) -> CheckpointError | None:
-        """Waits until they are where they belong; why the last one is not, if so."""
+    def _finish_checkpoints(self, retry: bool = True) -> CheckpointError | None:
+        """Waits until they are where they belong; why the last one is not, if so. `retry` as in `finish`."""
         try:
-            self._checkpoints.finish(*self._position())
+            self._checkpoints.finish(*self._position(), retry)
         except CheckpointError as error:
             return error
         finally:

@@ -232,6 +232,9 @@ def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
         writer.finish(1, {})
     assert writer._failures._totals.checkpoints_failed == 2  # the last one, which was tried again, counts once
     control.mixed = 0
+    with pytest.raises(CheckpointError):
+        writer.finish(1, {}, retry=False)  # it was tried a moment ago
+    assert list(folder.iterdir()) == []
     writer.finish(1, {})
     assert told[1:] == ["Checkpoints can be written again."]
     assert len(find_versions(folder)) == 1
