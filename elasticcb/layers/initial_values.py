@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -37,6 +36,10 @@ class InitialValues:
         dim: columns.
         dtype: of the rows; a float.
 
+    Attributes:
+        kind: equal for tables whose rows differ only by the seed.
+        start: what the seed adds to, for `initial_rows`.
+
     Raises:
         ModelFileError: the initializer is none that can make one row at a time, or needs an `input_dim`.
     """
@@ -44,21 +47,45 @@ class InitialValues:
     def __init__(self, initializer: Any, seed: int, input_dim: int | None, dim: int, dtype: str = "float32") -> None:
         if isinstance(initializer, str) and initializer.startswith("{"):
             initializer = keras.saving.deserialize_keras_object(json.loads(initializer))
-        self._draw = _distribution(keras.initializers.get(initializer), input_dim, dim)
-        self._start = _mix_number(seed)
-        self._dim = dim
-        self._dtype = tf.as_dtype(dtype)
+        draw = _distribution(keras.initializers.get(initializer), input_dim, dim)
+        self.kind = Kind(draw, dim, tf.as_dtype(dtype).name)
+        self.start = _mix_number(seed)
 
     def __call__(self, ids: Any) -> tf.Tensor:
         """Rows [n, dim] of `ids`, int64 [n]."""
-        ids = tf.convert_to_tensor(ids, tf.int64)
-        return tf.cast(self._draw(_Cells(ids, self._dim, self._start)), self._dtype)
+        return initial_rows(self.kind, tf.convert_to_tensor(ids, tf.int64), _constant(self.start))
+
+
+class Draw(NamedTuple):
+    """A method of `_Cells`, and what it is given."""
+
+    method: str
+    arguments: tuple[float, ...]
+
+
+class Kind(NamedTuple):
+    """All that initial rows depend on, but seed and id."""
+
+    draw: Draw
+    dim: int
+    dtype: str
+
+
+def initial_rows(kind: Kind, ids: tf.Tensor, starts: tf.Tensor) -> tf.Tensor:
+    """Rows [n, dim] of tables of one kind.
+
+    Args:
+        ids: int64 [n].
+        starts: `InitialValues.start` of the table that each belongs to, uint64 [n], or one for all.
+    """
+    cells = _Cells(ids, kind.dim, starts)
+    return tf.cast(getattr(cells, kind.draw.method)(*kind.draw.arguments), kind.dtype)
 
 
 class _Cells:
     """The numbers of some rows."""
 
-    def __init__(self, ids: tf.Tensor, dim: int, start: int) -> None:
+    def __init__(self, ids: tf.Tensor, dim: int, start: tf.Tensor) -> None:
         self._ids = ids
         self._dim = dim
         self._start = start
@@ -68,7 +95,7 @@ class _Cells:
 
     def uniform(self, low: float, high: float) -> tf.Tensor:
         """In [low, high), float64."""
-        rows = _mix(tf.bitcast(self._ids, tf.uint64) * _constant(_GOLDEN) + _constant(self._start))
+        rows = _mix(tf.bitcast(self._ids, tf.uint64) * _constant(_GOLDEN) + self._start)
         # An array: of a list, tf.constant would make float64 on the way.
         columns = tf.constant(np.array([_mix_number(column + 1) for column in range(self._dim)], np.uint64))
         bits = tf.bitwise.right_shift(_mix(rows[:, None] ^ columns[None, :]), _constant(11))
@@ -83,22 +110,19 @@ class _Cells:
         return mean + tf.math.ndtri(tf.minimum(share, 1 - 2.0**-53)) * deviation
 
 
-_Draw = Callable[[_Cells], tf.Tensor]
-
-
-def _distribution(initializer: Any, input_dim: int | None, dim: int) -> _Draw:
+def _distribution(initializer: Any, input_dim: int | None, dim: int) -> Draw:
     kinds = keras.initializers
     kind = type(initializer)
     if kind is kinds.RandomUniform:
-        return lambda cells: cells.uniform(initializer.minval, initializer.maxval)
+        return Draw("uniform", (float(initializer.minval), float(initializer.maxval)))
     if kind is kinds.RandomNormal:
-        return lambda cells: cells.normal(initializer.mean, initializer.stddev)
+        return Draw("normal", (float(initializer.mean), float(initializer.stddev)))
     if kind is kinds.TruncatedNormal:
-        return lambda cells: cells.normal(initializer.mean, initializer.stddev, 2.0)
+        return Draw("normal", (float(initializer.mean), float(initializer.stddev), 2.0))
     if kind is kinds.Constant and not hasattr(initializer.value, "__len__"):
-        return lambda cells: cells.filled(float(initializer.value))
+        return Draw("filled", (float(initializer.value),))
     if kind in (kinds.Zeros, kinds.Ones):
-        return lambda cells: cells.filled(float(kind is kinds.Ones))
+        return Draw("filled", (float(kind is kinds.Ones),))
     if isinstance(initializer, kinds.VarianceScaling) and kind.__module__.startswith("keras."):
         return _variance_scaling(initializer, input_dim, dim)
     raise ModelFileError(
@@ -107,7 +131,7 @@ def _distribution(initializer: Any, input_dim: int | None, dim: int) -> _Draw:
     )
 
 
-def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> _Draw:
+def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> Draw:
     if input_dim is None and initializer.mode != "fan_out":
         raise ModelFileError(
             f"The embeddings_initializer {type(initializer).__name__} scales values by the number of rows, and a table "
@@ -118,11 +142,11 @@ def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> _Dra
     variance = initializer.scale / max(1.0, fans[initializer.mode])
     if initializer.distribution == "uniform":
         limit = math.sqrt(3 * variance)
-        return lambda cells: cells.uniform(-limit, limit)
+        return Draw("uniform", (-limit, limit))
     if initializer.distribution == "untruncated_normal":
-        return lambda cells: cells.normal(0.0, math.sqrt(variance))
+        return Draw("normal", (0.0, math.sqrt(variance)))
     # What is cut off takes this share of the deviation away.
-    return lambda cells: cells.normal(0.0, math.sqrt(variance) / 0.87962566103423978, 2.0)
+    return Draw("normal", (0.0, math.sqrt(variance) / 0.87962566103423978, 2.0))
 
 
 def _mix(value: tf.Tensor) -> tf.Tensor:

@@ -28,6 +28,14 @@ InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 _SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
 
+class Found(NamedTuple):
+    """Where rows are, as long as none is evicted: int64 [n], -1 where there is none."""
+
+    places: Array
+    missing: Array  # which have none, int64 [m]
+    evicted: int  # how many rows had been by then
+
+
 class Change(NamedTuple):
     """Rows that are about to be updated: int64 [n] ids and places, the others [n, dim]."""
 
@@ -92,23 +100,32 @@ class EmbeddingTable:
 
     # -------------------------------------------------------------- training
 
-    def lookup(self, ids: Array, create: bool) -> Array:
+    def find(self, ids: Array) -> Found:
+        """Which of `ids` (int64 [n]) have rows; for `lookup`."""
+        places = self._rows.index.find(ids)
+        return Found(places, np.flatnonzero(places < 0), self._evicted)
+
+    def lookup(self, ids: Array, create: bool, found: Found | None = None, initial: Array | None = None) -> Array:
         """The rows of `ids` (int64 [n]), a new array [n, dim].
 
         Args:
             create: in training: new ids get rows, as far as the limits allow; without it nothing changes.
+            found: what `find` gives of them, if it was asked before.
+            initial: with `found`, the initial rows of those that are missing there.
 
         Raises `ElasticCBError` when the table is full.
         """
-        places = self._rows.index.find(ids)
-        missing = np.flatnonzero(places < 0)
+        if found is None or found.evicted != self._evicted:  # by another table, which needed the memory
+            found, initial = self.find(ids), None
+        places, missing, _ = found
         if create:
             self._lookups += len(ids)
         if not len(missing):
             if create:
                 self._rows.count_hits(places)
             return self._rows.read(places)
-        initial = self.initial_rows(ids[missing])
+        if initial is None:
+            initial = self.initial_rows(ids[missing])
         if create:
             self._make_rows(ids, places, missing, initial)
         present = places >= 0

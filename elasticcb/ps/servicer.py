@@ -551,13 +551,12 @@ class Servicer:
         if snapshot is not None:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         tensors: dict[str, Array] = {}
-        for name, ids in wanted.items():
+        for name in wanted:
             if not name[len(_LOOKUP) :].isdecimal():
                 raise WireError(f"{name!r} names no embedding table; expected lookup/INDEX.")
-            number = int(name[len(_LOOKUP) :])
-            tensors[f"table/{number}"] = parameters.tables.lookup(
-                number, ids, request.create_rows, snapshot and snapshot.tables
-            )
+        ids = {int(name[len(_LOOKUP) :]): array for name, array in wanted.items()}
+        found = parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables)
+        tensors |= {f"table/{number}": rows for number, rows in found.items()}
         if not request.pull:
             return Frame(response, tensors)
         pulled = snapshot or parameters.snapshot()

@@ -11,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.eager_tensors import array_of, tensor_of
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.optimizer_traits import may_update_rows
-from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.embedding_table import Change, EmbeddingTable
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.row_update import RowClone
 from elasticcb.quick_call import quick_call
+from elasticcb.tensors import aligned
 
 Array = npt.NDArray[Any]
 
 
 class TableUpdate:
-    """The optimizer of one table.
+    """The optimizer of one table, or of several that differ in nothing that it looks at.
 
     To be called before the dense variables of the same push are updated, which advances the optimizer.
 
@@ -64,12 +66,12 @@ class TableUpdates:
     """The optimizers of all tables of a server; one push is one call of a compiled function, whichever tables it names.
 
     Args:
-        updates: by table.
+        updates: by table; rows of those that have the same one are updated as if they were of one table.
     """
 
     def __init__(self, updates: Mapping[int, TableUpdate]) -> None:
         self._updates = updates
-        self._compiled: dict[tuple[int, ...], _Compiled] = {}
+        self._compiled: dict[tuple[TableUpdate, ...], _Compiled] = {}
 
     def __call__(
         self, tables: Mapping[int, EmbeddingTable], rows: Mapping[int, tuple[Array, Array]], version: int
@@ -84,33 +86,46 @@ class TableUpdates:
         """
         changes = {index: tables[index].prepare(*given) for index, given in rows.items()}
         changes = {index: change for index, change in changes.items() if len(change.ids)}
-        key = tuple(changes)
+        groups: dict[TableUpdate, list[int]] = {}
+        for index in changes:
+            groups.setdefault(self._updates[index], []).append(index)
+        key = tuple(groups)
         if key and key not in self._compiled:
-            self._compiled[key] = _Compiled([self._updates[index] for index in key])
-        given = [(change.rows, change.slots, change.gradients) for change in changes.values()]
+            self._compiled[key] = _Compiled(key)
+        given = [_arrays(update, [changes[index] for index in group]) for update, group in groups.items()]
         results = self._compiled[key](given) if key else []
-        for (index, change), result in zip(changes.items(), results, strict=True):
-            tables[index].commit(change, *result, version)
+        for group, (update, arrays) in zip(groups.values(), zip(key, results, strict=True), strict=True):
+            first = 0
+            for index in group:
+                end = first + len(changes[index].ids)
+                new, *slots = (array[first:end] for array in arrays)
+                tables[index].commit(changes[index], new, dict(zip(update.slots, slots, strict=True)), version)
+                first = end
         for index in rows.keys() - changes.keys():
             tables[index].advance(version)
 
 
+def _arrays(update: TableUpdate, changes: Sequence[Change]) -> list[Array]:
+    """What `update` takes of the rows of several tables, one after another."""
+    parts = [[change.gradients, change.rows, *(change.slots[name] for name in update.slots)] for change in changes]
+    return parts[0] if len(parts) == 1 else [_joined(arrays) for arrays in zip(*parts, strict=True)]
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    whole = aligned((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
+    return np.concatenate(arrays, out=whole)
+
+
 class _Compiled:
-    """The updates of several tables as one compiled function."""
+    """Several updates as one compiled function."""
 
     def __init__(self, updates: Sequence[TableUpdate]) -> None:
         self._updates = updates
         self._call: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]] | None = None
 
-    def __call__(
-        self, changes: Sequence[tuple[Array, Mapping[str, Array], Array]]
-    ) -> list[tuple[Array, dict[str, Array]]]:
-        """From (rows, slots, gradients) of each table to its (rows, slots)."""
-        tensors = [
-            tensor_of(array)
-            for update, (rows, slots, gradients) in zip(self._updates, changes, strict=True)
-            for array in (gradients, rows, *(slots[name] for name in update.slots))
-        ]
+    def __call__(self, given: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        """Of each update, from (gradients, rows, *slots) to (rows, *slots)."""
+        tensors = [tensor_of(array) for arrays in given for array in arrays]
         try:
             if self._call is None:
                 self._call = quick_call(self._run, [spec for update in self._updates for spec in update.signature])
@@ -120,7 +135,7 @@ class _Compiled:
             raise ModelFileError(
                 f"The optimizer {kinds} failed on rows of an embedding table: {describe(error)}", user_traceback(error)
             ) from error
-        return [(next(results), {name: next(results) for name in update.slots}) for update in self._updates]
+        return [[next(results) for _ in range(1 + len(update.slots))] for update in self._updates]
 
     def _run(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         given = iter(tensors)

@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from elasticcb.buckets import BucketMap
 from elasticcb.eager_tensors import array_of
 from elasticcb.errors import WireError
-from elasticcb.layers.initial_values import InitialValues
+from elasticcb.layers.initial_values import InitialValues, Kind, initial_rows
+from elasticcb.optimizer_traits import may_join
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.partition import VariableSpec
@@ -25,6 +28,8 @@ from elasticcb.quick_call import quick_call
 from elasticcb.table_spec import TableSpec
 from elasticcb.table_state import TableState
 from elasticcb.tensors import Array, dtype_of
+
+_IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
 
 
 class Tables:
@@ -49,6 +54,8 @@ class Tables:
         self._specs = specs
         self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
+        self._initial: dict[int, InitialValues] = {}  # of tables that make rows
+        self._draws: dict[Kind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
         self._updates: dict[int, TableUpdate] = {}
         self._update_all = TableUpdates(self._updates)
         if optimizers is not None:
@@ -59,11 +66,17 @@ class Tables:
 
     def train_by(self, optimizers: OptimizerSet) -> None:
         """Updates by these optimizers from now on, which have the slots of those before."""
-        self._updates = {
-            number: TableUpdate(optimizers.of(number), number, spec)
-            for number, spec in enumerate(self._specs)
-            if spec.table and spec.trainable
-        }
+        shared: dict[Any, TableUpdate] = {}
+        self._updates = {}
+        for number, spec in enumerate(self._specs):
+            if spec.table and spec.trainable:
+                optimizer = optimizers.of(number)
+                kind: Any = (optimizer, spec.shape[1:], spec.dtype, spec.no_weight_decay)
+                if not may_join(optimizer.optimizer):
+                    kind = number
+                if kind not in shared:
+                    shared[kind] = TableUpdate(optimizer, number, spec)
+                self._updates[number] = shared[kind]
         self._update_all = TableUpdates(self._updates)
 
     def _make(self, number: int, limits: TableLimits) -> EmbeddingTable:
@@ -73,13 +86,15 @@ class Tables:
         if table.initializer:
             try:
                 initializer = keras.saving.deserialize_keras_object(json.loads(table.initializer))
-                initial = InitialValues(initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype)
+                self._initial[number] = InitialValues(
+                    initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype
+                )
             except Exception as error:
                 raise WireError(
                     f"The initializer of the embedding table {spec.path!r} can't be made on a server: {error} "
                     "Register its class with keras.saving.register_keras_serializable."
                 ) from error
-            values = _compiled(initial)
+            values = partial(self._initial_rows_of, number)
         update = self._updates.get(number)
         slots = {} if update is None else update.slots
         return EmbeddingTable(
@@ -108,16 +123,46 @@ class Tables:
             )
 
     def lookup(
-        self, number: int, ids: Array, create: bool, snapshot: Mapping[int, TableSnapshot] | None = None
-    ) -> Array:
-        """The rows [n, dim] of `ids` (int64 [n], unique), of a snapshot or at present.
+        self, wanted: Mapping[int, Array], create: bool, snapshot: Mapping[int, TableSnapshot] | None = None
+    ) -> dict[int, Array]:
+        """By table, the rows [n, dim] of ids (int64 [n], unique), of a snapshot or at present.
 
         Args:
+            wanted: ids by table.
             create: ids without a row get one; never in a snapshot.
         """
-        table = self[number]
-        self.check_ids(number, ids)
-        return table.lookup(ids, create) if snapshot is None else snapshot[number].lookup(ids)
+        tables = {number: self[number] for number in wanted}
+        for number, ids in wanted.items():
+            self.check_ids(number, ids)
+        if snapshot is not None:
+            return {number: snapshot[number].lookup(ids) for number, ids in wanted.items()}
+        found = {number: tables[number].find(ids) for number, ids in wanted.items()}
+        missing = {number: wanted[number][found[number].missing] for number in found if number in self._initial}
+        initial = self._initial_rows({number: ids for number, ids in missing.items() if len(ids)})
+        return {
+            number: tables[number].lookup(ids, create, found[number], initial.get(number))
+            for number, ids in wanted.items()
+        }
+
+    def _initial_rows(self, wanted: Mapping[int, Array]) -> dict[int, Array]:
+        """By table, the initial rows [n, dim] of ids: those of all tables of a kind are made at once."""
+        kinds: dict[Kind, list[int]] = {}
+        for number in wanted:
+            kinds.setdefault(self._initial[number].kind, []).append(number)
+        made: dict[int, Array] = {}
+        for kind, numbers in kinds.items():
+            lengths = [len(wanted[number]) for number in numbers]
+            starts = np.repeat(np.array([self._initial[number].start for number in numbers], np.uint64), lengths)
+            ids = np.concatenate([wanted[number] for number in numbers])
+            with tf.device("/CPU:0"):
+                if kind not in self._draws:
+                    self._draws[kind] = quick_call(partial(initial_rows, kind), _IDS_AND_STARTS)
+                rows = array_of(self._draws[kind]([tf.constant(ids), tf.constant(starts)]))
+            made |= dict(zip(numbers, np.split(rows, np.cumsum(lengths)[:-1]), strict=True))
+        return made
+
+    def _initial_rows_of(self, number: int, ids: Array) -> Array:
+        return self._initial_rows({number: ids})[number]
 
     def update(self, rows: Mapping[int, Rows], version: int) -> None:
         """Updates rows by the gradients of a checked push."""
@@ -154,8 +199,3 @@ class Tables:
                 own = replace(own, slots={})
             self.check_ids(number, own.ids)
             table.load(own, version)
-
-
-def _compiled(initial_values: InitialValues) -> Callable[[Array], Array]:
-    make = quick_call(lambda ids: [initial_values(ids)], [tf.TensorSpec([None], tf.int64)])
-    return lambda ids: array_of(make([tf.constant(ids)])[0])
