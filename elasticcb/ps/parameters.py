@@ -349,8 +349,8 @@ class Parameters:
             return tf.zeros([])  # to wait for
 
         blocks_signature = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
-        # XLA makes of a `tf.concat` code that runs element by element, 40 times slower, where it has several threads.
-        # So what is put together is put together before.
+        # XLA makes of a `tf.concat` code that runs element by element where it has several threads: with two,
+        # 4.8 instead of 0.8 ms for Adam on a small model. So what is put together is put together before.
         together = [group for _, groups in known for group, _ in groups if group[0] in places]
         if not push.rows and all(len(runs_of(group, blocks_signature)) == 1 for group in together):
             dense = quick_call(lambda *blocks: dense_update(gradients_of(blocks, {})), blocks_signature, jit_compile)
