@@ -84,7 +84,7 @@ def test_cluster_says_what_cannot_be(words, given):
 def test_short_lease_needs_no_silence_beside_it():
     with elasticcb.Cluster(kind="inprocess", lease_seconds=20) as cluster:
         assert fit(cluster).history["loss"]
-    with pytest.raises(UsageError, match="at most the 20 s"):  # a silence that is given stays as it is
+    with pytest.raises(UsageError, match="at most `lease_seconds`"):  # a silence that is given stays as it is
         elasticcb.Cluster(lease_seconds=20, silence_seconds=30)
 
 
