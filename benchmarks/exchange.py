@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
-from elasticcb.tensors import Frame
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.tensors import Frame
 
 SERVICE = "benchmark.Exchange"
 

@@ -27,12 +27,12 @@ import keras
 import numpy as np
 from report import machine, publish
 
-from elasticcb.ps.partition import VariableSpec, block_sizes
+from elasticcb.clients.ps import PSClient, Push
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push
-from elasticcb.ps_control import PSControl, Source
 from elasticcb.settings import ClusterSettings, Command, JobSettings
-from elasticcb.table_spec import TableSpec
+from elasticcb.sharding.partition import VariableSpec, block_sizes
+from elasticcb.sharding.table_spec import TableSpec
 
 ZEROS = json.dumps(keras.saving.serialize_keras_object(keras.initializers.Zeros()))
 TABLE = TableSpec(None, ZEROS, 7).to_json()

@@ -50,8 +50,8 @@ def serve(pipe: Any, folder: str) -> None:
 def specs_of(dim: int) -> list[Any]:
     import keras
 
-    from elasticcb.ps.partition import VariableSpec
-    from elasticcb.table_spec import TableSpec
+    from elasticcb.sharding.partition import VariableSpec
+    from elasticcb.sharding.table_spec import TableSpec
 
     initializer = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
     table = TableSpec(None, initializer, 7).to_json()
@@ -74,7 +74,7 @@ class Pusher:
         self._thread.start()
 
     def _run(self) -> None:
-        from elasticcb.ps_client import Push
+        from elasticcb.clients.ps import Push
 
         dense = [{"float32": np.ones(16, np.float32)}]
         while not self._stopped:
@@ -126,8 +126,8 @@ def main() -> None:
     server.start()
     address = pipe.recv()
 
-    from elasticcb.ps_client import PSClient
-    from elasticcb.ps_control import PSControl, Source
+    from elasticcb.clients.ps import PSClient
+    from elasticcb.master.ps_admin import PSControl, Source
 
     specs = specs_of(given.dim)
     control = PSControl([address], specs, True)

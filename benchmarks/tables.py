@@ -112,8 +112,8 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
     """As a server makes them."""
     import tensorflow as tf
 
+    from elasticcb.compute.concrete_call import quick_call
     from elasticcb.layers.initial_values import InitialValues
-    from elasticcb.quick_call import quick_call
 
     values = InitialValues("uniform", 1, vocabulary, dim)
     make = quick_call(lambda ids: [values(ids)], [tf.TensorSpec([None], tf.int64)])
@@ -124,10 +124,10 @@ def table_update(optimizer: str, dim: int) -> Any:
     """As a server makes it."""
     import keras
 
-    from elasticcb.optimizer_variables import Leaf
+    from elasticcb.optimizers.variables import Leaf
     from elasticcb.ps.optimizer import ServerOptimizer
-    from elasticcb.ps.partition import VariableSpec
     from elasticcb.ps.table_update import TableUpdate
+    from elasticcb.sharding.partition import VariableSpec
 
     spec = VariableSpec("embedding/embeddings", (0, dim), "float32", True, table="{}")
 

@@ -101,7 +101,7 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
 
 def run_client(address: str, first: int, workers: int) -> None:
     """Simulated workers in places from `first` on; prints the median seconds of a `GetTask` with its answer."""
-    from elasticcb.master_client import MasterClient
+    from elasticcb.clients.master import MasterClient
     from elasticcb.proto import elasticcb_pb2 as pb
 
     latencies: list[float] = []

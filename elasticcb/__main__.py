@@ -2,7 +2,7 @@
 
 import sys
 
-from elasticcb.import_path import leave_out_current_folder
+from elasticcb.process.import_path import leave_out_current_folder
 
 if __name__ == "__main__":
     leave_out_current_folder()

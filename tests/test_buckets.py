@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticcb.buckets import BUCKETS, BucketMap, bucket_of, even
 from elasticcb.errors import WireError
+from elasticcb.sharding.bucket_map import BUCKETS, BucketMap, bucket_of, even
 
 sizes = st.integers(1, 40)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb import frame_memory, frame_pieces
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
-from elasticcb.frame_pieces import Pieces, UnknownPiecesError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
-from elasticcb.tensors import Frame
+from elasticcb.rpc import frame_pieces, shared_frames
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.frame_pieces import Pieces, UnknownPiecesError
+from elasticcb.rpc.tensors import Frame
 
 SERVICE = "test.Echo"
 RNG = np.random.default_rng(0)
@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(frame_pieces, "LARGEST_FRAME", 100_000)
     monkeypatch.setattr(frame_pieces, "PIECE_BYTES", 30_000)
     monkeypatch.setattr(frame_pieces, "_SMALL_BYTES", 1_000)
-    monkeypatch.setattr(frame_memory, "_LARGEST", 150_000)
+    monkeypatch.setattr(shared_frames, "_LARGEST", 150_000)
 
 
 class Echo:

@@ -6,18 +6,18 @@ import grpc
 import pytest
 from health_probe import NOT_SERVING, SERVING, check
 
-from elasticcb.access import Access
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
-from elasticcb.health import HealthServer
 from elasticcb.master.cluster_state import Cluster
 from elasticcb.master.master import Master
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_control import PSControl, Source
+from elasticcb.rpc.health import HealthServer
+from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
+from elasticcb.sharding.partition import VariableSpec
 
 SETTINGS = JobSettings(command=Command.EVALUATE, name="test", directory="")
 

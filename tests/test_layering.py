@@ -1,45 +1,67 @@
-"""Holds the arrows between the layers of the package, by reading its imports.
+"""Holds the rooms of the package: what belongs in each, and that imports go one way, by reading the imports.
 
-errors, settings, tensors, proto
-   → rpc, model_spec, data, callbacks, cluster, and what else master, worker and ps share
-      → master | worker | ps         (siblings never import each other; ps/partition.py is shared)
-         → roles
-            → api → cli
+`python tests/test_layering.py` writes the map of the rooms into docs/overview.md.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "elasticcb"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "elasticcb"
+OVERVIEW = ROOT / "docs" / "overview.md"
 
-# Units, which are the files and folders of the package, by layer. A layer imports from those above it.
-LAYERS = (
-    ("foundation", {"errors", "settings", "tensors", "proto", "status", "logs"}),
-    ("shared", set()),  # every unit that has no other place
-    ("processes", {"master", "worker", "ps"}),
-    ("roles", {"roles"}),
-    ("api", {"api"}),
-    ("command line", {"cli", "zygote", "__main__"}),
+# Floor by floor, in the order of imports: a room imports from rooms on the floors above it in this table, also within
+# functions and for types alone. Rooms of one floor do not know each other.
+FLOORS: tuple[dict[str, str], ...] = (
+    {"": "what everybody uses: `errors`, `settings`, `status`"},
+    {"proto": "the messages and services, generated from `proto/elasticcb.proto`"},
+    {"process": "one process: its logs, its signals, its limits, what it counts of itself"},
+    {"security": "who may take part in a job: its token, and certificates"},
+    {"rpc": "bytes between processes: servers, connections, frames; memory and sockets shared on one machine"},
+    {"compute": "the seam to the framework that computes: tensors, variables, compiled functions"},
+    {"sharding": "which server holds what: dense weights, and rows of embedding tables"},
+    {"optimizers": "Keras optimizers taken apart: what they are given and remember, and what of it can be split"},
+    {"serialization": "Keras and Python objects as bytes"},
+    {"storage": "folders and files, here and on remote file systems"},
+    {"checkpoint": "what lasts of a job: checkpoints, and the files of a server's recovery"},
+    {"data": "records and batches: `reader.py` is the interface, one format a file"},
+    {"callbacks": "`placement.py` says where hooks run, `dispatch.py` calls them; one callback a file"},
+    {"model": "what a job runs: the user's model, its weights, losses, metrics and input pipeline"},
+    {"predictions": "what a model predicts, as columns and as files"},
+    {"layers": "embedding layers whose rows are on the servers"},
+    {"clients": "how the processes of a job call each other"},
+    {"cluster": "who starts processes: this machine, Kubernetes, Ray, threads, people"},
+    {
+        "master": "hands out tasks, evaluates, watches processes; its state machines are pure",
+        "worker": "runs batches: data in, gradients out",
+        "ps": "a parameter server: holds weights and rows, and applies gradients",
+    },
+    {"roles": "what each process of a job runs, from its start to its end"},
+    {
+        "api": "the Python API: `Cluster`, `fit`, `evaluate`, `predict`",
+        "sidecar": "evaluates the checkpoints of a job beside it",
+    },
+    {"cli": "the command line; no TensorFlow until a job starts"},
+    {"launch": "the process that imports TensorFlow once and forks the others"},
 )
-SHARED = 1
-PROCESSES = 2
-
-# A file of a unit that belongs to another layer than its unit.
-MOVED = {"elasticcb.ps.partition": SHARED}
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+AT_THE_ROOT = {"__init__", "__main__", "errors", "settings", "status"}
+ON_TOP = {"elasticcb", "elasticcb.__main__"}  # import what users call
 
 PURE = (
-    "elasticcb.buckets",
+    "elasticcb.sharding.bucket_map",
     "elasticcb.cluster.pod_fate",
     "elasticcb.cluster.pod_flags",
     "elasticcb.cluster.pods",
     "elasticcb.master.accounting",
-    "elasticcb.master.answers",
+    "elasticcb.master.decisions",
     "elasticcb.master.autoscaler",
     "elasticcb.master.batch_log",
     "elasticcb.master.epochs",
@@ -49,7 +71,7 @@ PURE = (
     "elasticcb.master.roster",
     "elasticcb.master.shards",
     "elasticcb.master.stragglers",
-    "elasticcb.master.supplies",
+    "elasticcb.master.task_sources",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
     "elasticcb.master.task_record",
@@ -57,7 +79,7 @@ PURE = (
     "elasticcb.ps.embedding_table",
     "elasticcb.ps.growing_array",
     "elasticcb.ps.id_index",
-    "elasticcb.ps.partition",
+    "elasticcb.sharding.partition",
     "elasticcb.ps.replica_log",
     "elasticcb.ps.table_candidates",
     "elasticcb.ps.table_limits",
@@ -122,15 +144,10 @@ def walk(node: ast.AST, at_import_only: bool) -> Iterator[ast.AST]:
         yield from walk(child, at_import_only)
 
 
-def unit_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
-
-
-def layer_of(module: str) -> int:
-    if module in MOVED:
-        return MOVED[module]
-    unit = unit_of(module)
-    return next((place for place, (_, units) in enumerate(LAYERS) if unit in units), SHARED)
+def room_of(module: str) -> str:
+    """ "" is the root."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 
 
 def inner_imports(module: str) -> set[str]:
@@ -154,33 +171,46 @@ def loaded_with(module: str) -> set[str]:
     return loaded
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if name != "elasticcb"])
-def test_a_module_imports_only_from_its_own_layer_and_those_before_it(module):
-    own = layer_of(module)
-    wrong = [f"{name} ({LAYERS[layer_of(name)][0]})" for name in inner_imports(module) if layer_of(name) > own]
-    assert not wrong, f"{module} ({LAYERS[own][0]}) imports {', '.join(sorted(wrong))}"
+def test_every_file_stands_in_a_room():
+    outside = [
+        name
+        for name, path in FILES.items()
+        if room_of(name) not in FLOOR_OF or (path.parent == PACKAGE and path.stem not in AT_THE_ROOT)
+    ]
+    assert not outside, f"Outside all rooms of tests/test_layering.py: {', '.join(outside)}"
+    assert not set(FLOOR_OF) - {room_of(name) for name in FILES}, "rooms without files"
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if layer_of(name) == PROCESSES])
-def test_master_worker_and_ps_never_import_each_other(module):
-    wrong = {name for name in inner_imports(module) if layer_of(name) == PROCESSES and unit_of(name) != unit_of(module)}
-    assert not wrong, f"{module} imports its siblings {', '.join(sorted(wrong))}"
-
-
-def test_units_of_one_layer_do_not_import_each_other_in_a_circle():
-    arrows: dict[str, set[str]] = {}
+@pytest.mark.parametrize("room", FLOOR_OF)
+def test_a_room_imports_only_from_rooms_above_it(room):
+    wrong = []
     for module in FILES:
-        if module in MOVED or module == "elasticcb":
-            continue
-        targets = {unit_of(name) for name in inner_imports(module) if name not in MOVED}
-        arrows.setdefault(unit_of(module), set()).update(targets - {unit_of(module)})
-    while arrows:
-        ends = {unit for unit, targets in arrows.items() if not targets & arrows.keys()}
-        assert ends, f"These import each other in a circle: { {u: sorted(t) for u, t in arrows.items()} }"
-        arrows = {unit: targets for unit, targets in arrows.items() if unit not in ends}
+        if room_of(module) == room and module not in ON_TOP:
+            for name in inner_imports(module):
+                other = room_of(name)
+                if other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
+                    wrong.append(f"{module} imports {name}")
+    assert not wrong, wrong
 
 
-@pytest.mark.parametrize("module", [name for name in PURE if name in FILES])
+def rooms_as_markdown() -> str:
+    rows = [f"| `elasticcb/{room}{'/' if room else ''}` | {text} |" for floor in FLOORS for room, text in floor.items()]
+    return "\n".join(["| room | what belongs there |", "|---|---|", *rows])
+
+
+def with_map(page: str) -> str:
+    """The page, with the map of the rooms between its marks."""
+    before, rest = page.split("<!-- rooms -->\n")
+    _, after = rest.split("<!-- end of rooms -->")
+    return f"{before}<!-- rooms -->\n{rooms_as_markdown()}\n<!-- end of rooms -->{after}"
+
+
+def test_the_map_in_the_overview_is_that_of_the_rooms():
+    page = OVERVIEW.read_text(encoding="utf-8")
+    assert page == with_map(page), "run: python tests/test_layering.py"
+
+
+@pytest.mark.parametrize("module", PURE)
 def test_pure_module_knows_no_threads_no_clock_no_network_and_no_keras(module):
     own = {name.split(".")[0] for name in imports_of(module)}
     loaded = {name.split(".")[0] for name in loaded_with(module)}
@@ -192,7 +222,7 @@ def test_pure_modules_of_the_master_know_no_messages(module):
     assert not {name for name in loaded_with(module) if name.startswith(("elasticcb.proto", "google"))}
 
 
-@pytest.mark.parametrize("module", [name for name in LIGHT if name in FILES])
+@pytest.mark.parametrize("module", LIGHT)
 def test_light_module_does_not_load_tensorflow(module):
     heavy = {name for name in loaded_with(module) if name.split(".")[0] in HEAVY}
     assert not heavy, f"importing {module} loads {sorted(heavy)}"
@@ -222,3 +252,8 @@ def test_no_two_files_of_the_tests_have_one_name():
         if path.name != "conftest.py":
             paths.setdefault(path.name, []).append(str(path))
     assert not [same for same in paths.values() if len(same) > 1]
+
+
+if __name__ == "__main__":
+    OVERVIEW.write_text(with_map(OVERVIEW.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit()

@@ -10,12 +10,12 @@ import grpc
 import numpy as np
 import pytest
 
-from elasticcb.access import Access
 from elasticcb.errors import ConnectionLostError, ModelFileError, WireError
-from elasticcb.local_link import Listener, ServerLinks
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
-from elasticcb.tensors import Frame
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.tensors import Frame
+from elasticcb.rpc.unix_socket import Listener, ServerLinks
+from elasticcb.security.credentials import Access
 
 SERVICE = "test.Echo"
 CONTEXT = multiprocessing.get_context("spawn")

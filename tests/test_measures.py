@@ -7,7 +7,7 @@ import math
 import pytest
 
 from elasticcb.errors import WireError
-from elasticcb.measures import BOUNDS, LOOKUP, PUSH, STALENESS, Histogram, Measures, Stats
+from elasticcb.process.stats import BOUNDS, LOOKUP, PUSH, STALENESS, Histogram, Measures, Stats
 from elasticcb.proto import elasticcb_pb2 as pb
 
 

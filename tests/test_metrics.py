@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.metric_messages import (
+from elasticcb.model.metric_messages import (
     flatten_outputs,
     from_metric_states,
     from_outputs,
@@ -16,7 +16,7 @@ from elasticcb.metric_messages import (
     to_outputs,
     unflatten_outputs,
 )
-from elasticcb.metrics import ModelMetrics, Transport
+from elasticcb.model.metrics import ModelMetrics, Transport
 
 generator = np.random.default_rng(0)
 X = generator.normal(size=(40, 3)).astype("float32")

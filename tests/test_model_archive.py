@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from elasticcb import pickling
 from elasticcb.errors import UsageError
-from elasticcb.model_archive import restore_model, save_model
+from elasticcb.serialization import pickling
+from elasticcb.serialization.model_archive import restore_model, save_model
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 

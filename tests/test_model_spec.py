@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from elasticcb.callbacks import PredictionOutputsProcessor
 from elasticcb.errors import DataError, ModelFileError, user_traceback
-from elasticcb.feed import FeedPipeline
-from elasticcb.metrics import ModelMetrics
-from elasticcb.model_spec import ModelSpec
-from elasticcb.model_weights import prime
+from elasticcb.model.input_pipeline import FeedPipeline
+from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.model_file import ModelSpec
+from elasticcb.model.weights import prime
 from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings, TrainingSettings
 
 HEAD = """

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizer_capture import updated_variables
-from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.optimizers.capture import updated_variables
+from elasticcb.optimizers.traits import model_optimizers
 
 BATCH = (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))
 

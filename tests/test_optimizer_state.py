@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ElasticCBError
-from elasticcb.optimizer_state import OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizer_traits import unwrapped
+from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.traits import unwrapped
 
 optimizers = keras.optimizers
 

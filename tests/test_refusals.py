@@ -7,21 +7,21 @@ import grpc
 import numpy as np
 import pytest
 
-from elasticcb import refusals
-from elasticcb.access import Access
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import WireError
 from elasticcb.master.master import Master
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_control import PSControl
-from elasticcb.refusals import PROTOCOL
-from elasticcb.rpc import Connection, FrameService, Server
+from elasticcb.rpc import admission
+from elasticcb.rpc.admission import PROTOCOL
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.tensors import Frame, encode_frame
+from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.status import Summary
-from elasticcb.tensors import Frame, encode_frame
 
 ECHO = "/test.Echo/Echo"
 RELEASE = ("elasticcb-protocol", str(PROTOCOL))
@@ -147,7 +147,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     control = PSControl([ps.address], [], False)
     pushing = connection.channel.unary_unary(f"/{SERVICE}/Exchange")
     push = encode_frame(Frame(pb.ExchangeRequest(sequence=1), {}))
-    monkeypatch.setattr(refusals, "_MOST_CALLS", 30)
+    monkeypatch.setattr(admission, "_MOST_CALLS", 30)
     with ps._servicer._lock:  # an update that takes long
         pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
         assert connection.is_alive(SERVICE, 10.0)  # as the master asks, before it gives a server up
@@ -162,7 +162,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
 
 
 def test_calls_beyond_the_most_are_refused_and_taken_later(echo, monkeypatch):
-    monkeypatch.setattr(refusals, "_MOST_CALLS", 2)
+    monkeypatch.setattr(admission, "_MOST_CALLS", 2)
     server = echo()
     held, let_go = threading.Semaphore(0), threading.Event()
     echo_of, server.answer = server.answer, lambda frame: held.release() or (let_go.wait(60) and echo_of(frame))

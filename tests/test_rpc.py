@@ -7,14 +7,14 @@ import grpc
 import numpy as np
 import pytest
 
-from elasticcb import rpc
-from elasticcb.access import Access
+from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, ElasticCBError, ModelFileError, NonFiniteError, WireError
-from elasticcb.master_client import MasterClient
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import Peers
-from elasticcb.rpc import PROTOCOL, Connection, FrameService, Server
-from elasticcb.tensors import Frame
+from elasticcb.rpc import calls as rpc
+from elasticcb.rpc.calls import PROTOCOL, Connection, FrameService, Server
+from elasticcb.rpc.tensors import Frame
+from elasticcb.security.credentials import Access
 
 SERVICE = "test.Echo"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticcb import shared_memory
 from elasticcb.errors import ConnectionLostError, WireError
-from elasticcb.frame_memory import ServerMemory
-from elasticcb.local_link import ServerLinks
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
-from elasticcb.shared_memory import Segment
-from elasticcb.tensors import Frame
+from elasticcb.rpc import shared_memory
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.shared_frames import ServerMemory
+from elasticcb.rpc.shared_memory import Segment
+from elasticcb.rpc.tensors import Frame
+from elasticcb.rpc.unix_socket import ServerLinks
 
 SERVICE = "test.Echo"
 RNG = np.random.default_rng(0)
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 def folder(monkeypatch):
     """Where segments are: not where those of other jobs of this machine are."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr("elasticcb.shared_memory._FOLDER", folder)
+        monkeypatch.setattr("elasticcb.rpc.shared_memory._FOLDER", folder)
         yield Path(folder)
 
 

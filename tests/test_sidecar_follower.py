@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint as checkpoints
+from elasticcb.checkpoint import files as checkpoints
+from elasticcb.checkpoint.shard_file import FORMAT
 from elasticcb.errors import UsageError
-from elasticcb.part_file import FORMAT
 from elasticcb.sidecar.follower import CheckpointFollower
 from elasticcb.sidecar.ledger import Kind
 

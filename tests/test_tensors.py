@@ -6,7 +6,7 @@ from hypothesis.extra import numpy as hnp
 
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.tensors import Frame, dtype_of, encode_frame, frame_decoder, from_message, to_message
+from elasticcb.rpc.tensors import Frame, dtype_of, encode_frame, frame_decoder, from_message, to_message
 
 ARRAYS = hnp.arrays(
     st.sampled_from(["bool", "int32", "int64", "uint8", "float16", "float32", "float64"]),

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from elasticcb.roles import _limit_threads
+from elasticcb.roles.processes import _limit_threads
 from elasticcb.settings import ClusterKind, ClusterSettings, Command, JobSettings
 
 VARIABLE = "TF_NUM_INTRAOP_THREADS"

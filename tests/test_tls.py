@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from certificates import CA
-from elasticcb import rpc
-from elasticcb.access import Access
 from elasticcb.errors import TLSError, UsageError
-from elasticcb.job_ca import NAME, make_certificates
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection, FrameService, Server
-from elasticcb.tensors import Frame
-from elasticcb.tls import TLS, diagnose, tls_files
+from elasticcb.rpc import calls as rpc
+from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.tensors import Frame
+from elasticcb.security.certificates import NAME, make_certificates
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import TLS, diagnose, tls_files
 
 SERVICE = "test.Echo"
 

@@ -9,7 +9,7 @@ import time
 
 import grpc
 
-from elasticcb import frame_memory
+from elasticcb.rpc import shared_frames
 
 _DELAY_SECONDS = float(os.environ["BENCHMARK_DELAY_MS"]) / 1000
 _insecure_channel = grpc.insecure_channel
@@ -25,7 +25,7 @@ def _delayed_channel(*arguments, **named):
     return grpc.intercept_channel(_insecure_channel(*arguments, **named), _Delay())
 
 
-assert callable(frame_memory.is_supported), "what turns shared memory off has another name now"
-frame_memory.is_supported = lambda: False
+assert callable(shared_frames.is_supported), "what turns shared memory off has another name now"
+shared_frames.is_supported = lambda: False
 if _DELAY_SECONDS:
     grpc.insecure_channel = _delayed_channel

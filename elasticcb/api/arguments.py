@@ -15,8 +15,8 @@ import keras
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.cluster.ray import check_ray
 from elasticcb.errors import UsageError
-from elasticcb.job_ca import check_installed
-from elasticcb.remote_files import is_url
+from elasticcb.security.certificates import check_installed
+from elasticcb.security.tls import FILES, TLS, tls_files
 from elasticcb.settings import (
     CallbackErrors,
     CheckpointSettings,
@@ -27,9 +27,9 @@ from elasticcb.settings import (
     TrainingSettings,
     WhenFull,
     WireDtype,
+    conflicts_with_replicas,
 )
-from elasticcb.tls import FILES, TLS, tls_files
-from elasticcb.unreplicable import conflicts
+from elasticcb.storage.remote_files import is_url
 
 _LIMITS: dict[str, tuple[int, int | None]] = {  # lowest and highest value of whole numbers
     "num_workers": (1, None),
@@ -86,7 +86,7 @@ def cluster_arguments(**given: Any) -> ClusterArguments:
             f"Received: silence_seconds={silence:g}, lease_seconds={lease:g}"
         )
     if values["ps_replicas"]:
-        for name, why in conflicts(values):
+        for name, why in conflicts_with_replicas(values):
             raise UsageError(f"`ps_replicas=1` can't be with `{name}={given[name]!r}`: {why}")
 
     def take(*names: str) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from elasticcb.api.arguments import (
     job_folder,
     with_keras_callbacks,
 )
+from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.keras_jobs import KerasJobs
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
-from elasticcb.api.turn import Turn
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
 from elasticcb.settings import Command, EmbeddingSettings, JobSettings, TrainingSettings

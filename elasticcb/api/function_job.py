@@ -12,16 +12,16 @@ from typing import Any
 
 import keras
 
-from elasticcb import pickling
 from elasticcb.api.placed import Placed
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
-from elasticcb.import_path import caller_path
 from elasticcb.master.cluster_state import Cluster
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.process.import_path import caller_path
+from elasticcb.serialization import pickling
 from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import Call, Result
 

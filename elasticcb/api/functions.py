@@ -11,12 +11,12 @@ from typing import Any
 
 import keras
 
-from elasticcb import pickling
 from elasticcb.api.function_job import FunctionJob, name_of
 from elasticcb.api.placed import Placed
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
+from elasticcb.serialization import pickling
 from elasticcb.settings import JobSettings
 
 

@@ -23,10 +23,10 @@ from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.master.job import Job
+from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master
-from elasticcb.master.model_host import ModelHost
-from elasticcb.metric_messages import Outputs
-from elasticcb.program import CallerSpec, Program
+from elasticcb.model.metric_messages import Outputs
+from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.status import JobStatus, Summary
 

@@ -6,11 +6,11 @@ import keras
 
 from elasticcb.errors import UsageError
 from elasticcb.layers import Embedding
-from elasticcb.model_weights import variable_specs
-from elasticcb.optimizer_state import ModelState, read_optimizers, write_optimizers
-from elasticcb.optimizer_traits import learning_rate_variable, may_split, model_optimizers, unwrapped
-from elasticcb.program import Program
-from elasticcb.ps_control import Source
+from elasticcb.master.ps_admin import Source
+from elasticcb.model.program import Program
+from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
+from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, unwrapped
 
 
 class Placed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.master import Master
-from elasticcb.roles import STOP_SECONDS, make_backend
+from elasticcb.roles.processes import STOP_SECONDS, make_backend
 from elasticcb.settings import ClusterKind, ClusterSettings
 
 logger = logging.getLogger(__name__)

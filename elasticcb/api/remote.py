@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from elasticcb import pickling
 from elasticcb.errors import UsageError
+from elasticcb.serialization import pickling
 from elasticcb.worker.functions import dataset_here, iterator_here, value_here
 
 

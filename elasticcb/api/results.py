@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from elasticcb.data.batches import BatchSource
-from elasticcb.metric_messages import Outputs, unflatten_outputs
+from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
 
 def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Sequence[Outputs]]) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import fsspec
 import keras
 
-from elasticcb.callbacks.remote_folder import MARKER, RemoteFolder, local_files
 from elasticcb.errors import CallbackError, ModelFileError
+from elasticcb.storage.remote_folder import MARKER, RemoteFolder, local_files
 
 logger = logging.getLogger(__name__)
 

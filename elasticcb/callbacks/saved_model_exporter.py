@@ -15,7 +15,7 @@ import keras
 
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, user_traceback
-from elasticcb.writable import problem_of_folder
+from elasticcb.storage.writable import problem_of_folder
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What callbacks remember: their attributes, as far as they can be written as JSON (plain_values.py)."""
+"""What callbacks remember: their attributes, as far as they can be written as JSON (serialization/plain_values.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
+from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 
 # Given by whoever calls the hooks, or by `keep_files`.
 _GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})

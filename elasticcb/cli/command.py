@@ -11,7 +11,7 @@ import rich_click as click
 from click.core import ParameterSource
 
 from elasticcb.cli.config import ConfigFile, read_config
-from elasticcb.cli.given import Given
+from elasticcb.cli.given_flags import Given
 from elasticcb.cli.option import Kind, Option
 from elasticcb.cli.options import BY_NAME, JOB, normalize, options_of
 from elasticcb.cli.values import Params

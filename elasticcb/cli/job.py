@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import Session
-from elasticcb.cli.given import Given
+from elasticcb.cli.given_flags import Given
 from elasticcb.cli.job_folders import JOBS, new_folder
-from elasticcb.cli.kubernetes_checks import read_cluster_spec
-from elasticcb.cli.launcher import keep_master
+from elasticcb.cli.kubernetes.checks import read_cluster_spec
+from elasticcb.cli.kubernetes.pod_master import keep_in_pod
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import options_of
-from elasticcb.cli.pod_master import keep_in_pod
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.submit import is_to_be_submitted, submit
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.kubernetes import runs_in_pod
+from elasticcb.cluster.supervisor import keep_master
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.settings import (
     JOURNAL_FILE,
@@ -130,7 +130,7 @@ def _run_master(
 ) -> None:
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
-    from elasticcb.roles import run_master
+    from elasticcb.roles.processes import run_master
 
     display = make_display(settings)
     try:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from elasticcb.clients.running_master import MASTER_FILE
 from elasticcb.errors import UsageError
-from elasticcb.running_job import MASTER_FILE
 from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
 
 JOBS = "jobs"  # below the working directory

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
-from elasticcb.cli.kubernetes_job import namespace_option, state_of
+from elasticcb.cli.kubernetes.job import namespace_option, state_of
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.cluster.pods import JOB_LABEL, ROLE_LABEL
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.clients.running_master import EndOfJob, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
-from elasticcb.running_job import EndOfJob, running_master
 from elasticcb.settings import JOB_FILE, STATUS_FILE
 
 if TYPE_CHECKING:
-    from elasticcb.master_client import MasterClient
+    from elasticcb.clients.master import MasterClient
 
 _PATIENCE_SECONDS = 5.0  # for an answer of a master
 _LOOK_SECONDS = 0.2
@@ -28,7 +28,7 @@ _TAKEOVER_SECONDS = 15.0  # for another master in the place of one that was kill
 @contextlib.contextmanager
 def master_of(folder: Path) -> Iterator[MasterClient]:
     """The master of the job in a folder, to be called. Raises `UsageError` when none is up, or does not answer."""
-    from elasticcb.master_client import MasterClient
+    from elasticcb.clients.master import MasterClient
 
     master = running_master(folder)
     client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)

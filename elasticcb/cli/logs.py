@@ -9,8 +9,8 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes_follow import follow_job
-from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.kubernetes.follow import follow_job
+from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.local_job import log_lines
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.errors import UsageError

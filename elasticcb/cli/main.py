@@ -26,10 +26,10 @@ from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.worker import worker
-from elasticcb.cli.zoo import zoo
+from elasticcb.cli.zoo.commands import zoo
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
-from elasticcb.scarcity import allow_many_files, describe_scarcity, is_scarcity
-from elasticcb.sigterm import heed_sigterm
+from elasticcb.process.limits import allow_many_files, describe_scarcity, is_scarcity
+from elasticcb.process.signals import heed_sigterm
 
 
 @click.group(context_settings=CONTEXT)

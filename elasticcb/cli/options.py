@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elasticcb.cli.kubernetes_options import KUBERNETES, KUBERNETES_OPTIONS
+from elasticcb.cli.kubernetes.options import KUBERNETES, KUBERNETES_OPTIONS
 from elasticcb.cli.option import EVALUATE, PREDICT, TRAIN, TRAIN_AND_EVALUATE, Kind, Option
-from elasticcb.prediction_formats import FORMATS
+from elasticcb.predictions.formats import FORMATS
 from elasticcb.settings import CallbackErrors, ClusterKind, Command, NonFinite, WhenFull, WireDtype
 
 MODEL = "Model file"

@@ -6,7 +6,7 @@ import difflib
 import os
 from pathlib import Path
 
-from elasticcb.cli.given import absolute
+from elasticcb.cli.given_flags import absolute
 from elasticcb.data.files import expanded_glob
 from elasticcb.errors import UsageError
 

@@ -6,11 +6,11 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from elasticcb.cli.given import Given
-from elasticcb.prediction_formats import ENDINGS, FORMATS, format_of
-from elasticcb.remote_files import is_url
+from elasticcb.cli.given_flags import Given
+from elasticcb.predictions.formats import ENDINGS, FORMATS, format_of
 from elasticcb.settings import Command
-from elasticcb.writable import problem_of_folder
+from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.writable import problem_of_folder
 
 
 def names_predictions(given: Given) -> bool:

@@ -51,6 +51,6 @@ def ps(
     Example:
       elasticcb ps --master 10.0.0.1:50001 --host 10.0.0.2
     """
-    from elasticcb.roles import run_ps
+    from elasticcb.roles.processes import run_ps
 
     run_ps(master_address, index, host, parent_pid, access(tls), health_port, port)

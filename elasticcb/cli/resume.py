@@ -9,9 +9,9 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT, Session
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes_again import make_again
-from elasticcb.cli.kubernetes_follow import follow_job
-from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.kubernetes.follow import follow_job
+from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.kubernetes.recreate import make_again
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings

@@ -10,8 +10,8 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes_job import KubernetesJob
-from elasticcb.cli.kubernetes_status import pods_lines, pods_state
+from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.kubernetes.status import pods_lines, pods_state
 from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.settings import STATUS_FILE, Command

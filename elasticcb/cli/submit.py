@@ -14,11 +14,10 @@ from typing import Any
 
 import yaml
 
-from elasticcb.access import TOKEN_VARIABLE, token_of_environment
-from elasticcb.cli.given import Given
-from elasticcb.cli.kubernetes_checks import LOCAL_FILES, check_paths, read_cluster_spec
-from elasticcb.cli.kubernetes_follow import follow_job
-from elasticcb.cli.kubernetes_options import KUBERNETES_OPTIONS
+from elasticcb.cli.given_flags import Given
+from elasticcb.cli.kubernetes.checks import LOCAL_FILES, check_paths, read_cluster_spec
+from elasticcb.cli.kubernetes.follow import follow_job
+from elasticcb.cli.kubernetes.options import KUBERNETES_OPTIONS
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.child import common_environment
@@ -26,11 +25,12 @@ from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.pod_flags import safe_name
 from elasticcb.cluster.pods import CONFIG, FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, SPEC, PodPlan
 from elasticcb.errors import UsageError
-from elasticcb.job_ca import make_certificates
-from elasticcb.remote_files import is_url
+from elasticcb.security.certificates import make_certificates
+from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
+from elasticcb.security.tls import FILES as TLS_FLAGS
+from elasticcb.security.tls import TLS, TLSFiles, tls_files
 from elasticcb.settings import ClusterKind, Command, KubernetesSettings
-from elasticcb.tls import FILES as TLS_FLAGS
-from elasticcb.tls import TLS, TLSFiles, tls_files
+from elasticcb.storage.remote_files import is_url
 
 _PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
 _NAME_SIGNS = 33  # and seven more that make it unlike any other's

@@ -12,7 +12,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 
 if TYPE_CHECKING:
-    from elasticcb.table_report import CheckpointReport, TableReport
+    from elasticcb.checkpoint.table_report import CheckpointReport, TableReport
 
 _LABEL_WIDTH = 16  # of the first column, in characters
 _QUANTILES = ("least", "25 %", "median", "75 %", "99 %", "most")
@@ -40,9 +40,9 @@ def table(checkpoint: str, top: int, as_json: bool) -> None:
       elasticcb table jobs/ctr/checkpoints
       elasticcb table jobs/ctr/checkpoints/version-00001000 --top 20
     """
-    from elasticcb.remote_checkpoint import local_copy
-    from elasticcb.remote_files import is_url
-    from elasticcb.table_report import report
+    from elasticcb.checkpoint.remote import local_copy
+    from elasticcb.checkpoint.table_report import report
+    from elasticcb.storage.remote_files import is_url
 
     with local_copy(checkpoint) as folder:
         found = report(folder, top)

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import rich_click as click
 
-from elasticcb.access import Access, token_of_environment
 from elasticcb.cli.options import BY_NAME
-from elasticcb.tls import FILES, TLS, tls_files
+from elasticcb.security.credentials import Access, token_of_environment
+from elasticcb.security.tls import FILES, TLS, tls_files
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NAMES = (*FILES, "tls_name")

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elasticcb.cli.given import Given
-from elasticcb.cli.kubernetes_checks import check_kubernetes
+from elasticcb.cli.given_flags import Given
+from elasticcb.cli.kubernetes.checks import check_kubernetes
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, OPTIONS
@@ -20,11 +20,11 @@ from elasticcb.cli.prediction_output import check_prediction_file, check_predict
 from elasticcb.cli.replicas import check_replicas
 from elasticcb.cluster.ray import check_ray
 from elasticcb.errors import UsageError
-from elasticcb.job_ca import check_installed
-from elasticcb.remote_files import is_url, problem_of
+from elasticcb.security.certificates import check_installed
+from elasticcb.security.tls import FILES, TLS, tls_files
 from elasticcb.settings import ClusterKind, Command, WorkerRange
-from elasticcb.tls import FILES, TLS, tls_files
-from elasticcb.writable import problem_of_folder
+from elasticcb.storage.remote_files import is_url, problem_of
+from elasticcb.storage.writable import problem_of_folder
 
 # What a command can't do without, and why.
 NEEDED: dict[Command, dict[str, str]] = {

@@ -23,6 +23,6 @@ def worker(master_address: str, index: int, parent_pid: int | None, **tls: str |
     Example:
       elasticcb worker --master 10.0.0.1:50001
     """
-    from elasticcb.roles import run_worker
+    from elasticcb.roles.processes import run_worker
 
     run_worker(master_address, index, parent_pid, access(tls))

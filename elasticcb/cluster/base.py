@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticcb.access import OPEN
+from elasticcb.security.credentials import OPEN
 
 
 @dataclass(frozen=True)

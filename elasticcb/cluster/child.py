@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from elasticcb.import_path import python_code
+from elasticcb.process.import_path import python_code
 
 # glibc gives every large block back to the kernel, and each tensor then pays for page faults: these
 # keep blocks in the process, which doubles the steps per second.

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticcb.access import TOKEN_VARIABLE, token_of_environment
 from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 
 _TOKEN_FILE = "token"
 

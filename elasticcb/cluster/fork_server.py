@@ -1,4 +1,4 @@
-"""The side of masters, and of their launcher, of the process that forks the others (zygote.py)."""
+"""The side of masters, and of their supervisor, of the process that forks the others (launch/fork_process.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticcb.cluster.child import Child, Ending, Launch, SpawnedChild
-from elasticcb.import_path import python_code
+from elasticcb.process.import_path import python_code
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ForkServer:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-c", python_code("elasticcb.zygote"), str(theirs.fileno()), str(watch)],
+                [sys.executable, "-c", python_code("elasticcb.launch.fork_process"), str(theirs.fileno()), str(watch)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -10,8 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
-from elasticcb.access import Access
 from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.security.credentials import Access
 
 RunRole = Callable[[str, int, Access], None]  # master's address, index, access to the job
 

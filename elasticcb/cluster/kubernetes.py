@@ -20,7 +20,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from elasticcb.access import TOKEN_VARIABLE
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.cluster.child import common_environment
 from elasticcb.cluster.kubernetes_api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
@@ -41,8 +40,9 @@ from elasticcb.cluster.pods import (
     resources,
 )
 from elasticcb.errors import UsageError
+from elasticcb.security.credentials import TOKEN_VARIABLE
+from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import KubernetesSettings
-from elasticcb.tls import TLS, TLSFiles
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
-from elasticcb.access import TOKEN_VARIABLE
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.cluster.child import Child, Launch, SpawnedChild, common_environment
 from elasticcb.cluster.fork_server import ForkServer, can_fork
+from elasticcb.security.credentials import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 class LocalCluster(ClusterBackend):
     """Processes of this machine that end with this one, however it ends.
 
-    Where the system allows it, they are forked by a process that has imported TensorFlow for all of them (zygote.py).
+    Where the system allows it, they are forked by a process that has imported TensorFlow for all of them
+    (launch/fork_process.py).
 
     Args:
         directory: the job's; logs go to `logs/ROLE-INDEX.log` below it.

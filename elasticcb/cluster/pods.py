@@ -24,11 +24,12 @@ from elasticcb.cluster.pod_flags import (
     parse_tolerations,
     parse_volumes,
 )
-from elasticcb.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
+from elasticcb.process.host import POD_NAME
+from elasticcb.rpc.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
 
 PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; metrics are of the master
-POD_NAME, POD_IP = "ELASTICCB_POD_NAME", "ELASTICCB_POD_IP"  # environment variables
+POD_IP = "ELASTICCB_POD_IP"  # environment variable
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
 RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it goes on with
 FILES = "/etc/elasticcb"  # the job's certificates, and these:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.cluster.ray_place import Ended, Launched, Place
+from elasticcb.cluster.ray_actor import Ended, Launched, Place
 from elasticcb.errors import UsageError, describe
 
 logger = logging.getLogger(__name__)

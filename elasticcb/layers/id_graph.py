@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.layers.table_layers import TableLayer
-from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.optimizers.traits import model_optimizers
 
 # Stateful to TensorFlow, and yet the same whenever they run: they read, or check.
 _HARMLESS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from elasticcb.compute.row_variables import make_whole, untouched_zeros
 from elasticcb.errors import ModelFileError
-from elasticcb.layers.row_variables import make_whole, untouched_zeros
 from elasticcb.layers.table_layers import is_own, table_layers
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
 from elasticcb.errors import CheckpointError
-from elasticcb.part_file import Part, SavedFile, read_part, write_part
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
 
 logger = logging.getLogger(__name__)
 

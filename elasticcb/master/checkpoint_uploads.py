@@ -8,8 +8,8 @@ import shutil
 import threading
 from pathlib import Path
 
-from elasticcb import remote_checkpoint
-from elasticcb.checkpoint import find_versions
+from elasticcb.checkpoint import remote as remote_checkpoint
+from elasticcb.checkpoint.files import find_versions
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 

@@ -7,14 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from elasticcb import checkpoint as checkpoints
+from elasticcb.checkpoint import files as checkpoints
+from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_uploads import CheckpointUploads
-from elasticcb.part_file import SavedFile
-from elasticcb.ps_control import PSControl
-from elasticcb.remote_files import is_url
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import CHECKPOINTS_FOLDER, JobSettings
+from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elasticcb.buckets import BucketMap
-from elasticcb.ps.partition import VariableSpec
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import VariableSpec
 
 
 class ServerPlace(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.task import Task, TaskType
 

@@ -27,11 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elasticcb import remote_checkpoint
 from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.checkpoint import find_undamaged
+from elasticcb.checkpoint import remote as remote_checkpoint
+from elasticcb.checkpoint.files import find_undamaged
 from elasticcb.errors import (
     CheckpointError,
     ClusterLostError,
@@ -41,28 +41,28 @@ from elasticcb.errors import (
     JobInterrupted,
     LastCheckpointError,
 )
-from elasticcb.master.answers import Milestone, MilestoneKind
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.batch_log import Pass
 from elasticcb.master.callback_arrays import CallbackArrays
+from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.cluster_state import Cluster, ServerPlace
+from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.evaluation import EvaluationRounds, Round
-from elasticcb.master.hooks import MasterHooks
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizer_state import ModelState
-from elasticcb.optimizer_traits import clips_on_server, may_serve_rows, model_optimizers
-from elasticcb.ps_control import PSControl, Source
-from elasticcb.remote_files import is_url
+from elasticcb.optimizers.state import ModelState
+from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
 from elasticcb.settings import INITIAL_FOLDER, RECOVERY_FOLDER, Command, JobSettings
 from elasticcb.status import Summary
+from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Job:
         master: started; its processes will do the job.
         display: `update(JobStatus)`, `message(text)`.
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
-        make_program: makes what the job runs instead of a model file (elasticcb/program.py), once the model of
+        make_program: makes what the job runs instead of a model file (elasticcb/model/program.py), once the model of
             the host is built.
         journal: of training that can be resumed, and that this job goes on with if it tells of tasks. Of training
             that was over, the servers get the model, and no hook is called.
@@ -748,7 +748,7 @@ class Job:
 
 def _host_of_model_file(settings: JobSettings) -> Any:
     # Keras is imported here, not above: the other processes import it meanwhile.
-    from elasticcb.master.model_host import ModelHost
+    from elasticcb.master.keras_host import ModelHost
 
     return ModelHost(settings)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.buckets import BucketMap
 from elasticcb.errors import JobFailedError
-from elasticcb.tensors import Array, dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.bucket_map import BucketMap
 
 logger = logging.getLogger(__name__)
 

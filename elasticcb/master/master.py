@@ -20,17 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.access import OPEN, Access, is_loopback
-from elasticcb.buckets import BucketMap
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
-from elasticcb.health import HealthServer
-from elasticcb.health_names import MASTER_SERVICE
-from elasticcb.master.answers import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.batch_log import BatchEvent, BatchLog
-from elasticcb.master.changes import Changes
 from elasticcb.master.cluster_state import Cluster, Recoveries, ServerPlace, Totals
+from elasticcb.master.conditions import Changes
+from elasticcb.master.decisions import Answer, Decision, DecisionKind, Outcome
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.journal import Journal, Memory, states_entry
 from elasticcb.master.metrics_server import MetricsServer
@@ -43,11 +39,15 @@ from elasticcb.master.stragglers import Paces, Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.master.watchdog import Watchdog
-from elasticcb.measures import Stats
-from elasticcb.metric_messages import Outputs
+from elasticcb.model.metric_messages import Outputs
+from elasticcb.process.stats import Stats
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
-from elasticcb.rpc import Server
+from elasticcb.rpc.calls import Server
+from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.health_names import MASTER_SERVICE
+from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.settings import MOST_WORKERS, ClusterSettings, Command, JobSettings
+from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.status import JobStatus
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Master:
         """Makes the processes begin a job; those of the last one are done with it.
 
         Args:
-            program: what the job runs instead of a model file (elasticcb/program.py).
+            program: what the job runs instead of a model file (elasticcb/model/program.py).
             describe: how the job looks to people at a time, in seconds.
         """
         with self.changed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import ConnectionLostError
-from elasticcb.health_names import LIVE_PATH, READY_PATH
+from elasticcb.rpc.health_names import LIVE_PATH, READY_PATH
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from elasticcb.host_name import host_name
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.cluster_state import Recoveries, Totals
 from elasticcb.master.roster import Member, PlaceState, Role
 from elasticcb.master.task import TaskState, TaskType
-from elasticcb.measures import Stats
+from elasticcb.process.host import host_name
+from elasticcb.process.stats import Stats
 from elasticcb.settings import JobSettings
 from elasticcb.status import JobStatus
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from elasticcb.errors import JobFailedError, ModelFileError
 from elasticcb.master.shards import Shard
-from elasticcb.metric_messages import Outputs, from_outputs, to_outputs
-from elasticcb.prediction_columns import Column, columns_of
-from elasticcb.prediction_files import WRITERS, check_shapes
+from elasticcb.model.metric_messages import Outputs, from_outputs, to_outputs
+from elasticcb.predictions.columns import Column, columns_of
+from elasticcb.predictions.files import WRITERS, check_shapes
 from elasticcb.proto import elasticcb_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from elasticcb.master.observation import Observation, observe
 from elasticcb.master.roster import PlaceState, Role
-from elasticcb.measures import LOOKUP, PULL, PUSH, STALENESS, Histogram, resident_bytes
-from elasticcb.refusals import Refusal
+from elasticcb.process.stats import LOOKUP, PULL, PUSH, STALENESS, Histogram, resident_bytes
+from elasticcb.rpc.admission import Refusal
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master

@@ -9,14 +9,14 @@ from typing import Any
 
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.master.accounting import Accounting
-from elasticcb.master.answers import Milestone, MilestoneKind
+from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.held_results import HeldResults
 from elasticcb.master.leases import Leases
 from elasticcb.master.shards import ShardLayout
-from elasticcb.master.supplies import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.master.task_record import Failure, TaskRecord
+from elasticcb.master.task_sources import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 from elasticcb.master.todo import Todo
 
 _FORMAT = 1

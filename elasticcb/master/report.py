@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticcb.job_callbacks import callback_params
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.model.job_callbacks import callback_params
 from elasticcb.settings import Command, JobSettings
 from elasticcb.status import JobStatus, SavedModelInput, Summary
 

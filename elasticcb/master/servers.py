@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from elasticcb.buckets import BucketMap
+from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.master import Master
+from elasticcb.master.ps_admin import PSControl, Restored, Source
+from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
 from elasticcb.master.roster import Role
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_control import PSControl, Restored, Source
-from elasticcb.ps_link import Link, Places
-from elasticcb.server_move import Moved, ServerMove, end_earlier_move
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import VariableSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ import grpc
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.host_name import host_name
-from elasticcb.master.answers import DecisionKind
 from elasticcb.master.batch_log import BatchEvent, Pass
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.observation import observe
 from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task import Lease, TaskType
-from elasticcb.measures import Stats
-from elasticcb.metric_messages import from_metric_states, from_outputs
+from elasticcb.model.metric_messages import from_metric_states, from_outputs
+from elasticcb.process.host import host_name
+from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
-from elasticcb.rpc import ERROR_KEY
+from elasticcb.rpc.calls import ERROR_KEY
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master

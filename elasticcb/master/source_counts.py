@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from elasticcb.data.file_reader import FileReader
-from elasticcb.feed import FeedPipeline, Pipeline, Sources
+from elasticcb.model.input_pipeline import FeedPipeline, Pipeline, Sources
 from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
 
 logger = logging.getLogger(__name__)

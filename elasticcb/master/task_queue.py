@@ -5,7 +5,7 @@ task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains
 
 Each event of that table befalls a task here, and nowhere else. Where a task is meanwhile, others know:
 
-    TODO    todo.py; supplies.py and epochs.py make tasks when they are handed out, so a queue of a
+    TODO    todo.py; task_sources.py and epochs.py make tasks when they are handed out, so a queue of a
             million tasks holds little more than a shuffled index of four bytes a task
     DOING   leases.py
     closed  only counted, in queue_state.py, which holds all of these, and saves them
@@ -21,7 +21,7 @@ from typing import Any
 
 from elasticcb.errors import WireError
 from elasticcb.master.accounting import Accounting
-from elasticcb.master.answers import Answer, Decision, DecisionKind, Milestone, Outcome
+from elasticcb.master.decisions import Answer, Decision, DecisionKind, Milestone, Outcome
 from elasticcb.master.queue_state import QueueSettings, QueueState, reading
 from elasticcb.master.task import RESUMABLE, BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 
 from elasticcb.master.shards import Shard
-from elasticcb.master.supplies import Supply
 from elasticcb.master.task import HANDING_OUT_ORDER, Task, TaskType
 from elasticcb.master.task_record import TaskRecord
+from elasticcb.master.task_sources import Supply
 
 
 class Todo:

@@ -10,10 +10,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from elasticcb.clients.ps_link import SERVICE
 from elasticcb.errors import JobFailedError
 from elasticcb.master.roster import Member, Role
-from elasticcb.ps_link import SERVICE
-from elasticcb.rpc import Connection
+from elasticcb.rpc.calls import Connection
 
 if TYPE_CHECKING:
     from elasticcb.master.master import Master

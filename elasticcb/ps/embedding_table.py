@@ -19,7 +19,7 @@ from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
-from elasticcb.table_state import TableState
+from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
 

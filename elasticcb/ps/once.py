@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from elasticcb.tensors import Frame
+from elasticcb.rpc.tensors import Frame
 
 _KEPT = 256  # answers
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import keras
 import numpy as np
 
-from elasticcb.eager_tensors import not_cached
+from elasticcb.compute.convert import not_cached
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.optimizer_traits import clips_on_server, may_join
-from elasticcb.optimizer_variables import Leaf, Slot, optimizer_variables
+from elasticcb.optimizers.traits import clips_on_server, may_join
+from elasticcb.optimizers.variables import Leaf, Slot, optimizer_variables
 from elasticcb.ps.joined import Piece, groups_of, join
 
 _ANCHOR = -1  # an index that no variable of the model has

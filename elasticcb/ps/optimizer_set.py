@@ -11,15 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.eager_tensors import array_of
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.compute.convert import array_of
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
-from elasticcb.optimizer_state import Key, OptimizerState
-from elasticcb.optimizer_variables import Leaf, leaves
-from elasticcb.part_file import Part
+from elasticcb.optimizers.state import Key, OptimizerState
+from elasticcb.optimizers.variables import Leaf, leaves
 from elasticcb.ps.joined import Piece, assign
 from elasticcb.ps.optimizer import ServerOptimizer
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.tensors import Array, dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.partition import VariableSpec
 
 logger = logging.getLogger(__name__)
 

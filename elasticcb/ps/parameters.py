@@ -18,24 +18,24 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from elasticcb.blocks import moved_state
-from elasticcb.buckets import BucketMap, even
-from elasticcb.eager_tensors import array_of, tensor_of
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.compute.concrete_call import quick_call
+from elasticcb.compute.convert import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.optimizer_state import OptimizerState
-from elasticcb.optimizer_traits import may_update_rows
-from elasticcb.part_file import Part
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
-from elasticcb.ps.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
-from elasticcb.quick_call import quick_call
-from elasticcb.table_state import TableState
-from elasticcb.tensors import dtype_of
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.sharding.bucket_map import BucketMap, even
+from elasticcb.sharding.flat_blocks import moved_state
+from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
+from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)

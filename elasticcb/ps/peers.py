@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
-from elasticcb.access import OPEN, Access
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import Connection
-from elasticcb.tensors import Frame
+from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.tensors import Frame
+from elasticcb.security.credentials import OPEN, Access
 
 SERVICE = "elasticcb.ParameterServer"
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import WireError
-from elasticcb.ps.partition import Placed, Slice, VariableSpec, block_sizes, check_blocks, layout
-from elasticcb.tensors import all_finite, dtype_of
+from elasticcb.rpc.tensors import all_finite, dtype_of
+from elasticcb.sharding.partition import Placed, Slice, VariableSpec, block_sizes, check_blocks, layout
 
 Array = npt.NDArray[Any]
 

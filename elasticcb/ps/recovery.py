@@ -18,12 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from elasticcb.buckets import BucketMap
+from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
 from elasticcb.errors import CheckpointError, ElasticCBError, describe
-from elasticcb.part_file import Part, SavedFile, read_part, write_part
-from elasticcb.ps.partition import Slice, VariableSpec, partition
-from elasticcb.ps.recut import Piece, put_together
-from elasticcb.table_state import joined, overlaid
+from elasticcb.ps.reslice import Piece, put_together
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import Slice, VariableSpec, partition
+from elasticcb.sharding.table_state import joined, overlaid
 
 logger = logging.getLogger(__name__)
 

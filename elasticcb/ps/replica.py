@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elasticcb.access import Access
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.recovery import RecoveryLog
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
-from elasticcb.rpc import Connection
-from elasticcb.tensors import Array, Frame
+from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.security.credentials import Access
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elasticcb.errors import ElasticCBError
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
 
 _OVERHEAD = 1024  # bytes of an entry besides its arrays, about
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from elasticcb.layers.row_variables import make_free_rows
+from elasticcb.compute.row_variables import make_free_rows
 from elasticcb.ps.optimizer import ServerOptimizer
 
 

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.buckets import BucketMap
+from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
-from elasticcb.optimizer_state import OptimizerState
-from elasticcb.part_file import Part
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
-from elasticcb.ps.partition import Slice, VariableSpec, check_blocks, layout
-from elasticcb.ps.partition import block_sizes as sizes_of
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
-from elasticcb.table_state import TableState
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
+from elasticcb.sharding.partition import block_sizes as sizes_of
+from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from elasticcb import rpc
-from elasticcb.access import OPEN, Access
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.rpc import calls as rpc
+from elasticcb.rpc.tensors import Frame
+from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import RECOVERY_FOLDER, JobSettings
-from elasticcb.tensors import Frame
 
 logger = logging.getLogger(__name__)
 

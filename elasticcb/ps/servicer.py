@@ -18,18 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb import checkpoint
-from elasticcb.access import OPEN, Access
-from elasticcb.buckets import BucketMap
-from elasticcb.eager_tensors import forget_kernels
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.compute.convert import forget_kernels
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
-from elasticcb.optimizer_state import OptimizerState
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.moving import Moves
+from elasticcb.ps.migration import Moves
 from elasticcb.ps.once import Once
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push import Push, PushReader
 from elasticcb.ps.recovery import (
@@ -45,12 +43,14 @@ from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import Change, Exported, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+from elasticcb.rpc.tensors import Frame, dtype_of
+from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import TrainingSettings
-from elasticcb.state_messages import from_tensors, to_tensors
-from elasticcb.table_state import TableState
-from elasticcb.table_state import from_tensors as tables_from
-from elasticcb.table_state import to_tensors as tables_to
-from elasticcb.tensors import Frame, dtype_of
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.sharding.table_state import to_tensors as tables_to
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)

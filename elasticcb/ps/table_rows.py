@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.id_index import IdIndex
-from elasticcb.table_state import TableState
-from elasticcb.tensors import aligned
+from elasticcb.rpc.tensors import aligned
+from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
 

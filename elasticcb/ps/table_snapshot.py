@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.table_rows import TableRows
-from elasticcb.table_state import TableState
+from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
 

@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from elasticcb.eager_tensors import array_of, tensor_of
+from elasticcb.compute.concrete_call import quick_call
+from elasticcb.compute.convert import array_of, tensor_of
 from elasticcb.errors import ModelFileError, describe, user_traceback
-from elasticcb.optimizer_traits import may_update_rows
+from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.embedding_table import Change, EmbeddingTable
 from elasticcb.ps.optimizer import ServerOptimizer
-from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.row_update import RowClone
-from elasticcb.quick_call import quick_call
-from elasticcb.tensors import aligned
+from elasticcb.rpc.tensors import aligned
+from elasticcb.sharding.partition import VariableSpec
 
 Array = npt.NDArray[Any]
 

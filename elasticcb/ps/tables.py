@@ -13,21 +13,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.buckets import BucketMap
-from elasticcb.eager_tensors import array_of
+from elasticcb.compute.concrete_call import quick_call
+from elasticcb.compute.convert import array_of
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, Kind, initial_rows
-from elasticcb.optimizer_traits import may_join
+from elasticcb.optimizers.traits import may_join
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
-from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.push import Rows, check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
-from elasticcb.quick_call import quick_call
-from elasticcb.table_spec import TableSpec
-from elasticcb.table_state import TableState
-from elasticcb.tensors import Array, dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState
 
 _IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticcb.checkpoint import MANIFEST, find_versions, read_manifest
+from elasticcb.checkpoint.files import MANIFEST, find_versions, read_manifest
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.sidecar.keras_file import saved_iterations, verify_file
 from elasticcb.sidecar.ledger import Kind, Ledger, Sighting, Signature

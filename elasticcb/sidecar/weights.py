@@ -9,15 +9,15 @@ from pathlib import Path
 
 import keras
 
-from elasticcb.checkpoint import check_variables, load_slices, read_manifest
+from elasticcb.checkpoint.files import check_variables, load_slices, read_manifest
 from elasticcb.errors import CheckpointError
 from elasticcb.layers.install import install
-from elasticcb.model_weights import variable_specs
-from elasticcb.ps.partition import partition
+from elasticcb.model.weights import variable_specs
+from elasticcb.sharding.partition import partition
+from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sidecar.follower import Checkpoint
 from elasticcb.sidecar.keras_file import Shape, saved_variables
 from elasticcb.sidecar.ledger import Kind
-from elasticcb.table_spec import TableSpec
 
 _SHOWN = 5
 

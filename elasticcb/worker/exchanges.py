@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from elasticcb.ps_client import PSClient, Push, PushResult
+from elasticcb.clients.ps import PSClient, Push, PushResult
 from elasticcb.worker.task_input import Batch
 
 

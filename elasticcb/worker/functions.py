@@ -14,14 +14,14 @@ from typing import Any
 
 import keras
 
-from elasticcb import pickling
+from elasticcb.clients.master import MasterClient, ProgressReporter
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
-from elasticcb.host_name import host_name
-from elasticcb.import_path import adopt_path
-from elasticcb.master_client import MasterClient, ProgressReporter
+from elasticcb.model.spec import Spec
+from elasticcb.process.host import host_name
+from elasticcb.process.import_path import adopt_path
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.serialization import pickling
 from elasticcb.settings import JobSettings
-from elasticcb.spec import Spec
 from elasticcb.worker.placed_model import PlacedModel
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizer_traits import clips_on_server
-from elasticcb.optimizer_variables import leaves
-from elasticcb.ps.partition import VariableSpec
+from elasticcb.optimizers.traits import clips_on_server
+from elasticcb.optimizers.variables import leaves
+from elasticcb.sharding.partition import VariableSpec
 
 Dense = dict[int, Any]  # gradients by variable
 Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows) by variable

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elasticcb.metric_messages import States
-from elasticcb.metrics import ModelMetrics
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import ModelMetrics
 from elasticcb.proto import elasticcb_pb2 as pb
 
 

@@ -11,18 +11,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.blocks import state_moves, unpack_weights
+from elasticcb.clients.master import MasterClient
+from elasticcb.clients.ps import PSClient, Push
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
-from elasticcb.master_client import MasterClient
-from elasticcb.model_weights import variable_specs
-from elasticcb.optimizer_traits import model_optimizers
+from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.loss_scale import LossScale
+from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import PSClient, Push
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings, NonFinite
-from elasticcb.tensors import Array
+from elasticcb.sharding.flat_blocks import state_moves, unpack_weights
+from elasticcb.sharding.partition import VariableSpec, pack
 from elasticcb.worker.gradients import clippings, sort_gradients
-from elasticcb.worker.loss_scale import LossScale
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
 
 _CHUNK_ROWS = 1 << 16
 

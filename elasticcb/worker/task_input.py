@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.eager_tensors import array_of
+from elasticcb.clients.master import MasterClient
+from elasticcb.compute.convert import array_of
 from elasticcb.errors import ElasticCBError
-from elasticcb.feed import Pipeline, records_in
 from elasticcb.layers.lookups import Wanted
-from elasticcb.master_client import MasterClient
+from elasticcb.model.input_pipeline import Pipeline, records_in
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.tensors import Array
+from elasticcb.rpc.tensors import Array
 
 logger = logging.getLogger(__name__)
 

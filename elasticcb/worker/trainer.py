@@ -1,6 +1,6 @@
 """One compiled function per kind of batch, around the model's own `train_step` and friends.
 
-The optimizers keep what they are given (elasticcb/optimizer_capture.py), so that the gradients of the
+The optimizers keep what they are given (elasticcb/optimizers/capture.py), so that the gradients of the
 traced step come out of the function as outputs instead of being applied. Pulled weights are assigned,
 and gradients packed into one flat array per server and dtype, inside the same function.
 """
@@ -17,24 +17,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.blocks import Blocks, PlacedBlocks, state_moves
-from elasticcb.eager_tensors import array_of, not_cached, tensor_of
+from elasticcb.clients.ps import Push
+from elasticcb.compute.compiled_step import CompiledStep
+from elasticcb.compute.convert import array_of, not_cached, tensor_of
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
 from elasticcb.layers.lookups import Wanted, serve_tables
-from elasticcb.metric_messages import States
-from elasticcb.metrics import ModelMetrics, Transport, to_number
-from elasticcb.optimizer_capture import OptimizerCapture
-from elasticcb.optimizer_traits import unwrapped
-from elasticcb.ps.partition import Slice, VariableSpec, layout
-from elasticcb.ps_client import Push
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import ModelMetrics, Transport, to_number
+from elasticcb.optimizers.capture import OptimizerCapture
+from elasticcb.optimizers.loss_scale import LossScale
+from elasticcb.optimizers.traits import unwrapped
+from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.settings import WireDtype
-from elasticcb.table_spec import TableSpec
-from elasticcb.tensors import Array, all_finite
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, state_moves
+from elasticcb.sharding.partition import Slice, VariableSpec, layout
+from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.worker.assignments import refused_assignments
-from elasticcb.worker.compiled_step import CompiledStep
 from elasticcb.worker.gradients import clippings, sort_gradients
-from elasticcb.worker.loss_scale import LossScale
 from elasticcb.worker.moving_averages import MovingAverages
 from elasticcb.worker.table_files import collect
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from elasticcb.blocks import Blocks
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions
-from elasticcb.eager_tensors import not_cached
+from elasticcb.clients.master import MasterClient, ProgressReporter, places_of
+from elasticcb.clients.ps import PSClient, PushResult
+from elasticcb.compute.convert import not_cached
 from elasticcb.errors import (
     CallbackError,
     ConnectionLostError,
@@ -27,21 +28,20 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.feed import Pipeline, open_pipeline
-from elasticcb.job_callbacks import callback_params, job_callbacks
-from elasticcb.master_client import MasterClient, ProgressReporter, places_of
-from elasticcb.measures import STALENESS
-from elasticcb.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
-from elasticcb.metrics import ModelMetrics, Transport
-from elasticcb.model_weights import prime, variable_specs
-from elasticcb.optimizer_traits import learning_rate_variable
+from elasticcb.model.input_pipeline import Pipeline, open_pipeline
+from elasticcb.model.job_callbacks import callback_params, job_callbacks
+from elasticcb.model.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
+from elasticcb.model.metrics import ModelMetrics, Transport
+from elasticcb.model.spec import Spec
+from elasticcb.model.weights import prime, variable_specs
+from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.traits import learning_rate_variable
+from elasticcb.process.signals import on_sigterm
+from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_client import PSClient, PushResult
 from elasticcb.settings import Command, JobSettings, NonFinite
-from elasticcb.sigterm import on_sigterm
-from elasticcb.spec import Spec
-from elasticcb.step_logs import is_overridden
+from elasticcb.sharding.flat_blocks import Blocks
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted

@@ -16,8 +16,8 @@ import pytest
 
 from elasticcb.callbacks import Dispatcher, LearningRateScheduler, Place, SummaryWriter
 from elasticcb.callbacks.placement import place_of
-from elasticcb.callbacks.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
+from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 
 EPOCHS, BATCHES = 7, 2
 # From the third epoch on, less than `DELTA` is gained.

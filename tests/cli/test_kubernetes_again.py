@@ -6,8 +6,8 @@ import json
 
 import kubernetes_validate
 
-from elasticcb.cli.kubernetes_again import as_submitted
-from elasticcb.cli.pod_master import _is_ours
+from elasticcb.cli.kubernetes.pod_master import _is_ours
+from elasticcb.cli.kubernetes.recreate import as_submitted
 from elasticcb.cluster.pods import PodPlan
 from elasticcb.settings import JOURNAL_FILE, KubernetesSettings
 

@@ -7,7 +7,7 @@ import pytest
 
 from elasticcb.cli import local_job
 from elasticcb.cli.main import main
-from elasticcb.running_job import MASTER_FILE, RunningMaster
+from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
 from elasticcb.settings import JOB_FILE
 
 

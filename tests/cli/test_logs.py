@@ -6,10 +6,10 @@ import fcntl
 
 import pytest
 
-from elasticcb.access import Access
 from elasticcb.cli.local_job import log_lines
+from elasticcb.clients.running_master import EndOfJob, RunningMaster, published
 from elasticcb.errors import UsageError
-from elasticcb.running_job import EndOfJob, RunningMaster, published
+from elasticcb.security.credentials import Access
 
 
 @pytest.fixture

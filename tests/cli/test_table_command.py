@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.shard_file import Part
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
-from elasticcb.part_file import Part
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.table_spec import TableSpec
-from elasticcb.table_state import TableState
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState
 
 DENSE = VariableSpec("dense/bias", (3,), "float32", True)
 BOUNDED = VariableSpec("items/embeddings", (1000, 4), "float32", True, table=TableSpec(1000).to_json())

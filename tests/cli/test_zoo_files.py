@@ -8,11 +8,11 @@ import pytest
 from zoo_engines import write_wheel
 
 from elasticcb import __version__
-from elasticcb.cli.image_advice import build_advice, push_advice
-from elasticcb.cli.image_engine import ENGINES, NOT_INSTALLED, EngineState, digest_in, problem_of, usable
-from elasticcb.cli.image_name import ImageName, parse_image
+from elasticcb.cli.image.advice import build_advice, push_advice
+from elasticcb.cli.image.engine import ENGINES, NOT_INSTALLED, EngineState, digest_in, problem_of, usable
+from elasticcb.cli.image.name import ImageName, parse_image
 from elasticcb.cli.main import main
-from elasticcb.cli.zoo_files import ZooImage, large_entries, unpublished_source
+from elasticcb.cli.zoo.files import ZooImage, large_entries, unpublished_source
 from elasticcb.errors import UsageError
 
 DOCKER, PODMAN, BUILDAH = ENGINES

@@ -11,7 +11,7 @@ import pytest
 from zoo_engines import BASE, make_engine, registry, write_wheel
 
 import elasticcb
-from elasticcb.cli.image_engine import NAMES
+from elasticcb.cli.image.engine import NAMES
 from elasticcb.cli.main import main
 
 MANIFESTS = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import elasticcb
-from elasticcb.cli.image_engine import ENGINES
+from elasticcb.cli.image.engine import ENGINES
 
 BASE = "localhost/base:1"
 _CHECKOUT = str(Path(elasticcb.__file__).parents[1])

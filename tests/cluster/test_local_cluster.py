@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from elasticcb import rpc
 from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.local import LocalCluster
-from elasticcb.zygote import draw_own_random_numbers
+from elasticcb.launch.fork_process import draw_own_random_numbers
+from elasticcb.rpc import calls as rpc
 
 NOBODY = "127.0.0.1:9"
 
@@ -101,7 +101,9 @@ def test_the_last_lines_of_a_log_are_at_hand(cluster, tmp_path):
 
 def zygotes():
     """Processes that fork others, of this process; it may have other children of Python's own."""
-    return [child for child in psutil.Process().children() if "elasticcb.zygote" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process().children() if "elasticcb.launch.fork_process" in " ".join(child.cmdline())
+    ]
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_nothing_runs_in_the_process_that_forks_but_threads_of_libraries_that_ha
 
 def test_what_is_imported_before_forking_runs_no_operation():
     code = """
-    from elasticcb.zygote import import_roles
+    from elasticcb.launch.fork_process import import_roles
     import_roles()
     from tensorflow.python.eager import context
     import threading

@@ -1,7 +1,8 @@
 """The part of `Faults` (faults.py) in a process of a job: brings about what the test has asked for.
 
-The package knows nothing of it. When `elasticcb.roles` has been imported, its functions with which a process begins its
-role are wrapped; there and then the functions that stand for events are wrapped, if this process is to fail at one.
+The package knows nothing of it. When `elasticcb.roles.processes` has been imported, its functions with which a process
+begins its role are wrapped; there and then the functions that stand for events are wrapped, if this process is to fail
+at one.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from typing import Any
 # By event: the module in which a function is looked up, its name there, and whether the event is before or after it.
 EVENTS = {
     # of a worker
-    "asks for a task": ("elasticcb.master_client", "MasterClient.get_task", "before"),
+    "asks for a task": ("elasticcb.clients.master", "MasterClient.get_task", "before"),
     "trains a batch": ("elasticcb.worker.worker", "Worker._train", "before"),
     "evaluates a batch": ("elasticcb.worker.worker", "Worker._evaluate", "before"),
     "predicts a batch": ("elasticcb.worker.worker", "Worker._predict", "before"),
-    "has sent half a call to a server": ("elasticcb.local_link", "ClientLink.call", "within"),
-    "waits for a server's answer": ("elasticcb.local_link", "ClientLink._first_bytes", "before"),
-    "reports a task": ("elasticcb.master_client", "MasterClient.report_done", "before"),
-    "has reported a task": ("elasticcb.master_client", "MasterClient.report_done", "after"),
+    "has sent half a call to a server": ("elasticcb.rpc.unix_socket", "ClientLink.call", "within"),
+    "waits for a server's answer": ("elasticcb.rpc.unix_socket", "ClientLink._first_bytes", "before"),
+    "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
+    "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
     "takes a push": ("elasticcb.ps.servicer", "Servicer._push", "before"),
     "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
     "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
-    "has written its part of a checkpoint": ("elasticcb.checkpoint", "save_part", "after"),
-    "copies rows for a move": ("elasticcb.ps.moving", "Moves._copy", "before"),
-    "hands over for a move": ("elasticcb.ps.moving", "Moves._hand_over", "before"),
-    "settles what a move has brought": ("elasticcb.ps.moving", "Moves._settle", "before"),
-    "opens what a move has brought": ("elasticcb.ps.moving", "Moves._open", "before"),
-    "writes down what a move has brought": ("elasticcb.ps.moving", "Moves._open", "after"),
+    "has written its part of a checkpoint": ("elasticcb.checkpoint.files", "save_part", "after"),
+    "copies rows for a move": ("elasticcb.ps.migration", "Moves._copy", "before"),
+    "hands over for a move": ("elasticcb.ps.migration", "Moves._hand_over", "before"),
+    "settles what a move has brought": ("elasticcb.ps.migration", "Moves._settle", "before"),
+    "opens what a move has brought": ("elasticcb.ps.migration", "Moves._open", "before"),
+    "writes down what a move has brought": ("elasticcb.ps.migration", "Moves._open", "after"),
     # of the master
     "has taken a report": ("elasticcb.master.master", "Master.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "introduces a server to its neighbour": ("elasticcb.master.servers", "Servers._introduce", "before"),
-    "has closed the servers for a move": ("elasticcb.server_move", "ServerMove._close", "after"),
-    "has written down where the servers' buckets are": ("elasticcb.server_move", "ServerMove._open", "before"),
+    "has closed the servers for a move": ("elasticcb.master.resharding", "ServerMove._close", "after"),
+    "has written down where the servers' buckets are": ("elasticcb.master.resharding", "ServerMove._open", "before"),
 }
 
 
@@ -57,10 +58,10 @@ def wait_for_role() -> None:
 
 
 class _Roles:
-    """Finds `elasticcb.roles`, and wraps what is in it."""
+    """Finds `elasticcb.roles.processes`, and wraps what is in it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "elasticcb.roles":
+        if name != "elasticcb.roles.processes":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -129,7 +130,7 @@ def arm(fault: dict[str, Any], done: Path) -> None:
 
 def _send_half(link: Any, method: str, data: bytes, timeout: float) -> None:
     name = method.encode()
-    message = struct.pack("<IB", len(data), len(name)) + name + data  # as in elasticcb/local_link.py
+    message = struct.pack("<IB", len(data), len(name)) + name + data  # as in elasticcb/rpc/unix_socket.py
     link._socket.sendall(message[: len(message) // 2])
 
 
@@ -149,9 +150,10 @@ _ACTIONS = {
 
 
 def _go_through_the_network(process: str, control: str) -> None:
-    from elasticcb import local_link, rpc
+    from elasticcb.rpc import calls as rpc
+    from elasticcb.rpc import unix_socket
 
-    connect, listen = rpc.Connection.__init__, local_link.Listener.__init__
+    connect, listen = rpc.Connection.__init__, unix_socket.Listener.__init__
 
     @functools.wraps(connect)
     def connect_by_proxy(self: Any, address: str, name: str, *args: Any, **kwargs: Any) -> None:
@@ -164,7 +166,7 @@ def _go_through_the_network(process: str, control: str) -> None:
         self.name = _proxy_of(control, process, "ps", f"\0{self.name}").removeprefix("\0")
 
     rpc.Connection.__init__ = connect_by_proxy
-    local_link.Listener.__init__ = listen_by_proxy
+    unix_socket.Listener.__init__ = listen_by_proxy
 
 
 def _proxy_of(control: str, source: str, to: str, target: str) -> str:

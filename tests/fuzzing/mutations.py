@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from elasticcb.tensors import Frame, dtype_of, encode_frame, frame_decoder
+from elasticcb.rpc.tensors import Frame, dtype_of, encode_frame, frame_decoder
 
 # UNKNOWN and INTERNAL stand for an exception that nobody thought of.
 ALLOWED = {

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from elasticcb.buckets import even
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack, partition
-from elasticcb.ps.recut import overlap
+from elasticcb.ps.reslice import overlap
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc import Connection
+from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
-from elasticcb.table_spec import TableSpec
-from elasticcb.table_state import TableState
-from elasticcb.table_state import to_tensors as tables_to
-from elasticcb.tensors import Frame, encode_frame
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec, pack, partition
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import to_tensors as tables_to
 from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from elasticcb.roles import run_master
+from elasticcb.roles.processes import run_master
 from elasticcb.settings import (
     CheckpointSettings,
     ClusterKind,

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
-from elasticcb.checkpoint import find_latest, read_manifest
+from elasticcb.checkpoint.files import find_latest, read_manifest
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.layers import Embedding
 from elasticcb.settings import Command

@@ -85,7 +85,7 @@ def train_both(tmp_path, optimizer, shape, num_ps=1):
 
 def saved_weights(folder):
     """The whole variables in the newest checkpoint, put together from all servers' files."""
-    from elasticcb.checkpoint import find_latest, read_manifest
+    from elasticcb.checkpoint.files import find_latest, read_manifest
 
     version = find_latest(folder)
     manifest = read_manifest(version)

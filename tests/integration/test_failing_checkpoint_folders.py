@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb.checkpoint import find_versions, verify
+from elasticcb.checkpoint.files import find_versions, verify
 from elasticcb.errors import LastCheckpointError
-from elasticcb.roles import run_master
+from elasticcb.roles.processes import run_master
 from jobs import LINEAR_MODEL, RecordingDisplay, job_settings, linear_data, write_model_file
 
 CONTINUES = "The job continues without this checkpoint"

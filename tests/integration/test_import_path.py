@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.import_path import adopt_path, python_code
+from elasticcb.process.import_path import adopt_path, python_code
 from jobs import linear_data, train_flags, write_model_file
 
 # `random` and `numpy` are names of modules that all processes import, `surprise` is one that none has.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elasticcb.cli.kubernetes_job import KubernetesJob
+from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
 from elasticcb.cluster.kubernetes_api import KubernetesAPI
 from elasticcb.cluster.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import elasticcb
+from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, JobFailedError
-from elasticcb.master_client import MasterClient
 
 X = np.linspace(0, 1, 2000, dtype="float32")[:, None]
 Y = np.ones_like(X)

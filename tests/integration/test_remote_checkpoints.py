@@ -8,15 +8,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint, remote_checkpoint
-from elasticcb.checkpoint import verify
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint import remote as remote_checkpoint
+from elasticcb.checkpoint.files import verify
+from elasticcb.checkpoint.shard_file import Part
 from elasticcb.cli.main import main
 from elasticcb.errors import CheckpointError, ExitCode
-from elasticcb.part_file import Part
-from elasticcb.ps.partition import VariableSpec, partition
-from elasticcb.remote_files import problem_of
-from elasticcb.roles import run_master
+from elasticcb.roles.processes import run_master
 from elasticcb.settings import Command
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.storage.remote_files import problem_of
 from jobs import RecordingDisplay, job_settings, linear_data, write_model_file
 
 SPEC = VariableSpec("dense/bias", (3,), "float32", True)

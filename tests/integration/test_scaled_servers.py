@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from elasticcb import checkpoint
+from elasticcb.checkpoint import files as checkpoint
 from jobs import number, offsets_job, open_gate, train_flags
 
 RECORDS, IDS, EPOCHS = 6_000, 400, 6

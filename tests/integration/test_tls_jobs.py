@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb.access import Access
+from elasticcb.clients.master import MasterClient
+from elasticcb.clients.running_master import running_master
 from elasticcb.errors import ConnectionLostError, UsageError
-from elasticcb.master_client import MasterClient
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
-from elasticcb.rpc import Connection
-from elasticcb.running_job import running_master
-from elasticcb.tls import diagnose
+from elasticcb.rpc.calls import Connection
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import diagnose
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
 

@@ -10,7 +10,7 @@ from elasticcb.layers import Embedding
 from elasticcb.layers.lookups import serve_tables
 from elasticcb.layers.movable import movable
 from elasticcb.layers.table_layers import is_own
-from elasticcb.optimizer_capture import OptimizerCapture
+from elasticcb.optimizers.capture import OptimizerCapture
 
 ROWS, DIM = 40, 3
 

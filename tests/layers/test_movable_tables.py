@@ -12,7 +12,7 @@ from elasticcb.layers import Embedding
 from elasticcb.layers.install import held_ids, install
 from elasticcb.layers.movable import movable
 from elasticcb.layers.table_layers import NotServableError
-from elasticcb.table_spec import TableSpec
+from elasticcb.sharding.table_spec import TableSpec
 
 IDS = tf.constant([[1, 2, 3], [1, 1, 0]])
 BATCH = IDS, tf.constant([[1.0], [0.0]])

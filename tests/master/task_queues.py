@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.task import Lease, Task
 from elasticcb.master.task_queue import TaskQueue
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticcb.master.answers import DecisionKind
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.task import TaskEvent, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 

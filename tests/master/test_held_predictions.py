@@ -7,7 +7,7 @@ from task_queues import make_queue, reached, records_of, take
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ClusterLostError
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.shards import Shard

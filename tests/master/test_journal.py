@@ -6,7 +6,7 @@ import pytest
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.errors import JobFailedError
-from elasticcb.master.answers import DecisionKind
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal, states_entry
 from elasticcb.master.task_queue import TaskQueue
 

@@ -9,7 +9,7 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
-from elasticcb.master.answers import DecisionKind
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role

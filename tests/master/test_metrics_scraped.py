@@ -11,7 +11,7 @@ from elasticcb.errors import ConnectionLostError
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.measures import PUSH, Stats
+from elasticcb.process.stats import PUSH, Stats
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 from metrics_scrapes import Scrape
 

@@ -12,10 +12,10 @@ import tensorflow as tf
 from elasticcb.errors import JobFailedError, ModelFileError
 from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.shards import Shard
-from elasticcb.metric_messages import flatten_outputs
-from elasticcb.prediction_columns import columns_of
-from elasticcb.prediction_files import check
-from elasticcb.prediction_formats import FORMATS
+from elasticcb.model.metric_messages import flatten_outputs
+from elasticcb.predictions.columns import columns_of
+from elasticcb.predictions.files import check
+from elasticcb.predictions.formats import FORMATS
 
 SOURCES = [("a", 5), ("b", 3)]
 # Of sources and the first record of each task; in no order, one of them twice.

@@ -14,9 +14,9 @@ import pytest
 
 from elasticcb.data import content, text
 from elasticcb.errors import DataError
-from elasticcb.feed import FeedPipeline, open_pipeline
 from elasticcb.master.source_counts import SourceCounts
-from elasticcb.model_spec import ModelSpec
+from elasticcb.model.input_pipeline import FeedPipeline, open_pipeline
+from elasticcb.model.model_file import ModelSpec
 from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings
 
 MODEL = """

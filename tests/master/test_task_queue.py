@@ -7,7 +7,7 @@ from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, r
 
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import Accounting
-from elasticcb.master.answers import DecisionKind, Milestone, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, Milestone, MilestoneKind
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 

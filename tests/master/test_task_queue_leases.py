@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, make_queue, reached, take
 
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import TaskState, TaskType
 

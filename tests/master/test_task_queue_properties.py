@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from elasticcb.errors import WireError
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue

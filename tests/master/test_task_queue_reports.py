@@ -6,7 +6,7 @@ import pytest
 from task_queues import drain, make_queue, take
 
 from elasticcb.errors import JobFailedError, WireError
-from elasticcb.master.answers import DecisionKind
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import IllegalTransitionError, TaskRecord

@@ -8,7 +8,7 @@ import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, records_of, take
 
 from elasticcb.errors import CheckpointError
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.task_queue import TaskQueue
 
 

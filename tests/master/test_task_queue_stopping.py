@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, take
 
-from elasticcb.master.answers import DecisionKind
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.task import TaskState, TaskType
 
 

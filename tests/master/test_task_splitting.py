@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elasticcb.errors import WireError
-from elasticcb.master.answers import DecisionKind, MilestoneKind
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.shards import Shard
 from elasticcb.master.task_queue import TaskQueue
 

@@ -20,9 +20,9 @@ def early_xla(monkeypatch):
 @pytest.fixture
 def start():
     """Starts servers with the optimizers that a function makes; gives a client of them all."""
-    from elasticcb.optimizer_traits import may_split
+    from elasticcb.master.ps_admin import PSControl
+    from elasticcb.optimizers.traits import may_split
     from elasticcb.ps.server import PSServer
-    from elasticcb.ps_control import PSControl
     from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 
     with contextlib.ExitStack() as stack:

@@ -11,12 +11,12 @@ import numpy as np
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
 from elasticcb.ps.push import Push, PushReader, Rows
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc import Connection
+from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.tensors import Frame, dtype_of
 from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
-from elasticcb.tensors import Frame, dtype_of
+from elasticcb.sharding.partition import VariableSpec, pack, partition, unpack
 
 SPECS = (
     VariableSpec("embedding/embeddings", (12, 4), "float32", True),

@@ -7,14 +7,14 @@ import json
 import keras
 import numpy as np
 
+from elasticcb.clients.ps import PSClient, Push
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, block_sizes
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push
-from elasticcb.ps_control import PSControl, Source
+from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
-from elasticcb.table_spec import TableSpec
-from elasticcb.tensors import Frame
+from elasticcb.sharding.partition import VariableSpec, block_sizes
+from elasticcb.sharding.table_spec import TableSpec
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
 SPECS = (

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.optimizer_state import read_optimizers
-from elasticcb.ps.partition import pack
-from elasticcb.ps_client import Push
+from elasticcb.clients.ps import Push
+from elasticcb.optimizers.state import read_optimizers
+from elasticcb.sharding.partition import pack
 
 
 def push_step(client, dense, rows=None, learning_rate=None):

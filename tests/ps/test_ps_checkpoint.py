@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint
-from elasticcb.buckets import even
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.shard_file import FORMAT, SavedFile
 from elasticcb.errors import CheckpointError
-from elasticcb.part_file import FORMAT, SavedFile
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.partition import VariableSpec, partition
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec, partition
 from helpers_ps import SPECS, Part, alone, gradients, initial_values
 
 BIG = (

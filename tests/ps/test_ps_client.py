@@ -7,13 +7,13 @@ import contextlib
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint
-from elasticcb.blocks import unpack_weights
-from elasticcb.part_file import SavedFile
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.clients.ps import Push
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import Push
-from elasticcb.ps_control import PSControl, Source
+from elasticcb.sharding.flat_blocks import unpack_weights
+from elasticcb.sharding.partition import VariableSpec, pack
 from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
 
 

@@ -8,7 +8,7 @@ import pytest
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.table_state import TableState, joined
+from elasticcb.sharding.table_state import TableState, joined
 from helpers_ps import train_rows
 
 DIM = 3

@@ -7,15 +7,15 @@ import copy
 import numpy as np
 import pytest
 
-from elasticcb import frame_pieces
+from elasticcb.checkpoint.shard_file import SavedFile, read_part
 from elasticcb.errors import ElasticCBError
-from elasticcb.part_file import SavedFile, read_part
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.recovery import RecoveryLog
-from elasticcb.table_state import joined
-from elasticcb.tensor_file import TensorFile
-from elasticcb.tensors import Frame
+from elasticcb.rpc import frame_pieces
+from elasticcb.rpc.tensors import Frame
+from elasticcb.sharding.table_state import joined
+from elasticcb.storage.tensor_file import TensorFile
 
 TABLE = 3
 

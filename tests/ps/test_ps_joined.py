@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from elasticcb.ps import joined
 from elasticcb.ps.joined import groups_of, parted
-from elasticcb.ps.partition import VariableSpec
+from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import Part, gradients, initial_values
 
 SPECS = (

@@ -9,18 +9,18 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.access import OPEN
+from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.resharding import ServerMove
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, block_sizes, pack
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push
-from elasticcb.ps_control import PSControl, Source
-from elasticcb.ps_link import Link, Places
-from elasticcb.server_move import ServerMove
+from elasticcb.rpc.tensors import Frame
+from elasticcb.security.credentials import OPEN
 from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
-from elasticcb.table_spec import TableSpec
-from elasticcb.tensors import Frame
+from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
+from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import alone
 
 IDS = 400

@@ -11,13 +11,13 @@ import pytest
 import tensorflow as tf
 from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
-from elasticcb.blocks import unpack_weights
 from elasticcb.errors import ModelFileError
-from elasticcb.model_weights import variable_specs
-from elasticcb.optimizer_traits import may_split
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_control import Source
-from elasticcb.tensors import dtype_of
+from elasticcb.master.ps_admin import Source
+from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.traits import may_split
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.sharding.flat_blocks import unpack_weights
+from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import gradients, initial_values
 
 optimizers = keras.optimizers

@@ -10,12 +10,12 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.optimizer_traits import may_split
+from elasticcb.optimizers.traits import may_split
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.partition import VariableSpec, partition
 from elasticcb.ps.push import PushReader
-from elasticcb.shared_memory import aligned_copy
+from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.sharding.partition import VariableSpec, partition
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 optimizers = keras.optimizers

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticcb.errors import WireError
-from elasticcb.ps.partition import VariableSpec, pack, partition, unpack
-from elasticcb.tensors import dtype_of
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.sharding.partition import VariableSpec, pack, partition, unpack
 
 shapes = st.one_of(
     st.just(()),

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 import pytest
 
+from elasticcb.clients.ps import PSClient, Push
 from elasticcb.errors import ElasticCBError
-from elasticcb.ps.partition import VariableSpec
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.ps.server import PSServer
-from elasticcb.ps_client import PSClient, Push
-from elasticcb.ps_control import PSControl, Source
 from elasticcb.settings import Command, JobSettings, ModelSettings
-from elasticcb.table_spec import TableSpec
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
 SPECS = (

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.clients.ps import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError
-from elasticcb.part_file import Part
+from elasticcb.master.ps_admin import Source
 from elasticcb.ps.recovery import RecoveryLog, Saved
-from elasticcb.ps_client import ServerReplacedError
-from elasticcb.ps_control import Source
-from elasticcb.table_state import TableState
+from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import SIZES, SPECS, VALUES, assert_same
 
 

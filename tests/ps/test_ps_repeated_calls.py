@@ -9,18 +9,18 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint
-from elasticcb.checkpoint import find_versions, load_slices
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.files import find_versions, load_slices
+from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.cluster_state import Totals
+from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
-from elasticcb.ps_control import PSControl, Source
-from elasticcb.ps_link import Link
+from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
-from elasticcb.tensors import Frame
 from helpers_ps import SPECS, Cluster, gradients, initial_values, push_frame
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
-from elasticcb.ps_control import PSControl
-from elasticcb.tensors import Frame
+from elasticcb.rpc.tensors import Frame
 from helpers_ps_lost import SIZES, SPECS, assert_same
 
 

@@ -7,11 +7,11 @@ import contextlib
 import numpy as np
 import pytest
 
-from elasticcb import checkpoint
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.part_file import SavedFile
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.tensors import Frame
+from elasticcb.rpc.tensors import Frame
 from helpers_ps import CUT, Cluster, Part, gradients, initial_values, push_frame, sgd
 
 

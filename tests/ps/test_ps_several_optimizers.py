@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
-from elasticcb import checkpoint
-from elasticcb.blocks import unpack_weights
+from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.part_file import SavedFile
+from elasticcb.master.ps_admin import Source
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec
-from elasticcb.ps_control import Source
+from elasticcb.sharding.flat_blocks import unpack_weights
+from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import gradients, initial_values
 
 optimizers = keras.optimizers

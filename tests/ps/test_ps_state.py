@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.blocks import unpack_weights
+from elasticcb.clients.ps import Push
 from elasticcb.errors import ElasticCBError
-from elasticcb.optimizer_state import OptimizerState
+from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.partition import VariableSpec, pack
-from elasticcb.ps_client import Push
-from elasticcb.ps_control import PSControl, Source
-from elasticcb.tensors import Frame
+from elasticcb.rpc.tensors import Frame
+from elasticcb.sharding.flat_blocks import unpack_weights
+from elasticcb.sharding.partition import VariableSpec, pack
 from helpers_ps import CUT, Cluster, gradients, initial_values
 
 MIXED = (

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from elasticcb.blocks import moved_state, state_moves
-from elasticcb.ps.partition import Slice, VariableSpec
+from elasticcb.sharding.flat_blocks import moved_state, state_moves
+from elasticcb.sharding.partition import Slice, VariableSpec
 
 SPECS = (VariableSpec("norm/moving_variance", (1,), "float32", False),)
 SLICES = [[Slice(0, 0, 1)]]

@@ -6,7 +6,7 @@ import pytest
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import EVICT, INITIAL, WHEN_FULL, TableLimits
-from elasticcb.table_state import TableState
+from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
 
 DIM = 2

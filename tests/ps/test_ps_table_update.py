@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizer_variables import Leaf
+from elasticcb.optimizers.variables import Leaf
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.optimizer import ServerOptimizer
-from elasticcb.ps.partition import VariableSpec
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
+from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import Signed
 
 ROWS, DIM, STEPS = 40, 5, 6

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from elasticcb.clients.master import ProgressReporter
 from elasticcb.errors import ElasticCBError
-from elasticcb.master_client import ProgressReporter
 from elasticcb.proto import elasticcb_pb2 as pb
 
 _HOURS = 3600.0  # no report comes by itself
@@ -75,8 +75,8 @@ def test_batches_are_told_with_the_version_they_lead_to_and_in_reports_of_a_boun
         sent.append((progress.version, [event.version for event in progress.batch_events]))
         return pb.ReportProgressResponse(accepted=True)
 
-    monkeypatch.setattr("elasticcb.master_client._EVENTS_PER_REPORT", 4)
-    monkeypatch.setattr("elasticcb.master_client._MAX_EVENTS", 6)
+    monkeypatch.setattr("elasticcb.clients.master._EVENTS_PER_REPORT", 4)
+    monkeypatch.setattr("elasticcb.clients.master._MAX_EVENTS", 6)
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     for version in (1, 2, 3):
         reporter.update(7, 32 * version, version, event=pb.BatchEvent(version=version))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.blocks import pack_weights
 from elasticcb.errors import ModelFileError
-from elasticcb.metrics import ModelMetrics
-from elasticcb.model_weights import variable_specs
-from elasticcb.ps.partition import partition
+from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.weights import variable_specs
+from elasticcb.sharding.flat_blocks import pack_weights
+from elasticcb.sharding.partition import partition
 from elasticcb.worker.trainer import Trainer
 
 X, Y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")

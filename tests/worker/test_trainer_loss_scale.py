@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.worker.loss_scale import LossScale
+from elasticcb.optimizers.loss_scale import LossScale
 
 
 def make(growth):

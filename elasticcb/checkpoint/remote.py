@@ -1,0 +1,150 @@
+"""Checkpoints in a folder on a remote file system, where no rename is to be relied on.
+
+A version is the same files as on a disk (files.py). Its manifest is written last and deleted first: a folder
+without one is no checkpoint. Whoever reads a version copies it to a disk, and checks each file's SHA-256 there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from elasticcb.checkpoint.files import MANIFEST, newest_usable, verify
+from elasticcb.errors import CheckpointError, describe
+from elasticcb.storage.remote_files import is_url, opened
+
+logger = logging.getLogger(__name__)
+
+_VERSION_FOLDER = re.compile(r"version-\d{8,}")
+
+
+def put(url: str, folder: Path, keep_max: int) -> str:
+    """Copies the folder of a whole version below `url`, and deletes old versions there and what is not whole.
+
+    Args:
+        url: of the folder of versions.
+        folder: of one version, on a disk.
+        keep_max: versions that are kept; 0: all.
+
+    Returns its URL. Raises `CheckpointError` when that is not possible; versions that were there still are, except
+    this one.
+    """
+    manifest = folder / MANIFEST
+    with _connected(url, "can't be written") as (files, root):
+        target = posixpath.join(root, folder.name)
+        _delete(files, posixpath.join(target, MANIFEST))  # of the same version, written before a restart
+        files.makedirs(target, exist_ok=True)
+        names = [saved["name"] for saved in json.loads(manifest.read_text(encoding="utf-8"))["files"]]
+        for name in [*names, MANIFEST]:
+            place = posixpath.join(target, name)
+            files.put_file(str(folder / name), place)
+            files.invalidate_cache()
+            arrived, sent = files.info(place)["size"], (folder / name).stat().st_size
+            if arrived != sent:
+                raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
+        whole = _versions(files, root)
+        old = whole[:-keep_max] if keep_max else []
+        for name in [*old, *_not_whole(files, root, whole)]:
+            if name != folder.name:
+                _delete(files, posixpath.join(root, name, MANIFEST))
+                files.rm(posixpath.join(root, name), recursive=True)
+    return posixpath.join(url, folder.name)
+
+
+def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
+    """Copies the newest undamaged version below `url` to a disk.
+
+    Args:
+        url: of the folder of versions, or of one version, which nothing takes the place of.
+        to: is made; a copy of an earlier call is taken if it is whole.
+        warn: is told of each version passed over, and what is wrong with it.
+
+    Returns its folder. Raises `CheckpointError` when there is none, or the file system can't be read.
+    """
+    with _connected(url, "can't be read") as (files, root):
+        if files.exists(posixpath.join(root, MANIFEST)):
+            return _fetched(files, root, to / posixpath.basename(root))
+        versions = _versions(files, root)
+        if not versions:
+            raise CheckpointError(
+                f"There is no whole checkpoint in {url}: a folder version-… with a {MANIFEST} was expected."
+            )
+        return newest_usable(versions, lambda name: _fetched(files, posixpath.join(root, name), to / name), url, warn)
+
+
+@contextlib.contextmanager
+def local_copy(folder: str) -> Iterator[str]:
+    """A folder of checkpoints, or of one, as it is; of a URL, a copy of its newest undamaged version on a disk.
+
+    Raises `CheckpointError` as `fetch`.
+    """
+    if not is_url(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="elasticcb-") as copies:
+        yield str(fetch(folder, Path(copies), logger.warning))
+
+
+def _fetched(files: Any, root: str, to: Path) -> Path:
+    """One version on a disk, whose files are as they were written. Raises `CheckpointError` when one is not."""
+    with contextlib.suppress(CheckpointError):
+        verify(to)
+        return to
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    files.get_file(posixpath.join(root, MANIFEST), str(to / MANIFEST))
+    try:
+        names = [saved["name"] for saved in json.loads((to / MANIFEST).read_text(encoding="utf-8"))["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {posixpath.join(root, MANIFEST)} can't be read: {error!r}.") from error
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"The manifest of {root} names the file {name!r}, which lies elsewhere.")
+        with contextlib.suppress(FileNotFoundError):  # `verify` names it
+            files.get_file(posixpath.join(root, name), str(to / name))
+    verify(to)
+    return to
+
+
+def _versions(files: Any, root: str) -> list[str]:
+    """The names of all whole versions, oldest first."""
+    names = [name for name in _folders(files, root) if files.exists(posixpath.join(root, name, MANIFEST))]
+    return sorted(names, key=lambda name: int(name.partition("-")[2]))
+
+
+def _not_whole(files: Any, root: str, whole: list[str]) -> list[str]:
+    return [name for name in _folders(files, root) if name not in whole]
+
+
+def _folders(files: Any, root: str) -> list[str]:
+    files.invalidate_cache()
+    try:
+        names = [posixpath.basename(path.rstrip("/")) for path in files.ls(root, detail=False)]
+    except FileNotFoundError:
+        return []
+    return [name for name in names if _VERSION_FOLDER.fullmatch(name)]
+
+
+def _delete(files: Any, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        files.rm_file(path)
+
+
+@contextlib.contextmanager
+def _connected(url: str, problem: str) -> Iterator[tuple[Any, str]]:
+    """A connection; what it raises becomes a `CheckpointError`."""
+    try:
+        with opened(url) as (files, root):
+            yield files, root
+    except CheckpointError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise CheckpointError(f"The checkpoint folder {url} {problem}: {describe(error)}.") from error

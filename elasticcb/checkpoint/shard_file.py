@@ -1,0 +1,146 @@
+"""The file of a parameter server's part of a model, in a checkpoint or among recovery files."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from elasticcb.errors import CheckpointError
+from elasticcb.sharding import table_state
+from elasticcb.sharding.table_state import TableState
+from elasticcb.storage.tensor_file import Outline, TensorFile
+
+Array = npt.NDArray[Any]
+Key = tuple[int, str]  # variable, name
+
+FORMAT = 1
+_CHUNK_BYTES = 4 << 20
+
+
+class HeldTable(Protocol):
+    """An embedding table that is read in pieces while it is trained (elasticcb/ps/table_snapshot.py)."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int) -> TableState: ...
+
+    def pieces(self) -> Iterator[TableState]: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass
+class Part:
+    """What one server holds. Arrays have the shapes of its slices."""
+
+    version: int
+    weights: dict[int, Array] = field(default_factory=dict)
+    slots: dict[Key, Array] = field(default_factory=dict)  # of the shape of their variable
+    extras: dict[Key, Array] = field(default_factory=dict)  # of another shape, whole variables only
+    shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
+    optimizer: str = ""  # class name; "": none
+    tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
+    held: Mapping[int, HeldTable] = field(default_factory=dict)  # tables that are read in pieces
+
+    def release(self) -> None:
+        """What is held is not needed any more."""
+        for table in self.held.values():
+            table.release()
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One server's file, as the manifest names it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> SavedFile:
+        return cls(saved["name"], saved["bytes"], saved["sha256"])
+
+
+def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
+    """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
+    tensors: dict[str, Array] = {f"weight/{index_}": value for index_, value in part.weights.items()}
+    tensors |= {f"slot/{variable}/{name}": value for (variable, name), value in part.slots.items()}
+    tensors |= {f"extra/{variable}/{name}": value for (variable, name), value in part.extras.items()}
+    tensors |= {f"shared/{name}": value for name, value in part.shared.items()}
+    tensors |= table_state.to_tensors(part.tables)
+    metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
+    try:
+        with TensorFile(path) as file:
+            # What a table has is known from its first piece.
+            tables = {number: table.pieces() for number, table in part.held.items()}
+            first = {number: next(pieces) for number, pieces in tables.items()}
+            outlines = {name: Outline(array.dtype, array.shape) for name, array in tensors.items()}
+            for number, piece in first.items():
+                rows = len(part.held[number])
+                for name, array in table_state.to_tensors({number: piece}).items():
+                    outlines[name] = Outline(array.dtype, (rows, *array.shape[1:]))
+            file.begin(outlines, metadata)
+            for name, array in tensors.items():
+                file.put(name, 0, array)
+            for number, pieces in tables.items():
+                start = 0
+                for piece in itertools.chain([first.pop(number)], pieces):
+                    for name, array in table_state.to_tensors({number: piece}).items():
+                        file.put(name, start, array)
+                    start += len(piece.ids)
+            file.finish()
+        return SavedFile(path.name, path.stat().st_size, _sha256(path))
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
+
+
+def read_part(path: Path, saved: SavedFile) -> Part:
+    """The inverse of `write_part`. Raises `CheckpointError` when the file is missing or damaged."""
+    check_file(path, saved)
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata, names = file.metadata() or {}, list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    part = Part(int(metadata["version"]), optimizer=metadata["optimizer"], tables=table_state.from_tensors(tensors))
+    for name, array in tensors.items():
+        kind, _, rest = name.partition("/")
+        variable, _, slot = rest.partition("/")
+        if kind == "weight":
+            part.weights[int(variable)] = array
+        elif kind == "slot":
+            part.slots[int(variable), slot] = array
+        elif kind == "extra":
+            part.extras[int(variable), slot] = array
+        elif kind == "shared":
+            part.shared[rest] = array
+    return part
+
+
+def check_file(path: Path, saved: SavedFile) -> None:
+    """Raises `CheckpointError` unless the file is the one that was saved."""
+    try:
+        size = path.stat().st_size
+        if size == saved.bytes and _sha256(path) == saved.sha256:
+            return
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    raise CheckpointError(
+        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its manifest tells of."
+    )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

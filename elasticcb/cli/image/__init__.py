@@ -1,0 +1,1 @@
+"""Container images: their names, and the engines that build them."""

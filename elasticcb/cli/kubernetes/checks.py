@@ -1,0 +1,112 @@
+"""Checks of the flags of jobs on Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elasticcb.cli.given_flags import Given
+from elasticcb.cli.kubernetes.options import KUBERNETES_OPTIONS
+from elasticcb.cli.option import Kind
+from elasticcb.cli.options import options_of
+from elasticcb.cluster import kubernetes_api
+from elasticcb.cluster.pod_flags import PARSERS, amount, job_name, parse_resources
+from elasticcb.errors import UsageError
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import FILES
+from elasticcb.settings import ClusterKind, Command
+from elasticcb.storage.remote_files import is_url
+
+PATCHED = ("all", "master", "worker", "ps")  # parts of a --cluster_spec
+LOCAL_FILES = frozenset({"yaml", "cluster_spec", *FILES})  # of this machine, not of the pods
+
+
+def check_kubernetes(command: Command, given: Given) -> Iterator[str]:
+    """What is wrong with them, in words."""
+    if given["cluster"] != ClusterKind.KUBERNETES.value:
+        for option in KUBERNETES_OPTIONS:
+            if option.name in given.explicit - given.from_config:
+                yield f"{given.flag(option.name, with_value=True)} means nothing without --cluster=kubernetes."
+        return
+    if given["follow"]:
+        yield "--follow evaluates on this machine, one checkpoint after another: leave out --cluster=kubernetes."
+    try:
+        kubernetes_api.check_installed()
+    except UsageError as error:
+        yield str(error)
+    if not given["image"]:
+        yield "--image is missing: the container image that the pods run. --cluster=kubernetes needs it."
+    for name, parse in PARSERS.items():
+        if given[name]:
+            try:
+                parse(given[name])
+            except UsageError as error:
+                yield f"{given.flag(name)}: {error}"
+    yield from _check_resources(given)
+    if given["cluster_spec"]:
+        try:
+            read_cluster_spec(given.folder("cluster_spec"))
+        except UsageError as error:
+            yield f"{given.flag('cluster_spec')}: {error}"
+    if given["job_name"]:
+        try:
+            job_name(given["job_name"])
+        except UsageError as error:
+            yield f"{given.flag('job_name')}: {error}"
+    if given["master_pod"] is False and Access().exposed_at(given["host"] or "127.0.0.1") == "":
+        yield "--master_pod=false needs --host: an address of this machine that pods reach."
+
+
+def _check_resources(given: Given) -> Iterator[str]:
+    for role in ("master", "worker", "ps"):
+        names = [f"{role}_resource_{kind}" for kind in ("request", "limit")]
+        try:
+            request, limit = (parse_resources(given[name] or "") for name in names)
+        except UsageError:
+            continue  # told already
+        for resource in request.keys() & limit.keys():
+            if amount(request[resource]) > amount(limit[resource]):
+                yield (
+                    f"{given.flag(names[0])} asks for {resource}={request[resource]}, more than the "
+                    f"{limit[resource]} of {given.flag(names[1])}. Lower the one, or raise the other."
+                )
+
+
+def check_paths(given: Given) -> Iterator[str]:
+    """Paths in pods, that a job's flags name: they are absolute."""
+    for option in options_of(Command):
+        value = given[option.name]
+        if option.name not in given or option.name in LOCAL_FILES or not value:
+            continue
+        if option.kind in (Kind.FOLDER, Kind.FILE):
+            relative = not value.startswith("/") and not is_url(value)
+        else:
+            relative = option.kind is Kind.DATA and not value.startswith("/") and ":" not in value
+        if relative:
+            yield (
+                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes paths are those in the "
+                "pods: give it from / on, as the image or a --volume has it."
+            )
+
+
+def read_cluster_spec(path: str) -> dict[str, Any]:
+    """The patches of pods in a file. Raises `UsageError` when it holds something else."""
+    expected = f"Expected YAML with parts of pods below {', '.join(PATCHED)}, such as `worker: {{spec: …}}`."
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}. {expected}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}. {expected}") from None
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise UsageError(f"{path} holds no patches of pods. {expected}")
+    unknown = sorted(str(part) for part in found if part not in PATCHED)
+    if unknown:
+        raise UsageError(f"{path} has the part {unknown[0]!r}, which no job has. {expected}")
+    strange = sorted({str(key) for part in found.values() for key in part} - {"metadata", "spec"})
+    if strange:
+        raise UsageError(f"{path} has {strange[0]!r} where a pod has metadata and spec. {expected}")
+    return found

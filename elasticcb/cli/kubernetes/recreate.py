@@ -1,0 +1,82 @@
+"""Makes the objects of a job on Kubernetes anew: a Job that has failed can't be started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.submit import create_all
+from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.pods import JOB_LABEL, RESUMES, names_of_servers
+from elasticcb.errors import UsageError
+
+_GONE_SECONDS = 90.0  # for pods to end
+_PAUSE_SECONDS = 0.5
+_MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first part of which may have a domain
+
+
+def make_again(job: KubernetesJob) -> None:
+    """Removes a job, and makes it as it was submitted, to go on with what is in its folder.
+
+    Raises:
+        UsageError: its pods do not end.
+        KubernetesError: the API server refused it.
+    """
+    api = job.api
+    objects = [(kind, job.name) for kind in ("Secret", "ConfigMap", "Service")]
+    objects += [("Service", names_of_servers(job.name)), ("Job", job.name)]
+    before = [api.read(kind, name) for kind, name in objects]
+    manifests = [as_submitted(each) for each in before]
+    annotations = manifests[-1]["spec"]["template"]["metadata"].setdefault("annotations", {})
+    annotations[RESUMES] = before[-1]["metadata"]["uid"]
+    api.delete("Job", job.name)
+    give_up = time.monotonic() + _GONE_SECONDS
+    while True:
+        left = [f"{kind} {name}" for kind, name in objects if _is_there(api, kind, name)]
+        left += [f"Pod {pod['metadata']['name']}" for pod in api.list("Pod", f"{JOB_LABEL}={job.name}")["items"]]
+        if not left:
+            break
+        if time.monotonic() > give_up:
+            raise UsageError(
+                f"The job {job.name} was removed, and can't be made anew, since these do not end: {', '.join(left)}. "
+                "When they are gone, submit it again with the same --job_dir."
+            )
+        time.sleep(_PAUSE_SECONDS)
+    create_all(api, manifests)
+
+
+def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of an object, without what Kubernetes has added to it."""
+    metadata = {key: found["metadata"][key] for key in ("name", "namespace", "labels")}
+    metadata["labels"] = _own(metadata["labels"])
+    manifest: dict[str, Any] = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": metadata}
+    manifest |= {key: found[key] for key in ("type", "data") if key in found}
+    if "spec" in found:
+        spec = manifest["spec"] = dict(found["spec"])
+        for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIPs",):
+            spec.pop(key, None)
+        if spec.get("clusterIP") != "None":  # by which a Service asks for no address
+            spec.pop("clusterIP", None)
+        if "template" in spec:
+            template = spec["template"]
+            inner = template["metadata"]
+            labels = {"labels": _own(inner["labels"])}
+            annotations = {"annotations": inner["annotations"]} if inner.get("annotations") else {}
+            spec["template"] = template | {"metadata": labels | annotations}
+    return manifest
+
+
+def _own(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if name.rpartition("/")[2] not in _MADE_BY_KUBERNETES}
+
+
+def _is_there(api: KubernetesAPI, kind: str, name: str) -> bool:
+    try:
+        api.read(kind, name)
+    except KubernetesError as error:
+        if error.status != 404:
+            raise
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""How a job on Kubernetes stands: what its master says, and what became of each of its pods."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elasticcb.cli.jobs import table_lines
+from elasticcb.cli.kubernetes.job import KubernetesJob, why_no_master
+from elasticcb.cluster.kubernetes_api import KubernetesError
+from elasticcb.errors import UsageError
+
+
+def pods_state(job: KubernetesJob) -> dict[str, Any]:
+    """As a JSON document: `progress` is what `elasticcb status` says in the master's pod, None while it can't."""
+    pods = [
+        {
+            "pod": pod.name,
+            "role": pod.role,
+            "index": pod.index,
+            "node": pod.node,
+            "fate": pod.verdict.fate.value,
+            "words": pod.verdict.words,
+        }
+        for pod in job.pods()
+    ]
+    state = job.state
+    why = why_no_master(job.api, job.job) if state == "running" and not pods else ""
+    return {"job": job.name, "state": state, "why_no_pods": why, "progress": _progress(job), "pods": pods}
+
+
+def pods_lines(state: dict[str, Any]) -> list[str]:
+    """The pods of the document, for people."""
+    if state["why_no_pods"]:
+        return [f"The master's pod can't be made, which is tried again: {state['why_no_pods']}."]
+    rows = [(pod["pod"], pod["node"], pod["words"]) for pod in state["pods"]]
+    return table_lines([("POD", "NODE", "STATE"), *rows])
+
+
+def _progress(job: KubernetesJob) -> dict[str, Any] | None:
+    try:
+        code, said = job.run_beside_master(["status", str(job.flags()["job_dir"]), "--json"])
+        found: dict[str, Any] = json.loads(said[said.index("{") :])
+    except (UsageError, KubernetesError, ValueError):
+        return None
+    return None if code else found

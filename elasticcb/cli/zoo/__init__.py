@@ -1,0 +1,1 @@
+"""`elasticcb zoo`: a folder of model files, and its image."""

@@ -1,0 +1,263 @@
+"""`elasticcb zoo`: the container image of a model zoo, for jobs on Kubernetes."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.image.advice import build_advice, push_advice
+from elasticcb.cli.image.engine import NAMES, Engine, digest_in
+from elasticcb.cli.image.name import ImageName, check_image
+from elasticcb.cli.image.process import Outcome, engines, said, show, succeeds
+from elasticcb.cli.table import format_bytes
+from elasticcb.cli.zoo.files import (
+    DOCKERFILE,
+    DOCKERIGNORE,
+    DOCKERIGNORE_TEXT,
+    REQUIREMENTS,
+    REQUIREMENTS_TEXT,
+    WHEELS,
+    ZOO_IN_IMAGE,
+    ZooImage,
+    check_requirements,
+    check_wheels,
+    check_zoo,
+    default_base_image,
+    large_entries,
+    package_of,
+    unpublished_source,
+)
+from elasticcb.errors import ImageError, UsageError
+
+_EXAMPLE = "registry.example.org/team/zoo:1"
+_SHOWN_LINES = 5  # of an engine that failed, which has said the rest above
+
+_folder_argument = click.argument("folder", metavar="[DIR]", default=".")
+_engine_option = click.option(
+    "--engine", type=click.Choice(NAMES), help="What works with images; by default the first of these that is there."
+)
+_engine_flags_option = click.option(
+    "--engine_flags", metavar="FLAGS", default="", help='Further flags for it, as "--no-cache --platform=linux/amd64".'
+)
+
+
+@click.group(context_settings=CONTEXT)
+def zoo() -> None:
+    """Make the container image of a model zoo, for jobs on Kubernetes.
+
+    \b
+    Examples:
+      elasticcb zoo init model_zoo
+      elasticcb zoo build model_zoo --image=registry.example.org/team/zoo:1
+      elasticcb zoo push registry.example.org/team/zoo:1
+    """
+
+
+@zoo.command(context_settings=CONTEXT)
+@_folder_argument
+@click.option(
+    "--base_image",
+    metavar="IMAGE",
+    default=default_base_image,
+    show_default="the official image of this Python",
+    help="What the image is made from: one with Python 3.10 to 3.13 and pip.",
+)
+@click.option("--extra_pypi_index", metavar="URL", default="", help="Package index beside that of pip.")
+@click.option(
+    "--local_pkg_dir", metavar="FOLDER", help="Folder with wheels (*.whl) of your own, which are all installed."
+)
+@click.option("--force", is_flag=True, help="Replace a Dockerfile that is there.")
+def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str | None, force: bool) -> None:
+    """Write the Dockerfile of a model zoo.
+
+    DIR is the folder with your model files; by default the working directory. What models import besides elasticcb
+    stands in its requirements.txt. Wheels of --local_pkg_dir are copied into its folder `wheels`.
+
+    \b
+    Examples:
+      elasticcb zoo init model_zoo
+      elasticcb zoo init model_zoo --base_image=python:3.12-slim --local_pkg_dir=dist
+    """
+    directory = Path(folder)
+    check_zoo(directory)
+    requirements = directory / REQUIREMENTS
+    if requirements.exists():
+        check_requirements(_read(requirements), str(requirements))
+    wheels = _wheels(directory, local_pkg_dir)
+    text = ZooImage(base_image, extra_pypi_index, bool(wheels)).dockerfile()
+    dockerfile = directory / DOCKERFILE
+    if dockerfile.exists() and not force and _read(dockerfile) != text:
+        raise UsageError(
+            f"{dockerfile} is there already, and is another one than these flags make. Nothing was written. --force "
+            "replaces it."
+        )
+    try:
+        for wheel in wheels:
+            if wheel.parent.resolve() != (directory / WHEELS).resolve():
+                (directory / WHEELS).mkdir(exist_ok=True)
+                shutil.copy2(wheel, directory / WHEELS)
+        dockerfile.write_text(text, encoding="utf-8")
+        print(f"Written: {dockerfile}")
+        for path, content in ((directory / DOCKERIGNORE, DOCKERIGNORE_TEXT), (requirements, REQUIREMENTS_TEXT)):
+            if not path.exists():
+                path.write_text(content, encoding="utf-8")
+                print(f"Written: {path}")
+    except OSError as error:
+        raise UsageError(f"{error.filename or directory} can't be written: {error.strerror}.") from None
+    source = unpublished_source()
+    if source and "elasticcb" not in base_image and "elasticcb" not in map(package_of, wheels):
+        other = "" if base_image == default_base_image() else f" --base_image={base_image}"
+        print(
+            f"\nThis elasticcb was installed from {source}. If no package index has it, make a wheel for the image:"
+            f"\n  pip wheel --no-deps --wheel-dir=wheels {shlex.quote(source)}"
+            f"\n  elasticcb zoo init {shlex.quote(folder)} --force{other} --local_pkg_dir=wheels"
+        )
+    print(f"\nNext: elasticcb zoo build {shlex.quote(folder)} --image={_EXAMPLE}")
+
+
+def _wheels(directory: Path, local_pkg_dir: str | None) -> list[Path]:
+    """The wheels that are to be installed: those of the flag, and those that the zoo has from before."""
+    kept = list((directory / WHEELS).glob("*.whl"))
+    if local_pkg_dir is None:
+        return kept
+    source = Path(local_pkg_dir)
+    if not source.is_dir():
+        raise UsageError(f"--local_pkg_dir={local_pkg_dir} is no folder. Expected one with wheels (*.whl).")
+    given = {wheel.name: wheel for wheel in sorted(source.glob("*.whl"))}
+    check_wheels(given.values())
+    check_wheels([*given.values(), *(wheel for wheel in kept if wheel.name not in given)])
+    return list(given.values())
+
+
+@zoo.command(context_settings=CONTEXT)
+@_folder_argument
+@click.option("--image", metavar="IMAGE", required=True, help=f"Name of the image, as {_EXAMPLE}.")
+@_engine_option
+@_engine_flags_option
+def build(folder: str, image: str, engine: str | None, engine_flags: str) -> None:
+    """Build the image of a model zoo, by docker, podman or buildah.
+
+    DIR is a folder with the Dockerfile of `elasticcb zoo init`; by default the working directory.
+
+    \b
+    Examples:
+      elasticcb zoo build model_zoo --image=registry.example.org/team/zoo:1
+      elasticcb zoo build model_zoo --image=zoo:1 --engine=podman --engine_flags=--platform=linux/amd64
+    """
+    directory = Path(folder)
+    name = _image_to_make(image)
+    flags = _split(engine_flags)
+    check_zoo(directory)
+    dockerfile = directory / DOCKERFILE
+    if not dockerfile.exists():
+        raise UsageError(f"There is no Dockerfile in {folder}. `elasticcb zoo init {shlex.quote(folder)}` writes one.")
+    requirements = directory / REQUIREMENTS
+    if requirements.exists():
+        check_requirements(_read(requirements), str(requirements))
+    chosen = engines(engine or "")[0]
+    ignored = directory / DOCKERIGNORE
+    for entry, size in large_entries(directory, _read(ignored) if ignored.exists() else ""):
+        print(
+            f"Note: {directory / entry}, {format_bytes(size)}, goes into the image. If pods get it by a volume or a "
+            f"URL, a line `{entry}` in {ignored} leaves it out."
+        )
+    command = chosen.build(directory, dockerfile, name, flags)
+    print(f"$ {shlex.join(command)}", flush=True)
+    outcome = show(command)
+    if outcome.code:
+        advice = build_advice(outcome.lines, chosen.name, folder)
+        raise ImageError(_failure(f"The image {name.full} was not built", chosen, outcome, advice))
+    amount = said(chosen.size(name))
+    print(f"\nBuilt: {name.full}" + (f" ({amount})" if amount else ""))
+    if _has_registry(name):
+        print(f"Next: elasticcb zoo push {name.full}")
+    else:
+        print(
+            f"It is on this machine alone. `kind load docker-image {name.full}` gives it to kind; to push it, build it "
+            f"under a name with a registry, as {_EXAMPLE}."
+        )
+
+
+@zoo.command(context_settings=CONTEXT)
+@click.argument("image", metavar="IMAGE")
+@_engine_option
+@_engine_flags_option
+def push(image: str, engine: str | None, engine_flags: str) -> None:
+    """Push an image to its registry.
+
+    The registry is the first part of its name, and Docker Hub for NAME/NAME.
+
+    \b
+    Examples:
+      elasticcb zoo push registry.example.org/team/zoo:1
+      elasticcb zoo push localhost:5000/zoo:1 --engine_flags=--tls-verify=false
+    """
+    name = _image_to_make(image, "IMAGE")
+    flags = _split(engine_flags)
+    if not _has_registry(name):
+        raise UsageError(
+            f"{image} names no registry to push to. Expected a name such as {_EXAMPLE}. Build the image under such a "
+            f"name: elasticcb zoo build DIR --image=REGISTRY/{image}"
+        )
+    there = engines(engine or "")
+    chosen = next((each for each in there if succeeds(each.has(name))), None)
+    if chosen is None:
+        raise UsageError(
+            f"There is no image {name.full} here ({', '.join(each.name for each in there)}). To build it: "
+            f"elasticcb zoo build DIR --image={name.full}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        digest_file = Path(folder) / "digest"
+        command = chosen.push(name, digest_file, flags)
+        print(f"$ {shlex.join(command)}", flush=True)
+        outcome = show(command)
+        digest = digest_file.read_text().strip() if digest_file.exists() else digest_in(outcome.lines)
+    if outcome.code:
+        advice = push_advice(outcome.lines, chosen.name, name.registry)
+        raise ImageError(_failure(f"The image {name.full} was not pushed", chosen, outcome, advice))
+    print(f"\nPushed: {name.full}")
+    if digest:
+        print(f"Digest: {digest}. Exactly this image, whatever its tag names later: --image={name.at(digest)}")
+    print(
+        f"Next: elasticcb train --cluster=kubernetes --namespace=… --service_account=elasticcb --image={name.full} "
+        f"--model_zoo={ZOO_IN_IMAGE} --model_def=… --training_data=…"
+    )
+
+
+def _image_to_make(image: str, flag: str = "--image") -> ImageName:
+    name = check_image(image, flag, _EXAMPLE)
+    if name.digest:
+        raise UsageError(f"{flag}={image} has a digest, which only the registry gives. Expected a tag, as {_EXAMPLE}.")
+    return name
+
+
+def _has_registry(name: ImageName) -> bool:
+    return bool(name.host or "/" in name.path)
+
+
+def _split(engine_flags: str) -> list[str]:
+    try:
+        return shlex.split(engine_flags)
+    except ValueError as error:
+        raise UsageError(f"--engine_flags={engine_flags} can't be split into flags: {error}.") from None
+
+
+def _failure(what: str, engine: Engine, outcome: Outcome, advice: str) -> str:
+    lines = [line for line in outcome.lines if line.strip()][-_SHOWN_LINES:]
+    said_last = "\n".join(f"  {line}" for line in lines)
+    text = f"{what}: {engine.name} ended with the exit code {outcome.code}."
+    text += f" The last that it said:\n{said_last}" if lines else " It said nothing."
+    return text + (f"\n{advice}" if advice else "")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise UsageError(f"{path} can't be read: {reason}.") from None

@@ -1,0 +1,207 @@
+"""What `elasticcb zoo init` writes: the Dockerfile of a model zoo, and what belongs to it. Writes nothing itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from elasticcb import __version__
+from elasticcb.cli.image.name import check_image
+from elasticcb.errors import UsageError
+
+DOCKERFILE, DOCKERIGNORE, REQUIREMENTS, WHEELS = "Dockerfile", ".dockerignore", "requirements.txt", "wheels"
+ZOO_IN_IMAGE = "/model_zoo"
+LARGE_BYTES = 100 * 2**20  # an entry of a zoo that hardly belongs into an image
+
+IGNORED = (".git", ".venv*", "venv", "jobs", "**/__pycache__", "**/.*_cache", "**/.ipynb_checkpoints", "**/*.egg-info")
+DOCKERIGNORE_TEXT = "\n".join(
+    ["# What of this folder the image does not need; data belong here, too.", DOCKERFILE, DOCKERIGNORE, *IGNORED, ""]
+)
+REQUIREMENTS_TEXT = "# Python packages that the model files import, besides elasticcb, tensorflow and keras.\n"
+
+_DOCKERFILE_TEXT = """\
+# The image of a model zoo, for jobs on Kubernetes; `elasticcb zoo init` wrote it, and it is yours to change.
+#   elasticcb zoo build . --image=REGISTRY/NAME:TAG
+FROM {base_image}
+USER 0
+
+# A change of these files has the packages installed anew, a change of models does not.
+COPY {requirements} /requirements/
+{copy_wheels}RUN python -m pip install --no-cache-dir {arguments}
+
+COPY --chown=1000:1000 . {zoo}
+
+# The user of all pods, who may write to /tmp alone.
+USER 1000:1000
+ENV HOME=/tmp
+"""
+
+
+@dataclass(frozen=True)
+class ZooImage:
+    """What goes into the image of a model zoo.
+
+    Args:
+        base_image: an image with Python 3.10 to 3.13 and pip, or with elasticcb.
+        extra_pypi_index: URL of a package index beside that of pip; "": none.
+        wheels: whether the zoo has a folder `WHEELS`, all of which are installed.
+    """
+
+    base_image: str
+    extra_pypi_index: str = ""
+    wheels: bool = False
+
+    def dockerfile(self) -> str:
+        """The text of the Dockerfile.
+
+        Raises:
+            UsageError: the base image or the index can't be what it is called.
+        """
+        check_image(self.base_image, "--base_image", default_base_image())
+        arguments = [f"'elasticcb[kubernetes]=={__version__}'", f"-r /requirements/{REQUIREMENTS}"]
+        if self.wheels:
+            arguments.insert(0, f"--find-links=/requirements/{WHEELS}")
+            arguments.append(f"/requirements/{WHEELS}/*.whl")
+        if self.extra_pypi_index:
+            check_index(self.extra_pypi_index)
+            arguments.insert(0, f"--extra-index-url={shlex.quote(self.extra_pypi_index)}")
+        return _DOCKERFILE_TEXT.format(
+            base_image=self.base_image,
+            requirements=REQUIREMENTS,
+            copy_wheels=f"COPY {WHEELS} /requirements/{WHEELS}/\n" if self.wheels else "",
+            arguments=" \\\n    ".join(arguments),
+            zoo=ZOO_IN_IMAGE,
+        )
+
+
+def default_base_image() -> str:
+    """The official image of the Python that runs this, so that wheels made here fit; all engines know its full name."""
+    return "docker.io/library/python:{}.{}-slim".format(*sys.version_info)
+
+
+def check_index(url: str) -> None:
+    """Raises `UsageError` when `url` is no URL of an index, or would tell a password to all who have the image."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
+        raise UsageError(
+            f"--extra_pypi_index={url} is no URL of a package index. Expected one such as "
+            "https://packages.example.org/simple."
+        )
+    if parts.username or parts.password:
+        raise UsageError(
+            f"--extra_pypi_index names a user or a password of {parts.hostname}, which all who pull the image could "
+            "read in its history. Download the packages here, with `pip wheel --wheel-dir=wheels PACKAGE`, and give "
+            "them by --local_pkg_dir=wheels instead."
+        )
+
+
+def check_zoo(folder: Path) -> None:
+    """Raises `UsageError` when `folder` holds no model files."""
+    if not folder.exists():
+        raise UsageError(f"There is no folder {folder}. Expected a model zoo: the folder with your model files.")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Expected a model zoo: the folder with your model files.")
+    if next(model_files(folder), None) is None:
+        raise UsageError(
+            f"{folder} holds no Python files. Expected a model zoo: the folder with your model files, as --model_zoo "
+            "of `elasticcb train` names it."
+        )
+
+
+def model_files(folder: Path) -> Iterator[Path]:
+    """Python files in it and two folders down."""
+    for pattern in ("*.py", "*/*.py", "*/*/*.py"):
+        yield from folder.glob(pattern)
+
+
+def check_requirements(text: str, place: str) -> None:
+    """Raises `UsageError` with all lines of a requirements.txt that can't be installed in an image.
+
+    Args:
+        place: the file's path, for the message.
+    """
+    problems = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition(" #")[0].strip()
+        for pattern, why in _NOT_IN_AN_IMAGE:
+            if re.search(pattern, line):
+                problems.append(f"{place}:{number}: `{line}` {why}")
+                break
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+_WHEEL_INSTEAD = (
+    "which the image does not have. Remove the line; a wheel of the package in --local_pkg_dir is installed instead "
+    "(`pip wheel --no-deps --wheel-dir=wheels FOLDER`)."
+)
+_FILE_INSTEAD = (
+    f"and {REQUIREMENTS} alone is there when packages are installed. Put the lines of that file in its place."
+)
+# `pip freeze` writes the first two for what was installed from a folder.
+_NOT_IN_AN_IMAGE = (
+    (r"^(-e|--editable)\b|^git\+file:", f"names a folder of this machine, {_WHEEL_INSTEAD}"),
+    (r"\bfile:|^\.{0,2}/|^~/", f"names a file of this machine, {_WHEEL_INSTEAD}"),
+    (r"^(-r|--requirement|-c|--constraint)\b", f"names another file, {_FILE_INSTEAD}"),
+)
+
+
+def check_wheels(wheels: Iterable[Path]) -> None:
+    """Raises `UsageError` when there are none, or two of one package, of which pip would install neither."""
+    by_package: dict[str, Path] = {}
+    for wheel in wheels:
+        package = package_of(wheel)
+        other = by_package.setdefault(package, wheel)
+        if other != wheel:
+            raise UsageError(f"{wheel} and {other} are of one package. Expected one wheel of each: remove the other.")
+    if not by_package:
+        raise UsageError(
+            "--local_pkg_dir names a folder without wheels (*.whl). `pip wheel --no-deps --wheel-dir=wheels FOLDER` "
+            "makes one of a package's source."
+        )
+
+
+def package_of(wheel: Path) -> str:
+    """The normalized name of the package: "My_Models-1.0-py3-none-any.whl" -> "my-models"."""
+    return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
+
+
+def unpublished_source() -> str:
+    """The folder that this elasticcb was installed from, which a package index may not have; "" when from an index."""
+    try:
+        text = distribution("elasticcb").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return ""
+    url = urlsplit(json.loads(text)["url"]) if text else urlsplit("")
+    return url2pathname(url.path) if url.scheme == "file" else ""
+
+
+def large_entries(folder: Path, dockerignore: str, largest: int = LARGE_BYTES) -> Sequence[tuple[str, int]]:
+    """What of a zoo has more than `largest` bytes and is not left out by name: (entry, bytes), the largest first."""
+    left_out = {line.strip().strip("/").removesuffix("/**") for line in dockerignore.splitlines()}
+    patterns = [pattern.removeprefix("**/") for pattern in left_out if pattern and not pattern.startswith(("#", "!"))]
+    sizes = [
+        (entry.name, _bytes_of(entry))
+        for entry in folder.iterdir()
+        if not any(entry.match(pattern) for pattern in patterns)
+    ]
+    return sorted(((name, size) for name, size in sizes if size > largest), key=lambda each: -each[1])
+
+
+def _bytes_of(entry: Path) -> int:
+    if entry.is_symlink():
+        return 0
+    if entry.is_dir():
+        return sum(file.lstat().st_size for file in entry.rglob("*") if file.is_file() and not file.is_symlink())
+    return entry.lstat().st_size

@@ -1,0 +1,381 @@
+"""The side of workers and parameter servers in the conversation with the master."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from elasticcb.clients.ps_link import Places
+from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.process.host import host_name
+from elasticcb.process.stats import Measures
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
+from elasticcb.rpc.calls import Connection
+from elasticcb.security.credentials import OPEN, Access
+from elasticcb.settings import JobSettings
+from elasticcb.sharding.bucket_map import BucketMap
+
+logger = logging.getLogger(__name__)
+
+_LONG_POLL_SECONDS = 60.0  # the master answers much earlier
+_EVENTS_PER_REPORT = 2_000
+_MAX_EVENTS = 100_000  # that wait to be sent
+
+
+class MasterClient:
+    """Calls to the master, by one process.
+
+    Args:
+        address: of the master.
+        patience_seconds: how long it may be away; another one may be on its way to take its place.
+        access: to the job.
+
+    Attributes:
+        lost_workers: ids of workers that the master has given up, as far as `jobs` has heard. It grows in place.
+        measures: what this process counts; the master hears of it by calls that are made anyway.
+
+    Raises `ConnectionLostError` from any call when the master stays out of reach.
+    """
+
+    def __init__(self, address: str, patience_seconds: float = 60.0, access: Access = OPEN) -> None:
+        self._connection = Connection(address, "the master", patience_seconds, access)
+        self._stub = MasterStub(self._connection.channel)
+        self.access = access
+        self.id = 0  # 0 until registered
+        self.job = 0  # the present one; they count from 1
+        self.lost_workers: set[int] = set()
+        self.measures = Measures()
+
+    def jobs(self) -> Iterator[JobSettings]:
+        """The settings of one job after another, each when it begins; ends when no more will come.
+
+        Whoever asks for the next job is done with the last one.
+        """
+        while True:
+            request = pb.GetSettingsRequest(after_job=self.job, id=self.id, known_lost=len(self.lost_workers))
+            if self.id:
+                request.stats.CopyFrom(self.measures.to_message())
+            answer = self._connection.call(self._stub.GetSettings, request, _LONG_POLL_SECONDS)
+            self.lost_workers.update(answer.lost_workers)
+            if answer.over:
+                return
+            if answer.job:
+                self.job = answer.job
+                yield JobSettings.from_json(answer.settings)
+
+    def program(self, dataset: int = 0) -> bytes:
+        """What the present job runs, if it has no model file (elasticcb/model/program.py).
+
+        Args:
+            dataset: the number of a per-worker dataset: what makes it, instead.
+        """
+        request = pb.GetProgramRequest(job=self.job, dataset=dataset)
+        return bytes(self._connection.call(self._stub.GetProgram, request).program)
+
+    def index_of(self, mode: str, file: str) -> bytes:
+        """Where records of a file of the job's data begin; b"" when the master does not know that, or not yet."""
+        request = pb.GetIndexRequest(job=self.job, mode=mode, file=file)
+        return bytes(self._connection.call(self._stub.GetIndex, request).index)
+
+    def register(self, role: pb.Role, index: int, address: str = "") -> int:
+        """Joins the present job, ready to serve or to work; returns the place taken."""
+        request = pb.RegisterRequest(
+            role=role,
+            index=index,
+            address=address,
+            pid=os.getpid(),
+            host=host_name(),
+            id=self.id,
+            job=self.job,
+        )
+        answer = self._connection.call(self._stub.Register, request)
+        self.id = answer.id
+        return int(answer.index)
+
+    def wait_for_cluster(self, unreachable: int = 0, map_version: int = 0) -> Any:
+        """Waits until all parameter servers hold the model; returns the `GetClusterResponse`.
+
+        Args:
+            unreachable: the id of a server that does not answer here.
+            map_version: of the map by which they hold it, at least.
+        """
+        while True:
+            request = pb.GetClusterRequest(id=self.id, unreachable=unreachable, map_version=map_version)
+            answer = self._connection.call(self._stub.GetCluster, request, _LONG_POLL_SECONDS)
+            if answer.ready:
+                return answer
+
+    def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
+        """Where the parameter server in a place is now, and its id; waits while a lost one is replaced. "" and 0 when
+        there are fewer places by now.
+
+        Args:
+            unreachable: the id of the one that does not answer.
+        """
+        cluster = self.wait_for_cluster(unreachable)
+        if index >= len(cluster.ps_ids):
+            return "", 0
+        return cluster.ps_addresses[index], cluster.ps_ids[index]
+
+    def find_map(self, version: int) -> Places:
+        """The parameter servers by a map of at least this version."""
+        return places_of(self.wait_for_cluster(map_version=version))
+
+    def get_task(self, leases: Iterable[int]) -> Any:
+        """The `GetTaskResponse`; waits for some time when there is nothing to do."""
+        request = pb.GetTaskRequest(worker_id=self.id, leases=leases)
+        return self._connection.call(self._stub.GetTask, request, _LONG_POLL_SECONDS)
+
+    def report_progress(self, progress: pb.ReportProgressRequest) -> Any:
+        progress.worker_id = self.id
+        progress.stats.CopyFrom(self.measures.to_message())
+        return self._connection.call(self._stub.ReportProgress, progress)
+
+    def split_task(self, lease: int, end: int) -> Any:
+        """This worker will do the first `end` records of the leased shard, and no more."""
+        request = pb.SplitTaskRequest(worker_id=self.id, split=pb.Split(lease=lease, end=end))
+        return self._connection.call(self._stub.SplitTask, request)
+
+    def report_done(self, report: pb.ReportTaskRequest) -> Any:
+        report.worker_id, report.succeeded = self.id, True
+        return self._connection.call(self._stub.ReportTask, report)
+
+    def report_failed(self, lease: int, error: str, traceback: str, fatal: bool) -> Any:
+        request = pb.ReportTaskRequest(worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal)
+        return self._connection.call(self._stub.ReportTask, request)
+
+    def stop_training(self, reason: str) -> None:
+        self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
+
+    def leave(
+        self,
+        role: pb.Role,
+        index: int,
+        error: str = "",
+        traceback: str = "",
+        fatal: bool = False,
+        asked: bool = False,
+    ) -> None:
+        """Says goodbye.
+
+        Args:
+            fatal: with an error that another process in this place would end with too.
+            asked: it was told to end, while the job goes on.
+        """
+        request = pb.LeaveRequest(
+            id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
+        )
+        self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
+
+    def warn(self, subject: str, text: str) -> None:
+        """Shows the user something, once for each `subject`, if the master can be reached now."""
+        logger.warning("%s", text)
+        warning = pb.CallbackWarning(subject=subject, text=text)
+        request = pb.ReportProgressRequest(worker_id=self.id, warnings=[warning])
+        with contextlib.suppress(ElasticCBError):
+            self._connection.call(self._stub.ReportProgress, request, deadline_seconds=5.0, patience_seconds=1.0)
+
+    def scale(self, workers: int) -> int:
+        """Asks for another number of workers; answers how many there were to be."""
+        return int(self._connection.call(self._stub.Scale, pb.ScaleRequest(workers=workers)).before)
+
+    def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
+        """Asks for another number of parameter servers, and waits until they hold the model; says what was done, ""
+        when there were as many.
+
+        Args:
+            on_wait: is told what has to come before it, when that takes its time.
+
+        Raises `UsageError` when it can't be done.
+        """
+        request = pb.ScaleRequest(servers=servers)
+        told = ""
+        while True:
+            answer = self._connection.call(self._stub.Scale, request, _LONG_POLL_SECONDS)
+            if answer.error:
+                raise UsageError(answer.error)
+            if answer.done:
+                return str(answer.moved)
+            if answer.waits_for not in ("", told):
+                told = str(answer.waits_for)
+                on_wait(told)
+            request.waiting = True
+
+    def stop(self) -> tuple[int, str]:
+        """Asks for the end of the job, as Ctrl-C does; answers the master's process id, and its machine's name.
+
+        Raises `UsageError` when the job can't be ended so.
+        """
+        answer = self._connection.call(self._stub.Stop, pb.StopRequest())
+        return answer.pid, answer.host
+
+    def status(self) -> dict[str, Any]:
+        """The job's state, as `elasticcb status --json` shows it."""
+        document: dict[str, Any] = json.loads(self._connection.call(self._stub.Status, pb.StatusRequest()).status)
+        return document
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def places_of(cluster: Any) -> Places:
+    """The parameter servers in a `GetClusterResponse`."""
+    buckets = BucketMap.from_bytes(len(cluster.ps_ids), cluster.buckets, cluster.map_version)
+    return Places(tuple(cluster.ps_addresses), tuple(cluster.ps_ids), buckets)
+
+
+class ProgressReporter:
+    """Tells the master at intervals how far the present task is; a sign of life between tasks.
+
+    Args:
+        interval_seconds: between reports.
+
+    Attributes:
+        on_leave: called when the master wants this worker to leave.
+        on_split: called when others wait for the rest of a task.
+        lost_leases: that the master took away, or that the job's end did.
+        splits: by lease, how many records this worker should leave it at.
+    """
+
+    def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
+        self._client = client
+        self._interval = interval_seconds
+        self._lock = threading.Lock()  # of `_progress`
+        self._sending = threading.Lock()  # one report at a time, so that they arrive in order
+        self._progress = pb.ReportProgressRequest()
+        self._events: list[pb.BatchEvent] = []  # not sent yet
+        self._warnings: dict[str, pb.CallbackWarning] = {}  # likewise, by subject
+        self._wake = threading.Event()
+        self._stopped = False
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_split: Callable[[], None] = lambda: None
+        self.lost_leases: set[int] = set()
+        self.splits: dict[int, int] = {}
+        self._computing_since: float | None = None  # the present batch
+        self._error: Exception | None = None  # why reporting ended
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def update(
+        self,
+        lease: int,
+        records_done: int,
+        version: int,
+        loss: float | None = None,
+        urgent: bool = False,
+        event: pb.BatchEvent | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Notes progress, to be sent with the next report; at once if `urgent`.
+
+        Args:
+            seconds: that the batch took, if that was measured.
+        """
+        with self._lock:
+            if event is not None:
+                # Together with the version: the master takes it that all batches before it are told.
+                if len(self._events) == _MAX_EVENTS:
+                    logger.warning("The master is slow to take reports: callbacks there will miss batches")
+                if len(self._events) <= _MAX_EVENTS:
+                    self._events.append(event)
+                urgent = urgent or len(self._events) == _EVENTS_PER_REPORT
+            progress = self._progress
+            progress.lease, progress.records_done, progress.version = lease, records_done, version
+            progress.progressed = True
+            if loss is not None and np.isfinite(loss):
+                progress.loss = (progress.loss * progress.batches + loss) / (progress.batches + 1)
+                progress.batches += 1
+            if seconds:
+                progress.batch_seconds += seconds
+                progress.timed_batches += 1
+        if urgent:
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def computing(self, lease: int) -> Iterator[None]:
+        """A batch of the leased task is computed in the context, which may take long without progress."""
+        with self._lock:
+            if self._progress.lease != lease:  # it is the first one
+                self._progress.lease, self._progress.records_done = lease, 0
+            self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = None
+
+    def clear(self) -> None:
+        """No task runs now. No report on the last one is under way any more when this returns."""
+        self.update(0, 0, self._progress.version)
+        with self._sending:
+            pass
+
+    def warn(self, subject: str, text: str, errors: int = 0) -> None:
+        """Notes something that the user should see; `errors` of a subject add up until the next report."""
+        with self._lock:
+            warning = self._warnings.setdefault(subject, pb.CallbackWarning(subject=subject, text=text))
+            warning.errors += errors
+
+    def flush(self) -> None:
+        """Sends all batch events and warnings that were noted."""
+        while self._events or self._warnings:
+            self.send()
+        with self._sending:  # what the other thread may have taken is under way no more
+            pass
+
+    def send(self) -> None:
+        """Sends what was noted, now."""
+        with self._sending:
+            with self._lock:
+                progress = pb.ReportProgressRequest()
+                progress.CopyFrom(self._progress)
+                self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+                self._progress.batch_seconds, self._progress.timed_batches = 0.0, 0
+                since = self._computing_since
+                progress.computing_seconds = 0.0 if since is None else time.monotonic() - since
+                progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
+                del self._events[:_EVENTS_PER_REPORT]
+                if self._events:  # the version would say that they are told
+                    progress.version = progress.batch_events[-1].version
+                progress.warnings.extend(self._warnings.values())
+                self._warnings.clear()
+            answer = self._client.report_progress(progress)
+            if progress.lease and (answer.over or not answer.accepted):
+                self.lost_leases.add(progress.lease)
+            if answer.HasField("split"):
+                self.splits[answer.split.lease] = answer.split.end
+                self.on_split()
+            if answer.leave:
+                self.on_leave()
+
+    def raise_error(self) -> None:
+        """Raises what ended the reporting, if something did: the master refuses this process, or is lost."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            try:
+                self.send()
+            except Exception as error:
+                self._error = error
+                return
+
+    def stop(self) -> None:
+        """Ends the reporting; warnings of the last hooks are still sent."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+        if self._warnings and self._error is None:
+            with contextlib.suppress(ElasticCBError):
+                self.send()

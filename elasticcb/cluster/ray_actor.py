@@ -1,0 +1,144 @@
+"""What runs on a node of Ray, as an actor: it starts one process there, and tells how that ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from elasticcb.cluster.child import Ending, Launch, SpawnedChild, common_environment
+from elasticcb.security.credentials import TOKEN_VARIABLE
+
+_LOOK_SECONDS = 1.0  # between looks at what the kernel has killed
+_LAST_LINES = 30
+
+
+class Launched(NamedTuple):
+    """A process that runs: the address of its node, its id, and whether it sees the folder of the master's job."""
+
+    node: str
+    pid: int
+    sees_job: bool
+
+
+class Ended(NamedTuple):
+    """How it ended, as `Exit` has it, and the last lines of its log."""
+
+    reason: str
+    failed: bool
+    log_tail: str
+
+
+class Place:
+    """One process of a job. Its methods are called by the master, several at once.
+
+    The job's token and private key come by a call, not by the actor's own arguments, which Ray keeps in its tables.
+    """
+
+    def __init__(self) -> None:
+        self._child: SpawnedChild | None = None
+        self._launched: Launched | None = None
+        self._log = Path()
+        self._keys = ""  # folder of the files of TLS
+
+    def launch(
+        self,
+        role: str,
+        index: int,
+        master_address: str,
+        directory: str,
+        marker: str,
+        log_level: str,
+        threads: int,
+        token: str,
+        tls: Mapping[str, bytes | str],
+    ) -> Launched:
+        """Starts it, unless it was started before.
+
+        Args:
+            directory: the job's, which is made on this node if it is not shared.
+            marker: a file in it that the master has made.
+            threads: for TensorFlow to compute with.
+            tls: the contents of the PEM files by their flags, and the name in them; empty: none.
+
+        Raises `OSError` when the folder, or the process, can't be made.
+        """
+        if self._launched is not None:
+            return self._launched
+        import ray
+
+        node = ray.util.get_node_ip_address()
+        sees_job = Path(directory, marker).exists()
+        logs = Path(directory, "logs")
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        logs.mkdir(exist_ok=True)
+        self._log = logs / f"{role}-{index}.log"
+        arguments = [role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid())]
+        if role == "ps":
+            arguments += ["--host", node]
+        environment = os.environ | common_environment(log_level) | {TOKEN_VARIABLE: token}
+        environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
+        self._child = SpawnedChild(Launch((*arguments, *self._tls_flags(tls)), environment, self._log, own_path=True))
+        self._launched = Launched(node, self._child.pid, sees_job)
+        return self._launched
+
+    def wait(self) -> Ended:
+        """Waits for its end."""
+        assert self._child is not None
+        before = _killed_for_memory()
+        while not self._child.wait(_LOOK_SECONDS) and self._child.poll() is None:
+            before = _killed_for_memory()
+        ending = self._child.poll()
+        assert ending is not None
+        self._remove_keys()
+        return Ended(_reason(ending, _killed_for_memory() > before), ending.failed, self.log_tail(_LAST_LINES))
+
+    def log_tail(self, lines: int) -> str:
+        """The last lines that it wrote."""
+        try:
+            return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    def end(self) -> None:
+        """Ends it at once."""
+        if self._child is not None:
+            self._child.send_signal(signal.SIGKILL)
+            self._child.wait()
+        self._remove_keys()
+
+    def _tls_flags(self, tls: Mapping[str, bytes | str]) -> list[str]:
+        if not tls:
+            return []
+        self._keys = tempfile.mkdtemp(prefix="elasticcb-tls-")  # which its owner alone can read
+        flags = []
+        for name, value in tls.items():
+            if isinstance(value, bytes):
+                path = Path(self._keys, f"{name}.pem")
+                path.write_bytes(value)
+                value = str(path)
+            flags += [f"--{name}", value]
+        return flags
+
+    def _remove_keys(self) -> None:
+        if self._keys:
+            shutil.rmtree(self._keys, ignore_errors=True)
+
+
+def _reason(ending: Ending, short_of_memory: bool) -> str:
+    if ending.code == -signal.SIGKILL and short_of_memory:
+        return "out of memory: the system killed it, since its node, or its container, had no memory left"
+    return ending.reason
+
+
+def _killed_for_memory() -> int:
+    """How many processes this system has killed since it had no memory left."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counts["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return 0

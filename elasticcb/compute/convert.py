@@ -1,0 +1,55 @@
+"""Arrays as tensors and tensors as arrays, of the same memory where that can be: a model's weights are not copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array
+
+_DTYPES = (np.float32, np.float64)  # of what is large
+
+
+def tensor_of(array: Array) -> tf.Tensor:
+    """A tensor that may share the memory of `array`, which must not be written to while the tensor is used.
+
+    TensorFlow never writes into memory that is not its own. A variable that the tensor is assigned to may share the
+    memory as well.
+    """
+    if array.dtype in _DTYPES and array.size and not array.ctypes.data % SHARED_ALIGNMENT:
+        view = array.view()
+        try:
+            view.flags.writeable = True  # else NumPy does not hand it over
+        except ValueError:
+            pass  # of bytes, which are never written
+        else:
+            return tf.experimental.dlpack.from_dlpack(view.__dlpack__())
+    return tf.convert_to_tensor(array)
+
+
+def not_cached(number: float) -> Array:
+    """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
+
+    Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
+    """
+    return np.asarray(number)
+
+
+def forget_kernels() -> None:
+    """Frees what TensorFlow keeps of each operation on a variable for as long as the process lives.
+
+    For when many variables are gone for good: some 70 kB for each small model that there was. What is called again is
+    made again. Keras's `clear_session` does the same, and forgets its own settings of all threads besides.
+    """
+    context.context().clear_kernel_cache()
+
+
+def array_of(tensor: tf.Tensor) -> Array:
+    """The tensor's array, read-only, without a copy where NumPy knows the dtype."""
+    array: Array
+    if tensor.dtype.is_numpy_compatible and tensor.dtype != tf.bfloat16 and tensor.shape.num_elements():
+        array = np.frombuffer(memoryview(tensor), tensor.dtype.as_numpy_dtype).reshape(tensor.shape)
+    else:
+        array = tensor.numpy()
+    return array

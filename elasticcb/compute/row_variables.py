@@ -1,0 +1,58 @@
+"""Variables whose number of rows changes."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from elasticcb.compute.convert import tensor_of
+from elasticcb.rpc.tensors import Array, aligned
+
+
+class RowVariable(keras.Variable):
+    """Has any number of rows, whatever `shape` says."""
+
+    def _initialize(self, value: Any) -> None:  # of Keras's
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._value = _free(value() if callable(value) else value, self)
+
+
+def make_free_rows(variable: keras.Variable) -> None:
+    """Empties a variable and lets it have any number of rows from now on."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        variable._value = _free(tf.zeros([0, *variable.shape[1:]], variable.dtype), variable)
+
+
+def _free(value: Any, variable: keras.Variable) -> tf.Variable:
+    return tf.Variable(
+        value,
+        dtype=variable.dtype,
+        shape=[None, *variable.shape[1:]],
+        trainable=variable.trainable,
+        name=variable.name,
+    )
+
+
+def fill(variable: keras.Variable, rows: Array) -> None:
+    """Gives a variable with free rows these rows. Shares their memory: they may not be changed afterwards."""
+    variable._value.assign(tensor_of(rows))
+    variable._shape = tuple(rows.shape)
+
+
+def make_whole(variable: keras.Variable, rows: Array) -> None:
+    """Gives a variable the shape and value of `rows`. Shares their memory: they may not be changed afterwards."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        variable._value = tf.Variable(
+            tensor_of(rows), dtype=variable.dtype, trainable=variable.trainable, name=variable.name
+        )
+    variable._shape = tuple(rows.shape)
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros that TensorFlow shares, and that take no memory until they are written to."""
+    return aligned(shape, tf.as_dtype(dtype).as_numpy_dtype, np.zeros)

@@ -1,0 +1,1 @@
+"""The process that starts the others, on top of all rooms."""

@@ -1,0 +1,230 @@
+"""A process that imports TensorFlow once, and then forks the workers and parameter servers of a job.
+
+An import takes seconds, a fork some milliseconds, and what was imported is in memory once. TensorFlow and gRPC
+outlive a fork only as long as they have done nothing: this process runs no operation, opens no channel and has no
+Python thread. The threads that there are after the imports (OpenBLAS, pyarrow's jemalloc) belong to libraries that
+handle forks themselves.
+
+It is driven by messages over a socket (fork_server.py), one JSON object each:
+
+    {"number": 1, "arguments": […], "environment": {…}, "directory": "…", "log": "…"}   start a process
+    {"number": 1, "pid": 4711}, with a pidfd of the process                             it runs
+    {"number": 1, "code": -9}                                                           it has ended
+    {"number": 1, "error": "…"}                                                         it could not be forked
+
+A request with "master" starts the master of a training job, which writes to the two files that come with it, and gets
+a socket of its own to ask for workers and servers. They live on when it is killed: the next master is handed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elasticcb.cluster.fork_server import Forked, ForkServer
+from elasticcb.cluster.local import follow_file
+
+MESSAGE_BYTES = 1 << 20  # more than such a socket takes
+_READY = b"1"
+
+
+def main() -> int:
+    """The command line has the numbers of two files: the socket, and what becomes readable when this process and all
+    that it has forked are to end."""
+    control, watch = (int(number) for number in sys.argv[1:])
+    import_roles()
+    # Python tells of threads that are not its own (see above) at each fork.
+    warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+    gc.collect()
+    gc.freeze()  # collections in children leave these pages shared
+    service = _ForkService(socket.socket(fileno=control), watch)
+    request = service.serve()
+    if request is None:
+        os._exit(0)
+    # From here on this is a child.
+    from elasticcb.cli.main import main as command_line
+
+    if service.handed_over is None:
+        return command_line(request["arguments"])
+    from elasticcb.cli.job import run_as_master
+
+    return run_as_master(request, service.handed_over)
+
+
+def import_roles() -> None:
+    """All that masters, workers and servers need, so that no child imports it again."""
+    import elasticcb.cli.main
+    import elasticcb.cli.progress
+    import elasticcb.data
+    import elasticcb.master.job
+    import elasticcb.master.keras_host
+    import elasticcb.model.program
+    import elasticcb.ps.server
+    import elasticcb.roles.processes
+    import elasticcb.worker.functions
+    import elasticcb.worker.worker  # noqa: F401
+
+
+class _Child(NamedTuple):
+    number: int
+    pid: int
+    is_master: bool
+    arguments: list[str]
+
+
+class _ForkService:
+    """Forks what is asked for, and tells what ended.
+
+    Attributes:
+        handed_over: in a child that is a master, its way back to this process.
+    """
+
+    def __init__(self, control: socket.socket, watch: int) -> None:
+        self._control, self._watch = control, watch
+        self._for_launcher = False  # whether that is who has started this process; it asks for masters
+        self._master: socket.socket | None = None  # to the present one
+        self._children: dict[int, _Child] = {}  # by pidfd
+        self.handed_over: ForkServer | None = None
+        self._poller = select.poll()
+        for file in (watch, control.fileno()):
+            self._poller.register(file, select.POLLIN)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Returns None when nobody asks any more; in a child, its request."""
+        while True:
+            file, _ = self._poller.poll()[0]  # one at a time: what is done about it may close others
+            if file == self._watch:
+                return None
+            if file in self._children:
+                self._ended(file)
+                continue
+            asker = self._control if self._master is None or file != self._master.fileno() else self._master
+            try:
+                data, files, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+            except ConnectionResetError:
+                data, files = b"", []
+            if data:
+                request: dict[str, Any] = json.loads(data)
+                if self._fork(request, files):
+                    return request
+                for output in files:
+                    os.close(output)
+            elif asker is self._control:
+                return None
+            else:
+                self._forget_master()
+
+    def _forget_master(self) -> None:
+        if self._master is not None:
+            self._poller.unregister(self._master)
+            self._master.close()
+            self._master = None
+
+    def _ended(self, file: int) -> None:
+        child = self._children.pop(file)
+        self._poller.unregister(file)
+        os.close(file)
+        message = {"number": child.number, "code": os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])}
+        self._tell(child.is_master, message)
+
+    def _fork(self, request: dict[str, Any], files: list[int]) -> bool:
+        """Whether this is the child."""
+        number, is_master = request["number"], "master" in request
+        of_master = None
+        if is_master:
+            self._for_launcher = True
+            self._forget_master()
+            self._master, of_master = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._poller.register(self._master, select.POLLIN)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._tell(is_master, {"number": number, "error": str(error)})
+                return False
+            if pid == 0:
+                ours.close()
+                self._begin(request, files, of_master, theirs)
+                return True
+            theirs.close()
+            watch = os.pidfd_open(pid)
+            ours.recv(1)  # nothing, if it is dead already
+            self._tell(is_master, {"number": number, "pid": pid}, watch)
+            with contextlib.suppress(BrokenPipeError):
+                ours.send(_READY)
+        if of_master is not None:
+            of_master.close()
+        self._children[watch] = _Child(number, pid, is_master, request["arguments"])
+        self._poller.register(watch, select.POLLIN)
+        return False
+
+    def _begin(
+        self, request: dict[str, Any], files: list[int], to_here: socket.socket | None, told: socket.socket
+    ) -> None:
+        self._control.close()
+        if self._master is not None:
+            self._master.close()
+        follow_file(self._watch)
+        if to_here is None:
+            for other in self._children:
+                os.close(other)
+            files = [os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)]
+            os.chdir(request["directory"])
+            os.environ.clear()
+            os.environ.update(request["environment"])
+        else:
+            forked = [
+                Forked(child.number, child.pid, watch, child.arguments)
+                for watch, child in self._children.items()
+                if not child.is_master
+            ]
+            self.handed_over = ForkServer(to_here, forked=forked)
+        _become(request["arguments"], files)
+        told.send(_READY)
+        if not told.recv(1):  # nobody will ever know of this process
+            os._exit(1)
+
+    def _tell(self, of_master: bool, message: dict[str, Any], *files: int) -> None:
+        """Tells who has asked for a process what became of it: the launcher, if it is a master."""
+        to = self._control if of_master or not self._for_launcher else self._master
+        if to is not None:  # else the next master is told what it is handed
+            # When nobody reads any more, the loop will see it.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(to, [json.dumps(message).encode()], files)
+
+
+def _become(arguments: list[str], files: list[int]) -> None:
+    """Makes this process what it would be had it been started with a command.
+
+    Args:
+        files: for standard output and standard error, or one for both.
+    """
+    from elasticcb.cluster.process_view import show_process_as
+
+    os.setsid()
+    os.dup2(files[0], 1)
+    os.dup2(files[-1], 2)
+    for file in files:
+        os.close(file)
+    sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *arguments]
+    show_process_as([sys.executable, "-m", "elasticcb", *arguments], os.environ)
+    draw_own_random_numbers()
+
+
+def draw_own_random_numbers() -> None:
+    """Makes NumPy's global generator another one than that of the process that forked this one.
+
+    Python's own, and that of rpc/calls.py, see to it themselves; TensorFlow's are made when they are first used.
+    """
+    import numpy as np
+
+    np.random.seed()

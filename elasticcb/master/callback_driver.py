@@ -1,0 +1,240 @@
+"""Calls the hooks that run on the master, on a model that holds what the servers hold.
+
+What a hook changes goes to the servers: weights and the optimizer's state by `load_state`, the learning rate as
+the new base rate, `stop_training` to the task queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elasticcb.compute.convert import not_cached
+from elasticcb.master.batch_log import NumberedBatch
+from elasticcb.master.ps_admin import PSControl
+from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.traits import unwrapped
+from elasticcb.sharding.flat_blocks import Blocks
+
+if TYPE_CHECKING:
+    from elasticcb.master.keras_host import ModelHost
+    from elasticcb.rpc.tensors import Array
+
+
+class MasterHooks:
+    """The hooks of a job on the master.
+
+    Args:
+        host: has the model and the callbacks.
+        ps: of the servers, which hold the model.
+        stop_training: takes a reason.
+        reached_version: takes a version that the model was brought to from here.
+
+    Attributes:
+        base_learning_rate: that of the servers; None where a schedule rules it, or they have no optimizer.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        ps: PSControl,
+        stop_training: Callable[[str], None],
+        reached_version: Callable[[int], None],
+    ) -> None:
+        self._host, self._ps = host, ps
+        self._stop_training, self._reached_version = stop_training, reached_version
+        self._callbacks = host.callbacks
+        self._shown: Blocks | None = None  # what the model holds; None: something else
+        self._weights: list[Array] = []  # of it
+        self._state: OptimizerState | None = None  # that the optimizer was given for the present hook
+        self._iterations_ahead = 0  # of the optimizer, compared with the version
+        self._round_changed = False  # whether `on_test_begin` gave the round other weights
+        self.base_learning_rate: float | None = None
+
+    def call(self, hook: str, *args: Any, **options: Any) -> None:
+        """Calls a hook of training or prediction; `options` are those of `Dispatcher.call`."""
+        if self._callbacks.wants(hook):
+            reads = bool(self._callbacks.readers(hook))
+            if reads:
+                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+            self._callbacks.call(hook, *args, **options)
+            self._carry_out()
+            if reads:
+                self._send_changes()
+
+    def call_again(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
+        """Calls a hook of training that an earlier process of the job has called: the callback gets ready, but what it
+        sets on the model is not sent. The servers hold what it set then, and what was trained since.
+
+        Args:
+            learning_rate: the base rate that the hook found then; None: the present one.
+        """
+        if self._callbacks.wants(hook):
+            if self._callbacks.readers(hook):
+                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+            variable = self._host.learning_rate
+            if learning_rate is not None and variable is not None:
+                variable.assign(not_cached(learning_rate))
+            self._callbacks.call(hook, *args)
+            if self._callbacks.stop_requested:
+                self._stop_training(self._callbacks.stop_reason)
+            self._forget()
+            if variable is not None and self.base_learning_rate is not None:
+                variable.assign(not_cached(self.base_learning_rate))
+
+    def begin_round(self, evaluation_round: int) -> int:
+        """Calls `on_test_begin`, and makes the servers keep the weights of the round; returns their version.
+
+        Weights that the hook sets are those of the round, and of nothing else.
+        """
+        self._round_changed = False
+        weights = None
+        if self._callbacks.readers("on_test_begin"):
+            self._show(self._ps.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
+            self._callbacks.call("on_test_begin", {})
+            self._carry_out()
+            weights, _ = self._changed_weights()  # rows of embedding tables are evaluated as the servers hold them
+            self._round_changed = weights is not None
+            self._forget()
+        else:
+            self._callbacks.call("on_test_begin", {})
+            self._carry_out()
+        return self._ps.snapshot(evaluation_round, weights)
+
+    def end_round(self, evaluation_round: int, logs: dict[str, Any]) -> None:
+        """Calls `on_test_end` on the weights of the round, which the servers then forget."""
+        if not self._callbacks.readers("on_test_end"):
+            self._callbacks.call("on_test_end", logs)
+            self._carry_out()
+        else:
+            needs_state = self._callbacks.needs_optimizer_state("on_test_end")
+            self._show(self._ps.pull_snapshot(evaluation_round), needs_state)
+            self._callbacks.call("on_test_end", logs)
+            self._carry_out()
+            if not self._round_changed:  # else it undid what `on_test_begin` did
+                self._send_changes()
+            self._forget()
+        self._ps.release_snapshot(evaluation_round)
+
+    def batches(self, batches: Sequence[NumberedBatch]) -> None:
+        """Calls the hooks of batches that workers have done, in their order.
+
+        The model is at least as new as each batch; it is fetched once for all of them.
+        """
+        if not batches:
+            return
+        hooks = {f"on_{batch.event.kind.value}_batch_{end}" for batch in batches for end in ("begin", "end")}
+        readers = {hook: self._callbacks.readers(hook, len(batches)) for hook in hooks}
+        reads = any(readers.values())
+        if reads:
+            needs_state = any(self._callbacks.needs_optimizer_state(hook) for hook, found in readers.items() if found)
+            self._show(self._ps.pull(), needs_state)
+        for batch in batches:
+            event = batch.event
+            given = {"size": event.size, "version": event.version}
+            self._callbacks.call(f"on_{event.kind.value}_batch_begin", batch.index, given, keras_logs={})
+            self._callbacks.call(
+                f"on_{event.kind.value}_batch_end", batch.index, {**event.logs, **given}, keras_logs=batch.means
+            )
+        self._carry_out()
+        if reads:
+            self._send_changes()
+
+    def adopt_learning_rate(self, rate: float) -> None:
+        """The servers' base rate becomes that of the model on the master."""
+        variable = self._host.learning_rate
+        if variable is not None and self._host.trains:
+            variable.assign(not_cached(rate))
+        self.base_learning_rate = self._learning_rate()
+
+    # ------------------------------------------------------------ the model
+
+    def _show(self, blocks: Blocks, with_state: bool) -> None:
+        """Makes the model hold `blocks`, and its optimizer what the servers' optimizers hold, if that is asked for."""
+        if self._shown is None or any(new is not old for new, old in zip(blocks, self._shown, strict=True)):
+            self._weights, ids = self._ps.weights(blocks)
+            self._host.assign(self._weights, ids)
+            self._shown = list(blocks)
+        if not self._host.trains:
+            return  # the servers have no optimizer
+        if with_state:
+            exported = self._ps.export()
+            write_optimizers(exported.optimizer, *self._optimizers())
+            self._note_iterations(exported.version)
+            self._state = read_optimizers(*self._optimizers())
+        elif self._host.optimizer is not None:
+            # What TensorBoard calls the step; a schedule's rate comes from it, too.
+            steps = max(0, self._ps.version + self._iterations_ahead)
+            unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
+
+    def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
+        """Those of the model, its variables, and by which of them each is updated."""
+        owners = [spec.optimizer for spec in self._host.variables]
+        return self._host.optimizers, self._host.model.weights, owners
+
+    def _note_iterations(self, version: int) -> None:
+        if self._host.optimizer is not None:
+            self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
+
+    def _changed_weights(self) -> tuple[list[Array] | None, dict[int, Array]]:
+        """The model's weights, if they are not those that were shown, and the ids of embedding tables."""
+        weights, ids = self._host.weights()
+        same = all(_same(new, old) for new, old in zip(weights, self._weights, strict=True))
+        return None if same else weights, ids
+
+    def _changed_state(self) -> OptimizerState | None:
+        if self._state is None:
+            return None
+        state, before = read_optimizers(*self._optimizers()), self._state
+        now = state.slots | state.extras | state.shared
+        then = before.slots | before.extras | before.shared
+        same = now.keys() == then.keys() and all(_same(now[name], then[name]) or _is_rate(name) for name in now)
+        return None if same else state
+
+    def _send_changes(self) -> None:
+        (weights, ids), state = self._changed_weights(), self._changed_state()
+        if weights is not None or state is not None:
+            version = self._ps.load_state(weights, state, ids)
+            self._note_iterations(version)
+            self._reached_version(version)
+            self._forget()
+        self._state = None
+
+    def _forget(self) -> None:
+        self._shown, self._state = None, None
+
+    # ------------------------------------------------------------ what else a hook may set
+
+    def _carry_out(self) -> None:
+        if self._callbacks.stop_requested:
+            self._stop_training(self._callbacks.stop_reason)
+        rate = self._learning_rate()
+        if rate is not None and rate != self.base_learning_rate:
+            self._ps.set_learning_rate(rate)
+            self.base_learning_rate = rate
+
+    def _learning_rate(self) -> float | None:
+        variable = self._host.learning_rate
+        if variable is None or not self._host.trains:  # without training, servers have no optimizer
+            return None
+        return float(variable.numpy())
+
+
+def _is_rate(name: Any) -> bool:
+    """The learning rate goes its own way, which costs less."""
+    return isinstance(name, str) and name.rpartition("/")[2] == "learning_rate"
+
+
+def _same(new: Array, old: Array) -> bool:
+    """Whether two arrays hold the same bytes: NaN is the same as NaN."""
+    if new.shape != old.shape or new.dtype != old.dtype:
+        return False
+    return bool(np.array_equal(_bytes_of(new), _bytes_of(old)))
+
+
+def _bytes_of(array: Array) -> Array:
+    if array.dtype.kind in "OU":
+        return array
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,295 @@
+"""The master's Keras side: the model that callbacks see, and the metrics that rounds end in."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from elasticcb.callbacks import SavedModelExporter
+from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
+from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.checkpoint.files import find_latest, read_manifest
+from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
+from elasticcb.layers.install import held_ids, held_used, install
+from elasticcb.layers.movable import movable
+from elasticcb.master.evaluation import Merged
+from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.source_counts import SourceCounts
+from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
+from elasticcb.model.job_callbacks import callback_params, job_callbacks
+from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
+from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.model_file import ModelSpec
+from elasticcb.model.weights import prime, variable_specs
+from elasticcb.optimizers.capture import OptimizerCapture
+from elasticcb.optimizers.state import ModelState, OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
+from elasticcb.predictions.columns import columns_of, names_of_outputs
+from elasticcb.predictions.files import check
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Command, JobSettings
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.status import SavedModelInput
+
+_MODES = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
+
+
+class ModelHost:
+    """Builds the model once, and holds it for callbacks, metrics and the first weights.
+
+    Args:
+        settings: of the job.
+        spec: what brings model, data and callbacks, if it is not the model file.
+
+    Raises:
+        ModelFileError: the model file is not usable.
+        DataError: the data can't be read.
+    """
+
+    def __init__(self, settings: JobSettings, spec: Any = None) -> None:
+        self.spec = ModelSpec(settings.model) if spec is None else spec
+        self.trains = settings.command is Command.TRAIN
+        predicts = settings.command is Command.PREDICT
+        self.collects_predictions = predicts and (spec is not None or bool(settings.output))
+        self.holds_predictions = False  # in callbacks on workers, until they end
+        self.model: keras.Model = self.spec.build_model()
+        if settings.command is Command.TRAIN:
+            self.spec.require_trainable(self.model)
+        self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
+        try:
+            self._prepare(settings)
+        except BaseException:
+            self.release()
+            raise
+
+    def _prepare(self, settings: JobSettings) -> None:
+        """Builds the model with its first batch."""
+        mode = _MODES[settings.command]
+        pipeline = open_pipeline(settings, self.spec, mode)
+        self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
+        pipelines = {mode: pipeline}
+        if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
+            pipelines["evaluation"] = open_pipeline(settings, self.spec, "evaluation")
+        self._counts = SourceCounts(settings, pipelines)
+        try:
+            batch = pipeline.first_batch()
+            updated = prime(self.spec, self.model, batch, mode)
+        except ElasticCBError:
+            self._counts.result()  # damaged data is the better explanation
+            raise
+        else:
+            self.sources: dict[str, Sources] = self._counts.result()
+        finally:
+            self._counts.stop()  # when the user has interrupted the job
+        self.metrics.reset()
+        element = pipeline.element_spec
+        self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
+        self.tables = self._find_tables(settings, batch, mode, updated)
+        self.variables = variable_specs(self.model, updated, self.tables)
+        self.callbacks = Dispatcher(
+            job_callbacks(self.spec, settings),
+            Place.MASTER,
+            callback_params(settings, steps=self._batches(settings)),
+            self.model,
+            on_error=settings.training.callback_errors,
+            in_program=not settings.model.definition,
+        )
+        if settings.command is Command.PREDICT:
+            callbacks = self.callbacks.callbacks
+            self.holds_predictions = holds_predictions(callbacks)
+            if not self.collects_predictions and not takes_predictions(callbacks):
+                raise ModelFileError(
+                    f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
+                    f"{self.spec.path} returns has an on_predict_batch_end. Add --output=FILE, such as "
+                    "--output=predictions.csv, or a callback such as elasticcb.callbacks.PredictionOutputsProcessor."
+                )
+
+        if settings.command is Command.PREDICT and settings.output:
+            self._check_output(settings, pipeline)
+
+    def _check_output(self, settings: JobSettings, pipeline: Pipeline) -> None:
+        """Raises `ModelFileError` when there is no row per record to write."""
+        if not pipeline.keeps_order:
+            raise ModelFileError(
+                f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "
+                "nobody can tell which record a row of --output belongs to. Give one example per record, in their "
+                "order, when `mode` is Mode.PREDICTION; or take the predictions in a callback."
+            )
+        for column in columns_of(
+            flatten_outputs(self.model.predict_step(pipeline.first_batch())), names_of_outputs(self.model)
+        ):
+            check(column, settings.output_format)
+
+    def prediction_output(self, settings: JobSettings) -> PredictionOutput:
+        """Takes what workers predict, for --output."""
+        return PredictionOutput(
+            Path(settings.output),
+            settings.output_format,
+            Path(settings.directory),
+            self.sources["prediction"],
+            names_of_outputs(self.model),
+        )
+
+    def _find_tables(
+        self, settings: JobSettings, batch: Any, mode: str, updated: Mapping[int, int] | None
+    ) -> dict[int, TableSpec]:
+        """Which variables are embedding tables, by index: those of the checkpoint that the job starts from, else the
+        large ones."""
+        optimizers = model_optimizers(self.model)
+        num_ps = settings.cluster.num_ps
+
+        def allowed(index: int) -> bool:
+            if not self.trains:
+                return True
+            optimizer = optimizers[(updated or {}).get(index, 0)]
+            return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
+
+        threshold = settings.embedding.threshold_bytes
+        saved: set[int] | None = None
+        if settings.checkpoint.directory_for_init:
+            manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
+            saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
+            threshold = 0 if saved else sys.maxsize
+        with self._step(mode) as step:
+            return movable(
+                self.model, step, batch, threshold, lambda index: allowed(index) and (saved is None or index in saved)
+            )
+
+    @contextlib.contextmanager
+    def _step(self, mode: str) -> Iterator[Callable[[Any], Any]]:
+        """The step that workers run, as far as it looks at a batch."""
+        if mode == "training":
+            capture = OptimizerCapture(self.model)
+            try:
+                yield capture.train_step
+            finally:
+                capture.release()
+        else:
+            yield self.model.test_step if mode == "evaluation" else self.model.predict_step
+
+    def weights(self) -> tuple[list[Array], dict[int, Array]]:
+        """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""
+        return [variable.numpy() for variable in self.model.weights], {
+            index: ids for index in self.tables if (ids := held_ids(self.model, index)) is not None
+        }
+
+    def used(self) -> dict[int, Array]:
+        """When the rows of embedding tables were last trained, as in `ModelState`."""
+        if not self._continues:  # versions count anew
+            return {}
+        return {index: used for index in self.tables if (used := held_used(self.model, index)) is not None}
+
+    def assign(
+        self, weights: Sequence[Array], ids: Mapping[int, Array], used: Mapping[int, Array] | None = None
+    ) -> None:
+        """Sets all weights; `ids` and `used` as in `ModelState`."""
+        for index, (variable, value) in enumerate(zip(self.model.weights, weights, strict=True)):
+            if index in ids:
+                install(self.model, index, ids[index], value, (used or {}).get(index))
+            else:
+                variable.assign(value)
+
+    def _batches(self, settings: JobSettings) -> int | None:
+        """Of an epoch, or of all records that are evaluated or predicted; None when nobody knows."""
+        if self.open_ended:
+            return None
+        size = settings.training.minibatch_size
+        return sum(-(-count // size) for _, count in self.sources[_MODES[settings.command]])
+
+    def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
+        """What the exported model will take; nothing when it can't be exported."""
+        try:
+            specs = serving_inputs(self.model, self._features_spec)
+        except CallbackError:
+            return ()  # the exporter will say why
+        return tuple(SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs)
+
+    @property
+    def exports(self) -> bool:
+        """Whether the job will write a SavedModel."""
+        return any(isinstance(callback, SavedModelExporter) for callback in self.callbacks.callbacks)
+
+    @property
+    def version(self) -> int:
+        """Of the model that the job starts with: how many updates its optimizer has made."""
+        optimizer = self.optimizer
+        return int(unwrapped(optimizer)._iterations) if optimizer is not None and self._continues else 0
+
+    def optimizer_state(self) -> OptimizerState | None:
+        """What the optimizers have learned before; None of fresh ones."""
+        if not self._continues:
+            return None
+        owners = [spec.optimizer for spec in self.variables]
+        return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
+
+    @property
+    def _continues(self) -> bool:
+        optimizer = self.optimizer
+        return self.trains and optimizer is not None and optimizer.built and int(unwrapped(optimizer)._iterations) > 0
+
+    def set_state(self, state: ModelState) -> None:
+        """Makes the model and its optimizers hold what the servers hold."""
+        self.assign(state.weights, state.ids, state.used)
+        if self.trains:
+            owners = [spec.optimizer for spec in self.variables]
+            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+        if state.ids:
+            self.model.train_function = None  # what Keras has traced knows slots of fewer rows
+
+    def find_index(self, mode: str, file: str) -> bytes:
+        """Where records of a file begin, as `FileIndex.to_bytes`; b"" when that is not known."""
+        return self._counts.find_index(mode, file)
+
+    def release(self) -> None:
+        """Leaves the model to its owner, as it was."""
+        self.metrics.release()
+
+    @property
+    def may_split(self) -> bool:
+        """Whether weights may be cut between servers."""
+        return self.optimizer is not None and all(map(may_split, model_optimizers(self.model)))
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The optimizer's learning rate; None when a schedule rules it."""
+        return learning_rate_variable(self.optimizer)
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """All that the model holds; `VariableSpec.optimizer` is an index into them."""
+        return model_optimizers(self.model)
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        return getattr(self.model, "optimizer", None)
+
+    @property
+    def merges_by_itself(self) -> bool:
+        """Whether some metric's states don't simply add up."""
+        return bool(self.metrics.merging_units)
+
+    def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
+        """`logs` of `on_test_end` from the states of all tasks of a round."""
+        self.metrics.load(merged.states, map(unflatten_outputs, merged.batches))
+        return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
+
+    def warn_of_missing_data(self) -> None:
+        """Says as Keras does that training data ended too early."""
+        warn_of_missing_data()
+
+    def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Training loss and metrics over the states of an epoch's tasks, in Keras's order; of no batch, they are 0."""
+        merging = self.metrics.merging_units
+        states = {
+            name: self.metrics.merge_states(name, values) if name in merging else values
+            for name, values in states.items()
+        }
+        self.metrics.load(states)
+        return dict(sorted(self.metrics.results(states or self.metrics.training_units(), "train").items()))

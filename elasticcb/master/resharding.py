@@ -1,0 +1,201 @@
+"""A change of the number of parameter servers, as the master leads it: the steps of the protocol in order."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from elasticcb.clients.ps_link import Link
+from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.master.ps_admin import PSControl
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Frame
+from elasticcb.sharding.bucket_map import BUCKETS
+
+logger = logging.getLogger(__name__)
+
+_COPIES = 3  # of rows, the later ones of what was trained meanwhile: the less is left for the pause
+_DRAIN_SECONDS = 10.0  # for a worker to finish a push that some servers have
+_PAUSE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move did.
+
+    Attributes:
+        servers, before: how many there are, and were.
+        buckets: that have another server now.
+        rows: of embedding tables that went to another server.
+        bytes: of rows, slots and the dense part that went.
+        seconds, paused: in all, and of that without updates.
+    """
+
+    servers: int
+    before: int
+    buckets: int
+    rows: int
+    bytes: int
+    seconds: float
+    paused: float
+
+    def __str__(self) -> str:
+        return (
+            f"The job has {self.servers} parameter servers from now on; there were {self.before}. Moved "
+            f"{self.buckets:,} of {BUCKETS:,} buckets ({_size(self.bytes)}) in {self.seconds:.1f} s; updates paused "
+            f"for {self.paused:.1f} s."
+        )
+
+
+class ServerMove:
+    """Moves what the servers hold to another number of them.
+
+    Args:
+        control: of the present servers; afterwards of the new ones.
+        links: to all servers, old and new, by index.
+        servers: how many there are to be; the first of `links`.
+        is_up: whether a worker, by its id, may still finish a push.
+    """
+
+    def __init__(self, control: PSControl, links: Sequence[Link], servers: int, is_up: Callable[[int], bool]) -> None:
+        self._control, self._links, self._servers, self._is_up = control, links, servers, is_up
+        self._before = len(control.partition)
+        self.buckets = control.buckets.resized(servers)
+        self._pool = ThreadPoolExecutor(len(links), thread_name_prefix="move")
+
+    def run(self, commit: Callable[[], None]) -> Moved:
+        """Does it; `commit` writes down that the new map counts.
+
+        Raises `ElasticCBError` when a server is lost before, or a worker does not finish its push: the servers go on by
+        the old map then.
+        """
+        begun = time.monotonic()
+        try:
+            self._prepare()
+            copied = [answer for _ in range(_COPIES) for answer in self._step(pb.COPY)]
+            closed = time.monotonic()
+            taken = self._close()
+            handed = self._step(pb.HAND_OVER, pushes=_names(taken))
+            version = max(answer.version for answer in handed)
+            self._step(pb.SETTLE, version=version)
+            commit()
+        except BaseException:
+            self._abandon()
+            raise
+        self._open()
+        ended = time.monotonic()
+        return Moved(
+            servers=self._servers,
+            before=self._before,
+            buckets=self._control.buckets.moved(self.buckets),
+            rows=sum(answer.rows for answer in copied),
+            bytes=sum(answer.bytes for answer in [*copied, *handed]),
+            seconds=ended - begun,
+            paused=ended - closed,
+        )
+
+    def _prepare(self) -> None:
+        model = pb.InitializeRequest(
+            variables=[spec.to_message() for spec in self._control.specs],
+            num_ps=self._servers,
+            split=self._control.split,
+            ps_addresses=[link.address for link in self._links[: self._servers]],
+            run=self._control.run,
+            buckets=self.buckets.to_bytes(),
+            map_version=self.buckets.version,
+        )
+
+        def prepare(index: int) -> None:
+            request = pb.MoveRequest(step=pb.PREPARE, map_version=self.buckets.version, servers_before=self._before)
+            request.model.CopyFrom(model)
+            request.model.index = index
+            self._links[index].call("Move", Frame(request, {}), patience_seconds=1.0)
+
+        list(self._pool.map(prepare, range(len(self._links))))
+
+    def _close(self) -> dict[int, int]:
+        """Closes the servers for pushes, but for those that one of them has; returns the last of each worker."""
+        taken: dict[int, int] = {}
+        for answer in self._step(pb.CLOSE):
+            for push in answer.pushes:
+                taken[push.worker_id] = max(push.sequence, taken.get(push.worker_id, 0))
+        give_up = time.monotonic() + _DRAIN_SECONDS
+        while True:
+            missing = {p.worker_id for answer in self._step(pb.DRAIN, pushes=_names(taken)) for p in answer.pushes}
+            missing = {worker for worker in missing if self._is_up(worker)}
+            if not missing:
+                return taken
+            if time.monotonic() > give_up:
+                raise ElasticCBError(
+                    f"Worker {min(missing)} did not finish a push that some servers have taken within "
+                    f"{_DRAIN_SECONDS:.0f} s."
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+    def _step(self, step: int, **fields: Any) -> list[Any]:
+        """Has all servers take a step; their answers, by index."""
+
+        def take(link: Link) -> Any:
+            request = pb.MoveRequest(step=step, map_version=self.buckets.version, **fields)  # type: ignore[arg-type]
+            return link.call("Move", Frame(request, {}), patience_seconds=1.0).header
+
+        return list(self._pool.map(take, self._links))
+
+    def _open(self) -> None:
+        """From here on the new map counts: a server that can't be told is replaced, by one that knows it."""
+        self._tell_all(pb.OPEN)
+
+    def _abandon(self) -> None:
+        self._tell_all(pb.ABANDON)
+
+    def _tell_all(self, step: int) -> None:
+        def tell(link: Link) -> None:
+            request = pb.MoveRequest(step=step, map_version=self.buckets.version)  # type: ignore[arg-type]
+            try:
+                link.call("Move", Frame(request, {}), patience_seconds=1.0)
+            except ConnectionLostError as error:
+                logger.warning("%s", error)
+
+        list(self._pool.map(tell, self._links))
+
+    def write_down(self) -> None:
+        """Has each server write recovery files of what it holds now; those by the last map are not needed after it.
+
+        Raises `ConnectionLostError` when one is lost meanwhile.
+        """
+        kept = self._links[: self._servers]
+        for step in (pb.WRITE, pb.FORGET):
+            request = pb.MoveRequest(step=step, map_version=self.buckets.version)
+            # Little patience: a server that is lost has to be replaced.
+            list(self._pool.map(lambda link: link.call("Move", Frame(request, {}), 1.0), kept))  # noqa: B023
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+def end_earlier_move(control: PSControl) -> None:
+    """Ends a move that another master, which was killed, has left unfinished: by the journal's map, which is the
+    control's."""
+    version = control.buckets.version
+    for step, of in ((pb.OPEN, version), (pb.ABANDON, version + 1)):
+        for link in control.links:
+            try:
+                link.call("Move", Frame(pb.MoveRequest(step=step, map_version=of), {}), patience_seconds=1.0)
+            except ElasticCBError as error:  # it is lost, and will be replaced, or holds no model yet
+                logger.warning("%s", error)
+
+
+def _names(taken: Mapping[int, int]) -> list[pb.PushName]:
+    return [pb.PushName(worker_id=worker, sequence=last) for worker, last in taken.items()]
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

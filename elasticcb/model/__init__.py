@@ -1,0 +1,1 @@
+"""What a job runs: the user's model, its weights, losses and metrics, and its input pipeline."""

@@ -1,0 +1,227 @@
+"""The batches of a task: from the records of a reader, through the model file's `feed`; or those of a source that
+has batches already."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
+from elasticcb.data.batches import BatchSource
+from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.data.file_reader import FileReader
+from elasticcb.errors import DataError, ModelFileError
+from elasticcb.model.spec import Spec
+from elasticcb.settings import JobSettings
+
+Sources = list[tuple[str, int]]
+
+_UNKNOWN = 1 << 40  # batches in an epoch of which nobody knows how many it has: more than there can be
+
+
+class Pipeline(Protocol):
+    """The input of one mode. Tasks count it in units: records, or whole batches."""
+
+    keeps_order: bool  # whether the n-th unit that comes out is the n-th of the shard
+    ends_by_itself: bool  # whether it may give fewer batches than a shard has
+    open_ended: bool  # whether nobody knows how many units an epoch has
+    repeatable: bool  # whether a shard is the same units in the next run of the program
+
+    @property
+    def element_spec(self) -> Any:
+        """Of a batch; in prediction, of its features."""
+
+    def sources(self) -> Sources:
+        """(name, units) of each source."""
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
+        """The batches of the units [start, end) of a source, as Keras gives them to the model's step."""
+
+    def units_in(self, batch: Any) -> int:
+        """How many units a batch is."""
+
+    def first_batch(self) -> Any:
+        """A batch to build a model with."""
+
+
+def open_pipeline(
+    settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+) -> Pipeline:
+    """The input of "training", "evaluation" or "prediction".
+
+    Args:
+        find_index: on a worker: asks the master where the records of a file begin.
+
+    Raises:
+        DataError: the data can't be read.
+        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+    """
+    source = spec.batch_source(mode)
+    return FeedPipeline(settings, spec, mode, find_index) if source is None else BatchPipeline(source, mode)
+
+
+class BatchPipeline:
+    """The batches of a `BatchSource`, as tensors."""
+
+    def __init__(self, source: BatchSource, mode: str) -> None:
+        self._source = source
+        self._mode = mode
+        self._first: Any = None
+        self.keeps_order = source.keeps_order
+        # Evaluation and prediction count each batch exactly once, so their sources must know.
+        self.ends_by_itself = source.ends_early and mode == "training"
+        self.open_ended = source.num_batches is None
+        self.repeatable = source.repeatable
+
+    @property
+    def element_spec(self) -> Any:
+        batch = self.first_batch()
+        if self._mode == "prediction":
+            batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        return tf.nest.map_structure(_spec_of, batch)
+
+    def sources(self) -> Sources:
+        count = self._source.num_batches
+        return [(self._mode, _UNKNOWN if count is None else count)]
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
+        yield from map(_tensors, self._source.batches(epoch, start, end))
+
+    def units_in(self, batch: Any) -> int:
+        return 1
+
+    def first_batch(self) -> Any:
+        if self._first is None:
+            batch = self._source.first_batch()  # which takes none from the epochs
+            if batch is None:
+                raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
+            self._first = _tensors(batch)
+        return self._first
+
+
+def _tensors(batch: Any) -> Any:
+    return tf.nest.map_structure(_as_tensor, batch)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    composite = leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
+    return leaf if composite else tf.convert_to_tensor(leaf)
+
+
+def _spec_of(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return tf.type_spec_from_value(leaf)
+    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
+
+
+class FeedPipeline:
+    """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
+
+    Args:
+        mode: "training", "evaluation" or "prediction".
+        find_index: see `open_pipeline`.
+
+    Raises:
+        DataError: the data can't be read.
+        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+    """
+
+    ends_by_itself = False
+    open_ended = False
+    repeatable = True
+
+    def __init__(
+        self, settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+    ) -> None:
+        origin = getattr(settings.data, mode if mode != "evaluation" else "validation")
+        self.reader: Reader = open_reader(
+            origin,
+            settings.data.reader_params,
+            custom=spec.custom_data_reader,
+            records_per_task=settings.training.records_per_task,
+        )
+        if isinstance(self.reader, FileReader):
+            self.reader.find_index = find_index
+        self._range = ("", 0, 0)
+        self._stream = RecordStream(self.reader, lambda: self._range)
+        feed = spec.feed or self.reader.default_feed()
+        if feed is None:
+            raise ModelFileError(
+                f"{spec.path} has no `{settings.model.feed}(dataset, mode, metadata)`, and the reader of {origin} "
+                "brings no default. Define one that turns records into (features, labels)."
+            )
+        raw = self._stream.dataset
+        try:
+            fed = spec.call(feed, raw, mode, self.reader.metadata)
+        except ModelFileError as error:
+            raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
+        if not isinstance(fed, tf.data.Dataset):
+            raise ModelFileError(
+                f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
+            )
+        check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
+        self.keeps_order = keeps_order(raw, fed)
+        self._predicts = mode == "prediction"  # then `feed` gives features alone
+        self._minibatch_size = settings.training.minibatch_size
+        self.dataset = fed.batch(self._minibatch_size).prefetch(2)
+
+    @property
+    def element_spec(self) -> Any:
+        """Of a batch; in prediction, of its features."""
+        return self.dataset.element_spec
+
+    def sources(self) -> Sources:
+        return [(source.name, source.count) for source in checked_sources(self.reader)]
+
+    def units_in(self, batch: Any) -> int:
+        return records_in(batch)
+
+    def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
+        """The batches of records [start, end) of a source. Raises what the reader raised."""
+        self._range = (name, start, end)
+        try:
+            for batch in self.dataset:
+                yield (batch,) if self._predicts else batch
+        except tf.errors.OpError as error:
+            self._stream.raise_error()
+            raise batch_error(error, name, start, end) from error
+
+    def first_batch(self) -> Any:
+        """A batch from the start of the data, to build a model with."""
+        tried = 0
+        for name, head in self._beginnings():
+            count = 0
+            for records in (self._minibatch_size, 256, sys.maxsize):
+                count = head(records)
+                if not count:
+                    break
+                for batch in self.batches(name, 0, count):
+                    return batch
+            tried += count
+        raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
+
+    def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
+        """Each source, and what says how many records it has, at most so many as it is given."""
+        if isinstance(self.reader, FileReader):
+            for name in self.reader.names:  # without a scan of all data
+                yield name, functools.partial(self.reader.head, name)
+        else:
+            for source in self.reader.sources():
+                yield source.name, functools.partial(min, source.count)
+
+
+def records_in(batch: Any) -> int:
+    """How many records a batch of dense, ragged or sparse tensors holds."""
+    first = tf.nest.flatten(batch)[0]
+    if isinstance(first, tf.RaggedTensor):
+        return int(first.nrows())
+    if isinstance(first, tf.SparseTensor):
+        return int(first.dense_shape[0])
+    return int(first.shape[0])

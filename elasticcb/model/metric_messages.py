@@ -1,0 +1,96 @@
+"""Metric states, and outputs of batches, on the wire between a worker and the master."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import from_message, to_message
+
+States = dict[str, list[np.ndarray]]  # by metric: the values of `metric.variables`
+
+
+Outputs = dict[str, np.ndarray]  # of one batch: the arrays of a structure by their paths in it
+
+
+def to_metric_states(states: States) -> list[pb.MetricState]:
+    """Metric states as messages."""
+    return [
+        pb.MetricState(name=name, variables=[to_message(np.asarray(value)) for value in values])
+        for name, values in states.items()
+    ]
+
+
+def from_metric_states(messages: Sequence[pb.MetricState]) -> States:
+    """The states by unit, from `to_metric_states`."""
+    return {message.name: [from_message(variable) for variable in message.variables] for message in messages}
+
+
+def to_outputs(batches: Sequence[Outputs]) -> list[pb.BatchOutputs]:
+    """What steps gave, one message per batch."""
+    return [pb.BatchOutputs(arrays=[to_message(array, path) for path, array in outputs.items()]) for outputs in batches]
+
+
+def from_outputs(messages: Sequence[pb.BatchOutputs]) -> list[Outputs]:
+    """What steps gave, by batch, from `to_outputs`."""
+    return [{tensor.name: from_message(tensor) for tensor in message.arrays} for message in messages]
+
+
+def flatten_outputs(structure: Any) -> Outputs:
+    """A structure of arrays and tensors as arrays by path; a ragged or sparse tensor is several of them."""
+    return dict(_flatten(structure))
+
+
+def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
+    """The structure of what `flatten_outputs` took apart, with tuples for lists; dense leaves are NumPy arrays."""
+    if set(outputs) == {""}:
+        return outputs[""]
+    parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    for path, array in outputs.items():
+        kind, rest = path[0], path[1:]
+        key, _, below = rest.partition(_END)
+        parts.setdefault((kind, key), {})[below] = array
+    if all(kind == _COMPOSITE for kind, _ in parts):
+        return _composite({key: part[""] for (_, key), part in parts.items()})
+    if all(kind == "[" for kind, _ in parts):
+        return tuple(unflatten_outputs(part) for part in parts.values())
+    return {key: unflatten_outputs(part) for (_, key), part in parts.items()}
+
+
+_END = "\x1f"  # ends a step of a path; no name of an output holds a unit separator
+_COMPOSITE = "~"  # begins a step into the arrays of a ragged or sparse tensor, or to the place of None
+
+
+def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    if isinstance(structure, Mapping):
+        for key, value in structure.items():
+            yield from _flatten(value, f"{path}.{key}{_END}")
+    elif isinstance(structure, (tuple, list)):
+        for index, value in enumerate(structure):
+            yield from _flatten(value, f"{path}[{index}{_END}")
+    elif structure is None:
+        yield f"{path}{_COMPOSITE}none{_END}", np.zeros(0)
+    elif hasattr(structure, "nested_row_splits"):  # a tf.RaggedTensor
+        yield f"{path}{_COMPOSITE}values{_END}", structure.flat_values.numpy()
+        for depth, splits in enumerate(structure.nested_row_splits):
+            yield f"{path}{_COMPOSITE}{depth}{_END}", splits.numpy()
+    elif hasattr(structure, "dense_shape"):  # a tf.SparseTensor
+        for name in ("indices", "values", "dense_shape"):
+            yield f"{path}{_COMPOSITE}{name}{_END}", getattr(structure, name).numpy()
+    else:
+        yield path, np.asarray(structure)
+
+
+def _composite(arrays: Mapping[str, np.ndarray]) -> Any:
+    """None, or the ragged or sparse tensor of these arrays."""
+    if "none" in arrays:
+        return None
+    import tensorflow as tf  # not above: the master answers calls before it is imported
+
+    if "dense_shape" in arrays:
+        return tf.SparseTensor(arrays["indices"], arrays["values"], arrays["dense_shape"])
+    splits = [arrays[str(depth)] for depth in range(len(arrays) - 1)]
+    return tf.RaggedTensor.from_nested_row_splits(arrays["values"], splits, validate=False)

@@ -1,0 +1,266 @@
+"""The user's model file: imported by path, checked, and turned into a compiled Keras model.
+
+Importing this module imports Keras; the command line checks names without it (cli/validation.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.model.loss import make_compute_loss
+from elasticcb.optimizers.traits import model_optimizers
+from elasticcb.settings import ModelSettings
+
+# Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
+# the process's random seeds while another one draws initial weights from them.
+building = threading.RLock()
+
+
+class ModelSpec:
+    """What a model file defines.
+
+    Args:
+        settings: where the file is and how its names are called.
+
+    Raises:
+        ModelFileError: the file can't be imported or lacks a needed name.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self.path, self._model_name = locate(settings)
+        self.module = _import(settings.zoo, settings.definition.rpartition(".")[0], self.path)
+        self._model_factory = self._get(self._model_name, needed=True)
+
+    @property
+    def loss_advice(self) -> str:
+        return (
+            f"Define `{self._settings.loss}(labels, predictions)` in the file, or return a model that is compiled with "
+            "a loss, or adds losses of its own."
+        )
+
+    @property
+    def feed(self) -> Callable[..., Any] | None:
+        return self._get(self._settings.feed)
+
+    @property
+    def custom_data_reader(self) -> Callable[..., Any] | None:
+        return self._get(self._settings.custom_data_reader)
+
+    def batch_source(self, mode: str) -> None:
+        """None: the records of a reader are fed."""
+
+    def build_model(self) -> keras.Model:
+        """A new model, compiled with what the file brings; a model without a loss stays uncompiled."""
+        _check_is_function(self._model_factory, self._model_name, self.path)
+        model = self.call(self._model_factory, **self._settings.params)
+        if not isinstance(model, keras.Model):
+            raise ModelFileError(
+                f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a "
+                "keras.Model (Sequential, functional or subclass)."
+            )
+        if not model.compiled:
+            self._compile(model)
+        elif self._get(self._settings.optimizer) is not None:
+            # The servers take it from there, so that they need not build the model.
+            model.optimizer = _scaled_like(model.optimizer, self.make_optimizer())
+        return model
+
+    def make_optimizer(self) -> keras.optimizers.Optimizer:
+        """A new optimizer, as the file or its compiled model defines it."""
+        factory = self._get(self._settings.optimizer)
+        if factory is None:
+            model = self.call(self._model_factory, **self._settings.params)
+            optimizer = getattr(model, "optimizer", None)
+        else:
+            _check_is_function(factory, self._settings.optimizer, self.path)
+            optimizer = factory if isinstance(factory, str) else self.call(factory)
+        if isinstance(optimizer, str):
+            optimizer = self.call(keras.optimizers.get, optimizer)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ModelFileError(
+                f"{self.path} gives no usable optimizer: {optimizer!r}. Define "
+                f"`{self._settings.optimizer}()` that returns a keras.optimizers.Optimizer, or return a "
+                f"compiled model from {self._model_name}()."
+            )
+        return optimizer
+
+    def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """New optimizers, all that a model of this file holds, in the order of `model_optimizers`.
+
+        Builds a model; where there is one optimizer only, `make_optimizer` may not need to.
+        """
+        return model_optimizers(self.build_model())
+
+    def make_eval_metrics(self) -> dict[str, Any]:
+        """What `eval_metrics_fn()` returns; empty when the file has none."""
+        factory = self._get(self._settings.eval_metrics_fn)
+        metrics = {} if factory is None else self.call(factory)
+        if not isinstance(metrics, dict):
+            raise ModelFileError(
+                f"{self._settings.eval_metrics_fn}() in {self.path} returned {type(metrics).__name__}; "
+                "expected a dict {name: metric} or {output: {name: metric}}."
+            )
+        return metrics
+
+    def make_callbacks(self) -> list[keras.callbacks.Callback]:
+        """What `callbacks()` returns, and the file's `PredictionOutputsProcessor`; new objects each time."""
+        factory = self._get(self._settings.callbacks)
+        given = [] if factory is None else self.call(factory) or []
+        if not isinstance(given, (list, tuple)):
+            raise ModelFileError(
+                f"{self._settings.callbacks}() in {self.path} returned {given!r}; expected a list of "
+                "keras.callbacks.Callback objects."
+            )
+        callbacks = list(given)
+        for callback in callbacks:
+            if not isinstance(callback, keras.callbacks.Callback):
+                raise ModelFileError(
+                    f"{self._settings.callbacks}() in {self.path} returned {callback!r} in its list; "
+                    "expected keras.callbacks.Callback objects."
+                )
+        processor = self._get("PredictionOutputsProcessor")
+        # ElasticDL's way to receive predictions: the model file has a class of this name.
+        if inspect.isclass(processor) and processor.__module__ == self.module.__name__:
+            from elasticcb.callbacks import PredictionOutputsProcessor
+
+            if not issubclass(processor, keras.callbacks.Callback):
+                callbacks.append(PredictionOutputsProcessor(self.call(processor).process))
+            elif not any(isinstance(callback, processor) for callback in callbacks):
+                callbacks.append(self.call(processor))
+        return callbacks
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of the model file; what it raises becomes a `ModelFileError`."""
+        try:
+            with building:
+                return function(*args, **kwargs)
+        except ElasticCBError:
+            raise  # it explains itself
+        except Exception as error:
+            name = getattr(function, "__name__", repr(function))
+            inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            raise ModelFileError(
+                f"{name}() in {self.path} raised {describe(error)}", user_traceback(error) if inside else ""
+            ) from error
+
+    def _get(self, name: str, needed: bool = False) -> Any:
+        found = getattr(self.module, name, None)
+        if found is None and needed:
+            public = sorted(n for n, value in vars(self.module).items() if callable(value) and n[0] != "_")
+            raise ModelFileError(
+                f"{self.path} has no {name!r}; it has: {', '.join(public) or 'no functions'}. "
+                "--model_def names it as folder.module.function."
+            )
+        return found
+
+    def _compile(self, model: keras.Model) -> None:
+        loss = self._get(self._settings.loss)
+        optimizer = self._get(self._settings.optimizer)
+        if optimizer is None:
+            return  # good enough to predict with; `require_trainable` says so before training
+        if inspect.isclass(loss) and issubclass(loss, keras.losses.Loss):
+            loss = self.call(loss)
+        if isinstance(loss, (str, dict, list, keras.losses.Loss)) or _computes_its_loss(model):
+            self.call(model.compile, optimizer=self.make_optimizer(), loss=loss)
+            return
+        model.compile(optimizer=self.make_optimizer())
+        if loss is not None:
+            # Keras would call a compiled loss once per output; a model file's loss gets them all.
+            model.compute_loss = make_compute_loss(model, loss, str(self.path))
+
+    def require_trainable(self, model: keras.Model) -> None:
+        """Raises `ModelFileError` unless `model` has an optimizer to train with."""
+        if not model.compiled:
+            raise ModelFileError(
+                f"The model of {self.path} can't be trained: it is not compiled, and the file has no "
+                f"`{self._settings.optimizer}()`. Define `{self._settings.loss}(labels, predictions)` and "
+                f"`{self._settings.optimizer}()`, or return a compiled model."
+            )
+
+
+def _computes_its_loss(model: keras.Model) -> bool:
+    """Whether the model's class has a `compute_loss` of its own, which may ask Keras's for the compiled loss."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+def _scaled_like(
+    present: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer
+) -> keras.optimizers.Optimizer:
+    """`optimizer`, which scales the loss as `present` does: Keras's `compile` makes it so for mixed_float16."""
+    scaling = keras.optimizers.LossScaleOptimizer
+    if not isinstance(present, scaling) or isinstance(optimizer, scaling):
+        return optimizer
+    return scaling(optimizer, present.initial_scale, present.dynamic_growth_steps)
+
+
+def locate(settings: ModelSettings) -> tuple[Path, str]:
+    """The model file's path and the name of the model in it."""
+    module, _, name = settings.definition.rpartition(".")
+    path = Path(settings.zoo, *module.split(".")).with_suffix(".py")
+    if not module or not path.is_file():
+        raise ModelFileError(
+            f"--model_def={settings.definition} names the file {path}, which does not exist. Expected "
+            f"folder.module.function below --model_zoo={settings.zoo}."
+        )
+    return path.resolve(), name
+
+
+def _check_is_function(value: Any, name: str, path: Path) -> None:
+    if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
+        raise ModelFileError(
+            f"{name} in {path} is an object, {type(value).__name__}, and one is needed in each process. Make it a "
+            "function that returns a new one."
+        )
+
+
+def _import(zoo: str, module: str, path: Path) -> ModuleType:
+    with building:
+        # The zoo for `import folder.helper`, the file's own folder for `import helper`.
+        for folder in (str(path.parent), str(Path(zoo).resolve())):
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
+        try:
+            found = sys.modules.get(module) or importlib.import_module(module)
+            if Path(getattr(found, "__file__", None) or "").resolve() == path:
+                return found
+        except ImportError:
+            pass  # an installed package may hide the folder; by path it works
+        except Exception as error:
+            raise _import_error(path, error) from error
+        return _import_by_path(re.sub(r"\W", "_", f"model_file_{path}"), path)
+
+
+def _import_by_path(name: str, path: Path) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_error(path, error) from error
+    return module
+
+
+def _import_error(path: Path, error: Exception) -> ModelFileError:
+    return ModelFileError(
+        f"The model file {path} can't be imported: {describe(error)}",
+        user_traceback(error),
+    )

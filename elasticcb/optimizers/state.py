@@ -1,0 +1,187 @@
+"""What optimizers have learned, whole: apart from any server, file or Keras object.
+
+It travels between the parameter servers and the Keras optimizers of a model in one process: what `fit` was
+given goes on from there, and what a callback saves or the caller gets back is as if trained in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import ElasticCBError
+
+if TYPE_CHECKING:
+    import keras
+
+    from elasticcb.optimizers.variables import Leaf, OptimizerVariables
+
+Array = npt.NDArray[Any]
+Key = tuple[int, str]  # index of the model's variable, name
+
+
+@dataclass
+class OptimizerState:
+    """Whole variables of all optimizers, whatever the number of servers.
+
+    Attributes:
+        slots: of the shape of the model's variable.
+        extras: of another shape that belong to one variable.
+        shared: of no variable: "iterations", "learning_rate"; "1/iterations" of the model's second optimizer,
+            "0.1/iterations" of the second one inside a MultiOptimizer.
+        optimizers: class names, with the same prefixes; empty where they are not known.
+    """
+
+    slots: dict[Key, Array] = field(default_factory=dict)
+    extras: dict[Key, Array] = field(default_factory=dict)
+    shared: dict[str, Array] = field(default_factory=dict)
+    optimizers: tuple[str, ...] = ()
+
+
+@dataclass
+class ModelState:
+    """All weights, in the order of `model.weights`, and the state of all optimizers.
+
+    Attributes:
+        ids: of embedding tables, by variable: the ids (int64 [n], in order) that the weights [n, dim], and the slots,
+            are rows of. Where none are given, they are 0, 1, ….
+        used: of embedding tables, by variable: the version at which each of these rows was last trained, int64 [n].
+            Where none are given, nobody knows.
+    """
+
+    version: int
+    weights: list[Array]
+    optimizer: OptimizerState
+    ids: dict[int, Array] = field(default_factory=dict)
+    used: dict[int, Array] = field(default_factory=dict)
+
+
+def read_optimizers(
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    owners: Sequence[int] | None = None,
+) -> OptimizerState:
+    """Copies what the optimizers hold, and builds those that are not built yet.
+
+    Args:
+        model_optimizers: of the model.
+        model_variables: `model.weights`.
+        owners: for each of the variables, the index of its optimizer. Without it, several optimizers that
+            are not built yet are left out: what they would hold is what any new one holds.
+
+    Raises `ElasticCBError` when a built optimizer does not know a variable that is to be trained.
+    """
+    state = OptimizerState()
+    names = []
+    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
+        names.append(leaf.class_name)
+        state.slots |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.slots}
+        state.extras |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.extras}
+        state.shared |= {leaf.prefix + name: _copied(value) for name, value in found.shared.items()}
+    state.optimizers = tuple(names)
+    return state
+
+
+def write_optimizers(
+    state: OptimizerState,
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    owners: Sequence[int] | None = None,
+) -> None:
+    """Makes the optimizers hold `state`; those that are not built yet are built first.
+
+    Slots of variables that are not trained stay as they are.
+
+    Args:
+        model_optimizers, model_variables, owners: as in `read_optimizers`.
+
+    Raises `ElasticCBError`, before anything is changed, when the state is of another optimizer or model.
+    """
+    from elasticcb.compute.row_variables import make_whole
+    from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
+    from elasticcb.optimizers.variables import has_free_rows
+
+    targets: list[tuple[Any, Array]] = []
+    resized: list[tuple[Any, Array]] = []
+    differences: list[str] = []
+    unused = {*state.slots, *state.extras, *state.shared}
+    names = []
+
+    def match(
+        source: Mapping[Any, Array], key: Any, what: str, target: Any, needed: bool = True, rows: int = 0
+    ) -> None:
+        unused.discard(key)
+        value = source.get(key)
+        if value is None:
+            differences.extend([f"no {what}"] if needed else [])
+        elif rows and len(value) == rows != target.shape[0] and tuple(value.shape[1:]) == tuple(target.shape[1:]):
+            resized.append((target, value))
+        elif tuple(value.shape) != tuple(target.shape):
+            differences.append(f"{what} of the shape {list(value.shape)} instead of {list(target.shape)}")
+        else:
+            targets.append((target, value))
+
+    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
+        names.append(leaf.class_name)
+        for slots, source in ((found.slots, state.slots), (found.extras, state.extras)):
+            for slot in slots:
+                variable = model_variables[slot.variable]
+                what = f"{slot.name} of {variable.path!r}"
+                rows = variable.shape[0] if has_free_rows(variable) else 0
+                match(source, (slot.variable, slot.name), what, slot.value, variable.trainable, rows)
+        for name, value in found.shared.items():
+            match(state.shared, leaf.prefix + name, leaf.prefix + name, value)
+    differences += [f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused]
+    given = state.optimizers or tuple(names)
+    if differences or {*given} - {*names}:
+        shown = "; ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
+        raise ElasticCBError(
+            f"The state of {', '.join(given) or 'no optimizer'} does not fit the model's optimizer "
+            f"{', '.join(names) or 'none'}{': it has ' + shown if shown else ''}. Use the model and the optimizer, "
+            "with the settings, that the state is of."
+        )
+    for target, value in targets:
+        target.assign(value)
+    for target, value in resized:
+        make_whole(target, value)
+    for optimizer in map(unwrapped, model_optimizers):
+        if isinstance(optimizer, MultiOptimizer):  # it counts for itself
+            optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
+
+
+def _built_leaves(
+    optimizers: Sequence[Any], variables: Sequence[Any], owners: Sequence[int] | None
+) -> Iterator[tuple[Leaf, OptimizerVariables]]:
+    # Imported here: this module is also for processes that have not imported Keras yet.
+    from elasticcb.optimizers.traits import unwrapped
+    from elasticcb.optimizers.variables import leaves, optimizer_variables
+
+    for place, optimizer in enumerate(optimizers):
+        trained = {
+            index: variable
+            for index, variable in enumerate(variables)
+            if variable.trainable and (owners is None or owners[index] == place)
+        }
+        inner = unwrapped(optimizer)
+        if not optimizer.built:
+            if owners is None and len(optimizers) > 1:
+                continue
+            optimizer.build(list(trained.values()))
+        keys = {inner._var_key(variable) for variable in inner._trainable_variables}
+        known = {index: variable for index, variable in enumerate(variables) if inner._var_key(variable) in keys}
+        unknown = [variable.path for index, variable in trained.items() if index not in known]
+        if unknown and (owners is not None or len(optimizers) == 1):
+            raise ElasticCBError(
+                f"The optimizer {inner.name} is built already, without {unknown[0]!r}, which is to be trained now. "
+                "Compile the model again, with a new optimizer, after a change of what is trainable."
+            )
+        for leaf in leaves(optimizer, place, known):
+            yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)
+
+
+def _copied(variable: Any) -> Array:
+    return np.array(variable.numpy())

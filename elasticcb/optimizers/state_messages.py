@@ -1,0 +1,79 @@
+"""The state of optimizers as it travels to and from the parameter servers: cut for each, and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import WireError
+from elasticcb.optimizers.state import Key, OptimizerState
+from elasticcb.sharding.partition import Slice, VariableSpec
+
+Array = npt.NDArray[Any]
+
+
+def to_tensors(state: OptimizerState) -> dict[str, Array]:
+    """Named as they travel: "slots/I/NAME", "extras/I/NAME", "shared/NAME"."""
+    tensors = {f"slots/{index}/{name}": value for (index, name), value in state.slots.items()}
+    tensors |= {f"extras/{index}/{name}": value for (index, name), value in state.extras.items()}
+    return tensors | {f"shared/{name}": value for name, value in state.shared.items()}
+
+
+def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -> OptimizerState:
+    """The inverse of `to_tensors`. Tensors of weights and tables are passed over; `WireError` for others."""
+    state = OptimizerState(optimizers=tuple(optimizers))
+    for name, value in tensors.items():
+        kind, _, rest = name.partition("/")
+        index, _, own_name = rest.partition("/")
+        if kind == "shared":
+            state.shared[rest] = value
+        elif kind in ("slots", "extras") and index.isdecimal() and own_name:
+            (state.slots if kind == "slots" else state.extras)[int(index), own_name] = value
+        elif kind not in ("weights", "state", "table"):
+            raise WireError(
+                f"A state holds a tensor named {name!r}; known are weights/DTYPE, state/DTYPE, slots/INDEX/NAME, "
+                "extras/INDEX/NAME and shared/NAME."
+            )
+    return state
+
+
+def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> OptimizerState:
+    """What the server that holds `slices` gets of a whole state; that of untrained variables is left out.
+
+    Raises `WireError` when a slot has another shape than its variable.
+    """
+    held = {part.variable: part for part in slices if specs[part.variable].trainable}
+    slots: dict[Key, Array] = {}
+    for (index, name), value in state.slots.items():
+        if index not in held:
+            continue
+        spec = specs[index]
+        if value.shape != spec.shape:
+            raise WireError(
+                f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, the variable "
+                f"{list(spec.shape)}. The state is of another model."
+            )
+        part = held[index]
+        slots[index, name] = value.reshape(-1)[part.start : part.stop].reshape(part.shape(spec))
+    extras = {key: value for key, value in state.extras.items() if key[0] in held}
+    return OptimizerState(slots, extras, dict(state.shared), state.optimizers)
+
+
+def join_states(
+    states: Sequence[OptimizerState], specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
+) -> OptimizerState:
+    """The whole state from all servers' parts: shared variables, and extras that several have, are the first's."""
+    whole = OptimizerState(optimizers=states[0].optimizers)
+    for state, slices in zip(states, parts, strict=True):
+        held = {part.variable: part for part in slices}
+        for (index, name), value in state.slots.items():
+            part = held[index]
+            if (index, name) not in whole.slots:
+                whole.slots[index, name] = np.empty(specs[index].shape, value.dtype)
+            whole.slots[index, name].reshape(-1)[part.start : part.stop] = value.reshape(-1)
+        whole.extras = {**state.extras, **whole.extras}
+        whole.shared = {**state.shared, **whole.shared}
+    return whole

@@ -1,0 +1,1 @@
+"""What a model predicts, as columns and as files."""

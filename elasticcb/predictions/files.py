@@ -1,0 +1,177 @@
+"""Writes predictions as a file: CSV, JSON lines, Parquet or NumPy.
+
+Each writer takes the batches in the order of the data, as (position of the first record, columns), and goes through
+them without holding more than one; Parquet's holds those of a row group. NumPy's goes through them once per column.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elasticcb.data.extras import import_extra
+from elasticcb.errors import ModelFileError
+from elasticcb.predictions.columns import RECORD, Column
+
+Shapes = Mapping[str, set[tuple[int, ...] | None]]  # by column, the shapes that its rows have
+Batches = Iterable[tuple[int, list[Column]]]
+
+# Of Parquet; the first limit that is reached.
+_ROWS_PER_GROUP = 128 * 1024
+_BYTES_PER_GROUP = 64 << 20
+
+
+def check(column: Column, format: str) -> None:
+    """Raises `ModelFileError` when `format` can't hold such a column."""
+    kind = "text" if column.is_text else "complex numbers" if column.values.dtype.kind == "c" else ""
+    if kind and (format == "npz") == (kind == "text"):
+        others = "--output_format=jsonl" if kind == "text" else "--output_format=npz"
+        raise ModelFileError(f"The output {column.name!r} holds {kind}, which {format} files can't: use {others}.")
+    if format == "npz" and column.splits:
+        raise _of_many_shapes(column.name)
+
+
+def check_shapes(name: str, shapes: set[tuple[int, ...] | None], format: str) -> None:
+    """Raises `ModelFileError` when `format` can't hold rows of all these shapes in one column."""
+    if format == "npz" and len(shapes) > 1:
+        raise _of_many_shapes(name)
+
+
+def _of_many_shapes(name: str) -> ModelFileError:
+    return ModelFileError(
+        f"The rows of the output {name!r} have different shapes, which a NumPy array can't hold. Use "
+        "--output_format=jsonl or --output_format=parquet."
+    )
+
+
+def _write_csv(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([RECORD, *(name for column, found in shapes.items() for name in _csv_names(column, found))])
+        for start, columns in open_batches():
+            cells = [cell for column in columns for cell in _csv_cells(column.plain(), shapes[column.name])]
+            writer.writerows(zip(range(start, start + columns[0].rows), *cells, strict=True))
+
+
+def _csv_names(name: str, shapes: set[tuple[int, ...] | None]) -> list[str]:
+    (shape,) = shapes if len(shapes) == 1 else (None,)
+    if shape is None or len(shape) != 1 or shape == (1,):
+        return [name]
+    return [f"{name}_{index}" for index in range(shape[0])]
+
+
+def _csv_cells(column: Column, shapes: set[tuple[int, ...] | None]) -> list[list[Any]]:
+    """A list of cells for each name."""
+    rows = column.to_lists()
+    if shapes == {()}:
+        return [rows]
+    if len(_csv_names(column.name, shapes)) > 1 or shapes == {(1,)}:
+        return [list(cells) for cells in zip(*rows, strict=True)]
+    return [[json.dumps(row) for row in rows]]
+
+
+def _write_jsonl(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for start, columns in open_batches():
+            names = [RECORD, *(column.name for column in columns)]
+            lists = [column.plain().to_lists() for column in columns]
+            for row in zip(range(start, start + columns[0].rows), *lists, strict=True):
+                file.write(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n")
+
+
+def _write_parquet(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+    _, parquet = _pyarrow()
+    writer = None
+    try:
+        for table in _row_groups(_tables(open_batches())):
+            if writer is None:
+                writer = parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _tables(batches: Batches) -> Iterator[Any]:
+    """A `pyarrow.Table` of each batch."""
+    pa, _ = _pyarrow()
+    for start, columns in batches:
+        plain = [column.plain() for column in columns]
+        arrays = {RECORD: pa.array(np.arange(start, start + plain[0].rows))}
+        yield pa.table(arrays | {column.name: _arrow(column) for column in plain})
+
+
+def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
+    """Joins tables: a row group for each batch would make files large, and slow to read."""
+    pa, _ = _pyarrow()
+    gathered: list[Any] = []
+    rows = size = 0
+    for table in tables:
+        gathered.append(table)
+        rows, size = rows + table.num_rows, size + table.nbytes
+        if rows >= _ROWS_PER_GROUP or size >= _BYTES_PER_GROUP:
+            yield pa.concat_tables(gathered)
+            gathered, rows, size = [], 0, 0
+    if gathered:
+        yield pa.concat_tables(gathered)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    return import_extra("pyarrow", "parquet", "Parquet"), import_extra("pyarrow.parquet", "parquet", "Parquet")
+
+
+def _arrow(column: Column) -> Any:
+    pa, _ = _pyarrow()
+    shape = column.values.shape
+    text = pa.string() if column.is_text else None
+    array = pa.array(column.values.reshape(-1), type=text)
+    for depth in range(len(shape) - 1, 0, -1):
+        count = int(np.prod(shape[:depth], dtype=np.int64))
+        array = pa.LargeListArray.from_arrays(np.arange(count + 1) * shape[depth], array)
+    for splits in reversed(column.splits):
+        array = pa.LargeListArray.from_arrays(splits.astype(np.int64), array)
+    return array
+
+
+def _write_npz(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+    dtypes: dict[str, np.dtype[Any]] = {}
+    rows = 0
+    for _, columns in open_batches():
+        for column in columns:
+            dtypes[column.name] = column.plain().values.dtype
+        rows += columns[0].rows
+
+    def values_of(name: str) -> Iterator[np.ndarray]:
+        for start, columns in open_batches():
+            if name == RECORD:
+                yield np.arange(start, start + columns[0].rows)
+            else:
+                yield next(column.plain().values for column in columns if column.name == name)
+
+    with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
+        for name in (RECORD, *shapes):
+            dtype = np.dtype(np.int64) if name == RECORD else dtypes[name]
+            (shape,) = {()} if name == RECORD else shapes[name]
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(dtype),
+                    "fortran_order": False,
+                    "shape": (rows, *(shape or ())),
+                }
+                np.lib.format.write_array_header_1_0(member, header)
+                for values in values_of(name):
+                    member.write(np.ascontiguousarray(values, dtype).tobytes())
+
+
+WRITERS: dict[str, Callable[[Path, Callable[[], Batches], Shapes], None]] = {
+    "csv": _write_csv,
+    "jsonl": _write_jsonl,
+    "parquet": _write_parquet,
+    "npz": _write_npz,
+}

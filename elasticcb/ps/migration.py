@@ -1,0 +1,357 @@
+"""A server's part in a change of the number of servers: what it holds goes to others, while training goes on.
+
+The master leads all servers through the steps of `MoveStep`. Rows of embedding tables are copied ahead. Then the
+servers take no further push but those that some of them have taken already, so that each push is on all of them or on
+none; what was trained since the copy, and the dense part, follows; and all go on by the new map. Pushes that were
+refused meanwhile are made again for it, under their names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors, to_tensors
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.peers import SERVICE
+from elasticcb.ps.reslice import Piece, cut, overlap, put_together
+from elasticcb.ps.served_model import Gate, ServedModel
+from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.tensors import Array, Frame, dtype_of
+from elasticcb.security.credentials import Access
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.sharding.table_state import to_tensors as tables_to
+
+_CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
+_PATIENCE_SECONDS = 3.0
+_DEADLINE_SECONDS = 600.0
+_WEIGHT, _HELD = "weight/", "held/"  # prefixes of tensors: the part of a variable; all ids of a table that come
+
+MakeModel = Callable[[Any, Sequence[VariableSpec], Sequence[Slice], BucketMap], ServedModel]
+
+
+class Move:
+    """One change of the number of servers, as one of them takes part in it.
+
+    Args:
+        request: of the step PREPARE.
+        model: what the server serves; None: it is new.
+        make_model: makes what it will serve, of a request as for `Initialize`, without weights.
+        lock: under which the model may be read.
+        access: to the job.
+
+    Attributes:
+        version: of the new map; names the move.
+        next: what the server will serve; None: it leaves.
+    """
+
+    def __init__(
+        self, request: pb.MoveRequest, model: ServedModel | None, make_model: MakeModel, lock: Any, access: Access
+    ) -> None:
+        target = request.model
+        self.version = target.map_version
+        self._lock, self._model = lock, model
+        self._index, self._servers_before = target.index, request.servers_before
+        self._specs = [VariableSpec.from_message(variable) for variable in target.variables]
+        counts = request.servers_before, target.num_ps
+        if not 1 <= min(counts) <= max(counts) <= MOST_SERVERS or not 0 <= target.index < max(counts):
+            raise WireError(f"A move from {request.servers_before} to {target.num_ps} servers names {target.index}.")
+        if len(target.ps_addresses) < target.num_ps:
+            raise WireError(f"A move to {target.num_ps} servers names {len(target.ps_addresses)} addresses.")
+        if model is not None and [_kind(spec) for spec in self._specs] != [_kind(spec) for spec in model.specs]:
+            raise WireError("A move names other variables than those that this server holds.")
+        self._before = partition(self._specs, request.servers_before, target.split)
+        self._after = partition(self._specs, target.num_ps, target.split)
+        self.buckets = BucketMap.from_bytes(target.num_ps, target.buckets, target.map_version)
+        leaves = target.index >= target.num_ps
+        self.next = None if leaves else make_model(target, self._specs, self._after[target.index], self.buckets)
+        self._peers = {
+            place: Connection(address, f"parameter server {place}", _PATIENCE_SECONDS, access)
+            for place, address in enumerate(target.ps_addresses)
+            if place != target.index
+        }
+        self._sent = 0  # messages
+        self._since = -1  # the version from which on rows go once more
+        self._own: Piece | None = None
+        self._receiving = threading.Lock()
+        self._received: dict[int, int] = {}  # by server, the number of its last message
+        self._pieces: dict[int, Piece] = {}  # by server
+        self._held: dict[tuple[int, int], Array] = {}  # by server and table, the ids whose rows it hands over
+        self._taken: dict[int, int] = {}
+
+    # -------------------------------------------------------------- what goes
+
+    def copy(self) -> tuple[int, int]:
+        """Sends the rows that will be others', from the second time on those that were trained since the last time;
+        returns how many, and their bytes. Training goes on."""
+        if self._model is None:
+            return 0, 0
+        tables = self._model.parameters.tables
+        with self._lock:
+            since, self._since = self._since, self._model.parameters.version
+            ids = {number: tables[number].ids(since) for number in tables.numbers}
+        rows = size = 0
+        for number, own in ids.items():
+            owners = self.buckets.server_of(own)
+            for place in np.unique(owners[owners != self._index]).tolist():
+                going = own[owners == place]
+                chunk = max(1, _CHUNK_BYTES // tables[number].row_bytes)
+                for first in range(0, len(going), chunk):
+                    with self._lock:
+                        state = tables[number].select(going[first : first + chunk])
+                    rows += len(state.ids)
+                    size += self._send(place, tables_to({number: state}))
+        return rows, size
+
+    def hand_over(self, taken: Mapping[int, int]) -> int:
+        """Sends what was trained since the copy, and the dense part; returns the bytes. Nothing changes any more."""
+        self._taken = dict(taken)
+        if self._model is None:
+            return 0
+        with self._lock:
+            parameters = self._model.parameters
+            part = parameters.export(self._since - 1)
+            ids = {number: parameters.tables[number].ids() for number in parameters.tables.numbers}
+        whole = Piece(self._model.slices, part)
+        size = 0
+        for place, slices in enumerate(self._after):
+            piece = cut(whole, slices, self._specs)
+            # Old servers keep their own; of the first one all others have them.
+            if place == self._index or (self._index == 0 and place >= self._servers_before):
+                piece.part.shared, piece.part.optimizer = part.shared, part.optimizer
+            if place == self._index:
+                self._own = piece
+                continue
+            states = {}
+            tensors: dict[str, Array] = {}
+            for number, state in part.tables.items():
+                states[number] = state.select(self.buckets.owns(place, state.ids))
+                tensors[f"{_HELD}{number}"] = ids[number][self.buckets.owns(place, ids[number])]
+            tensors |= {f"{_WEIGHT}{index}": array for index, array in piece.part.weights.items()}
+            tensors |= to_tensors(OptimizerState(piece.part.slots, piece.part.extras, piece.part.shared))
+            size += self._send(place, tensors | tables_to(states), last=True, optimizer=piece.part.optimizer)
+        return size
+
+    def _send(self, place: int, tensors: dict[str, Array], **header: Any) -> int:
+        self._sent += 1
+        request = pb.ReceiveRequest(map_version=self.version, sender=self._index, number=self._sent, **header)
+        connection = self._peers[place]
+        call = connection.frame_call(SERVICE, "Receive", pb.ReceiveResponse)
+        connection.call(call, Frame(request, tensors), _DEADLINE_SECONDS)
+        return sum(array.nbytes for array in tensors.values())
+
+    # -------------------------------------------------------------- what comes
+
+    def receive(self, frame: Frame[pb.ReceiveRequest]) -> None:
+        """Keeps what another server has sent; a retry is passed over."""
+        sender = frame.header.sender
+        with self._receiving:
+            if self._received.get(sender, 0) >= frame.header.number:
+                return
+            weights = _numbered(frame.tensors, _WEIGHT)
+            held = _numbered(frame.tensors, _HELD)
+            rest = {name: array for name, array in frame.tensors.items() if not name.startswith((_WEIGHT, _HELD))}
+            if self.next is None or not 0 <= sender < len(self._before):
+                raise WireError(f"Server {self._index} expects nothing of server {sender} in this move.")
+            tables = self.next.parameters.tables
+            for table, rows in tables_from(rest).items():
+                tables.check_ids(table, rows.ids)
+                tables[table].put(rows)
+            for table, ids in held.items():
+                if ids.ndim != 1 or ids.dtype != np.int64:
+                    raise WireError(f"Server {sender} sent ids as {ids.dtype} {list(ids.shape)}; expected int64 [n].")
+                self._held[sender, table] = ids
+            if frame.header.last:
+                self._pieces[sender] = self._piece_of(sender, weights, rest, frame.header.optimizer)
+            self._received[sender] = frame.header.number
+
+    def _piece_of(self, sender: int, weights: dict[int, Array], rest: Mapping[str, Array], optimizer: str) -> Piece:
+        slices = overlap(self._before[sender], self._after[self._index])
+        for each in slices:
+            spec = self._specs[each.variable]
+            expected, given = each.shape(spec), weights.get(each.variable)
+            if given is None or given.shape != expected or given.dtype != dtype_of(spec.dtype):
+                raise WireError(
+                    f"Server {sender} sent {'nothing' if given is None else f'{given.dtype} {list(given.shape)}'} of "
+                    f"{spec.path!r}; {spec.dtype} {list(expected)} was expected."
+                )
+        state = from_tensors(rest)
+        return Piece(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer))
+
+    def settle(self, version: int) -> None:
+        """Puts together what this server will serve, as `version` of the model."""
+        if self.next is None:
+            return
+        pieces = [piece for piece in [self._own, *self._pieces.values()] if piece is not None]
+        part = put_together(pieces, self._after[self._index], self._specs)
+        state = OptimizerState(part.slots, part.extras, part.shared, tuple(filter(None, part.optimizer.split(", "))))
+        parameters = self.next.parameters
+        parameters.check_state(state)
+        parameters.load(part.weights, state, version)
+        self.next.answered.forget_up_to(self._taken)
+        for number in parameters.tables.numbers:
+            held = [ids for (_, table), ids in self._held.items() if table == number]
+            parameters.tables[number].keep(np.concatenate([np.empty(0, np.int64), *held]))
+
+    def open(self) -> None:
+        """Gives the new model the tables. Hold the lock; nothing can go wrong any more."""
+        if self.next is None:
+            return
+        if self._model is None:
+            return
+        tables = self.next.parameters.tables
+        for number in tables.numbers:
+            tables[number].take_over(
+                self._model.parameters.tables[number], lambda ids: self.buckets.owns(self._index, ids)
+            )
+        self.next.rate_version, self.next.loaded = self._model.rate_version, self._model.loaded
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for connection in self._peers.values():
+            connection.close()
+
+
+def _kind(spec: VariableSpec) -> tuple[object, ...]:
+    return spec.path, spec.shape, spec.dtype, spec.trainable
+
+
+def _numbered(tensors: Mapping[str, Array], prefix: str) -> dict[int, Array]:
+    """Those of a kind, by the number behind the prefix. Raises `WireError` where that is none."""
+    found = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
+    wrong = [number for number in found if not number.isdecimal()]
+    if wrong:
+        raise WireError(f"{prefix + wrong[0]!r} names no variable; expected {prefix}INDEX.")
+    return {int(number): array for number, array in found.items()}
+
+
+class Moves:
+    """Answers the calls of a move.
+
+    Args:
+        lock: under which the model may be read and changed.
+        access: to the job.
+        model: gives what is served; None before there is any.
+        make_model: as for `Move`.
+        serve: has a model served from now on, made of this request. The lock is held.
+        files: the server's recovery files: `write_down()` and `forget_older(map_version)`.
+    """
+
+    def __init__(
+        self,
+        lock: Any,
+        access: Access,
+        model: Callable[[], ServedModel | None],
+        make_model: MakeModel,
+        serve: Callable[[ServedModel, pb.InitializeRequest], None],
+        files: Any,
+    ) -> None:
+        self._lock, self._access, self._model, self._make_model = lock, access, model, make_model
+        self._serve, self._files = serve, files
+        self._move: Move | None = None
+        self._target = pb.InitializeRequest()
+        self._steps: dict[int, Callable[[pb.MoveRequest, Move], pb.MoveResponse]] = {
+            pb.COPY: self._copy,
+            pb.CLOSE: self._close,
+            pb.DRAIN: self._drain,
+            pb.HAND_OVER: self._hand_over,
+            pb.SETTLE: self._settle,
+            pb.OPEN: self._open,
+            pb.ABANDON: self._abandon,
+        }
+
+    def move(self, frame: Frame[pb.MoveRequest]) -> Frame[Any]:
+        request = frame.header
+        if request.step == pb.PREPARE:
+            self._drop()
+            self._move = Move(request, self._model(), self._make_model, self._lock, self._access)
+            self._target = request.model
+            return Frame(pb.MoveResponse(), {})
+        if request.step == pb.WRITE:
+            self._files.write_down()
+            return Frame(pb.MoveResponse(), {})
+        if request.step == pb.FORGET:
+            self._files.forget_older(request.map_version)
+            return Frame(pb.MoveResponse(), {})
+        if request.step not in self._steps:
+            raise WireError(f"There is no step {request.step} of a move.")
+        move = self._move
+        if move is None or move.version != request.map_version:
+            model = self._model()
+            if request.step == pb.ABANDON or (request.step == pb.OPEN and model is not None):  # a retry
+                return Frame(pb.MoveResponse(), {})
+            raise ElasticCBError(f"This server takes no part in a move to the map {request.map_version}.")
+        return Frame(self._steps[request.step](request, move), {})
+
+    def receive(self, frame: Frame[pb.ReceiveRequest]) -> Frame[Any]:
+        move = self._move
+        if move is None or move.version != frame.header.map_version:
+            raise ElasticCBError(f"This server takes no part in a move to the map {frame.header.map_version}.")
+        move.receive(frame)
+        return Frame(pb.ReceiveResponse(), {})
+
+    def _copy(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        rows, size = move.copy()
+        self._files.write_down()  # what is lost, if a server is lost in the next moments, is little
+        return pb.MoveResponse(rows=rows, bytes=size)
+
+    def _close(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        with self._lock:
+            model = self._model()
+            if model is None:
+                return pb.MoveResponse()
+            model.gate = model.gate or Gate()
+            return pb.MoveResponse(pushes=_names(model.answered.last().items()), version=model.parameters.version)
+
+    def _drain(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        with self._lock:
+            model = self._model()
+            if model is None or model.gate is None:
+                return pb.MoveResponse()
+            model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
+            return pb.MoveResponse(pushes=_names(model.gate.missing(model.answered.last())))
+
+    def _hand_over(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        size = move.hand_over({push.worker_id: push.sequence for push in request.pushes})
+        model = self._model()
+        return pb.MoveResponse(bytes=size, version=model.parameters.version if model is not None else 0)
+
+    def _settle(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        move.settle(request.version)
+        return pb.MoveResponse()
+
+    def _open(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        with self._lock:
+            model = self._model()
+            move.open()
+            if move.next is not None:
+                self._serve(move.next, self._target)
+            elif model is not None:
+                model.buckets, model.gate = move.buckets, None  # it answers that another map counts
+        self._drop()
+        return pb.MoveResponse(version=request.version)
+
+    def _abandon(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
+        with self._lock:
+            model = self._model()
+            if model is not None:
+                model.gate = None
+        self._drop()
+        return pb.MoveResponse()
+
+    def _drop(self) -> None:
+        move, self._move = self._move, None
+        if move is not None:
+            move.close()
+
+
+def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
+    return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]

@@ -1,0 +1,89 @@
+"""What servers hold of variables, cut and put together for another number of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.errors import ElasticCBError
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.partition import Slice, VariableSpec
+
+
+class Piece(NamedTuple):
+    """A part of the model, and of which slices its arrays are."""
+
+    slices: Sequence[Slice]
+    part: Part
+
+
+def overlap(held: Sequence[Slice], wanted: Sequence[Slice]) -> list[Slice]:
+    """What is in both; each has at most one slice of a variable."""
+    own = {part.variable: part for part in held}
+    found = []
+    for part in wanted:
+        other = own.get(part.variable)
+        if other is not None:
+            start, stop = max(part.start, other.start), min(part.stop, other.stop)
+            if start < stop:
+                found.append(Slice(part.variable, start, stop))
+    return found
+
+
+def cut(held: Piece, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Piece:
+    """What `held` has of the slices `wanted`. Of tables and shared variables nothing."""
+    slices = overlap(held.slices, wanted)
+    starts = {part.variable: part.start for part in held.slices}
+    result = Part(version=held.part.version)
+    for part in slices:
+        first, shape = part.start - starts[part.variable], part.shape(specs[part.variable])
+
+        def of(array: Array, first: int = first, part: Slice = part, shape: tuple[int, ...] = shape) -> Array:
+            return array.reshape(-1)[first : first + part.elements].reshape(shape)
+
+        result.weights[part.variable] = of(held.part.weights[part.variable])
+        for (variable, name), slot in held.part.slots.items():
+            if variable == part.variable:
+                result.slots[variable, name] = of(slot)
+    # Such variables are never cut.
+    result.extras = {key: value for key, value in held.part.extras.items() if key[0] in result.weights}
+    return Piece(slices, result)
+
+
+def put_together(pieces: Sequence[Piece], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
+    """What a server that holds the slices `wanted` has of `pieces`; shared variables are those of the first that has
+    any. Of tables nothing.
+
+    Raises `ElasticCBError` when the weights are not all there.
+    """
+    result = Part(version=max((piece.part.version for piece in pieces), default=0))
+    for part in wanted:
+        spec, filled = specs[part.variable], 0
+        arrays: dict[str, Array] = {}
+        for piece in pieces:
+            for held in piece.slices:
+                if held.variable != part.variable:
+                    continue
+                start, stop = max(held.start, part.start), min(held.stop, part.stop)
+                given = {"": piece.part.weights[held.variable]}
+                given |= {name: slot for (index, name), slot in piece.part.slots.items() if index == held.variable}
+                for name, array in given.items():
+                    if name not in arrays:
+                        arrays[name] = np.empty(part.shape(spec), array.dtype)
+                    source = array.reshape(-1)[start - held.start : max(stop - held.start, 0)]
+                    arrays[name].reshape(-1)[start - part.start : max(stop - part.start, 0)] = source
+                filled += max(stop - start, 0)
+                extras = {key: value for key, value in piece.part.extras.items() if key[0] == held.variable}
+                result.extras |= extras
+        if filled != part.elements:
+            raise ElasticCBError(f"{part.elements - filled} elements of {spec.path!r} are missing.")
+        empty = np.empty(part.shape(spec), dtype_of(spec.dtype))
+        result.weights[part.variable] = arrays.pop("", empty)
+        result.slots |= {(part.variable, name): slot for name, slot in arrays.items()}
+    for piece in pieces:
+        if piece.part.shared and not result.shared:
+            result.shared, result.optimizer = piece.part.shared, piece.part.optimizer
+    return result

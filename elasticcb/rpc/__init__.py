@@ -1,0 +1,1 @@
+"""Bytes between processes: servers, connections, frames, and what processes of one machine share."""

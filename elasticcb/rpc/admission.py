@@ -1,0 +1,191 @@
+"""Which calls a server refuses before it looks at what they carry, and how many it has refused.
+
+A refused call costs no thread, and its message is not read: a flood of them takes nothing from the others but time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent import futures
+from enum import Enum
+from typing import Any
+
+import grpc
+
+from elasticcb.security.credentials import TOKEN_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+# It rises when messages change so that processes of the releases before and after can't work together.
+PROTOCOL = 2
+
+# Of the metadata that every call carries.
+TOKEN_KEY, PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"
+BUSY_KEY = "elasticcb-busy"  # of the metadata of a refusal: the same call may be taken later
+
+_LONGEST_PROTOCOL = 20  # characters of a caller's that an error shows
+_MOST_CALLS = 4_096  # that a server has under way; long polls of all workers of a large job are some 1,000
+_QUIET_SECONDS = 10.0  # between log lines on calls that are refused for one reason
+
+
+class Refusal(Enum):
+    """Why a call was refused, as it stands behind a number."""
+
+    TOKEN = "without the job's token"
+    RELEASE = "of another release"
+    MALFORMED = "malformed"
+    BUSY = "too many at once"
+
+
+class RefusedCalls:
+    """How many calls a server has refused, by reason. The log has a line now and then, however many there are."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Refusal] = Counter()
+        self._told: dict[Refusal, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, refusal: Refusal, caller: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._counts[refusal] += 1
+            if now < self._told.get(refusal, 0.0):
+                return
+            self._told[refusal] = now + _QUIET_SECONDS
+            count = self._counts[refusal]
+        logger.warning("Calls refused up to now, %s: %d; the last one came from %s", refusal.value, count, caller)
+
+    def counts(self) -> dict[str, int]:
+        """By the words of a `Refusal`."""
+        with self._lock:
+            return {refusal.value: self._counts[refusal] for refusal in Refusal if self._counts[refusal]}
+
+
+class CallThreads(futures.ThreadPoolExecutor):
+    """The threads that answer calls; it knows how many calls there are, waiting ones included."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, thread_name_prefix="rpc")
+        self.calls = 0
+        self._counting = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future = super().submit(function, *args, **kwargs)
+        with self._counting:
+            self.calls += 1
+        future.add_done_callback(self._one_less)
+        return future
+
+    def _one_less(self, future: Any) -> None:
+        with self._counting:
+            self.calls -= 1
+
+
+class _AtOnce(futures.ThreadPoolExecutor):
+    """Runs what it is given in the thread that gives it."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+        future.set_result(function(*args, **kwargs))
+        return future
+
+
+class Gate(grpc.ServerInterceptor):
+    """Lets calls through that carry the token and the protocol's number, as long as there are not too many.
+
+    Args:
+        token: that calls must carry; "": none.
+        threads: that answer the calls.
+        control_threads: that answer those of `control` instead, full names of methods; it may grow.
+        refused: counts those that are refused, here or by the method. gRPC itself refuses messages that are too large,
+            which nobody hears of.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        threads: CallThreads,
+        refused: RefusedCalls,
+        control_threads: CallThreads,
+        control: Collection[str],
+    ) -> None:
+        self._token = token.encode()
+        self._threads, self._control_threads, self._control = threads, control_threads, control
+        self._refused = refused
+        self._at_once = _AtOnce(1)
+        self._watched: dict[str, Any] = {}  # handlers by method
+        self._stranger = self._refusing(
+            Refusal.TOKEN,
+            grpc.StatusCode.UNAUTHENTICATED,
+            f"the call does not carry this job's token; give it to the process by {TOKEN_VARIABLE}",
+        )
+        self._busy = self._refusing(
+            Refusal.BUSY,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"{_MOST_CALLS:,} calls are under way already",
+            ((BUSY_KEY, "1"),),
+        )
+
+    def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
+        # The token first: a stranger learns nothing else.
+        if self._token and not hmac.compare_digest(_value(call, TOKEN_KEY).encode(), self._token):
+            return self._stranger
+        given = _value(call, PROTOCOL_KEY)
+        if given != str(PROTOCOL):
+            return self._refusing(
+                Refusal.RELEASE,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
+                "run the same release of ElasticCB in all processes of a job.",
+            )
+        threads = self._control_threads if call.method in self._control else self._threads
+        if threads.calls >= _MOST_CALLS:
+            return self._busy
+        if call.method not in self._watched:
+            handler = continuation(call)
+            if handler is None:
+                return None
+            self._watched[call.method] = self._watching(handler, threads)
+        return self._watched[call.method]
+
+    def _refusing(self, refusal: Refusal, code: grpc.StatusCode, text: str, metadata: Any = ()) -> Any:
+        def refuse(messages: Any, context: grpc.ServicerContext) -> None:
+            self._refused.add(refusal, context.peer())
+            context.set_trailing_metadata(metadata)
+            context.abort(code, text)
+
+        # A name that gRPC looks for, for the threads to run it. The method of a stream gets no message unless it asks
+        # for one.
+        refuse.experimental_thread_pool = self._at_once  # type: ignore[attr-defined]
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
+    def _watching(self, handler: Any, threads: CallThreads) -> Any:
+        """The same handler of a method, run by `threads`, which counts the messages that can't be read, or that it
+        refuses."""
+        read = handler.request_deserializer or bytes
+
+        def answer(message: bytes, context: Any) -> Any:
+            try:
+                request = read(message)
+            except Exception as error:
+                self._refused.add(Refusal.MALFORMED, context.peer())
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message can't be read: {error}")
+            try:
+                return handler.unary_unary(request, context)
+            except Exception:
+                if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    self._refused.add(Refusal.MALFORMED, context.peer())
+                raise
+
+        answer.experimental_thread_pool = threads  # type: ignore[attr-defined]  # as above
+        return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+
+def _value(call: Any, name: str) -> str:
+    """Of the call's metadata; "" where it has none of that name."""
+    return next((value for key, value in call.invocation_metadata if key == name), "")

@@ -1,0 +1,251 @@
+"""Frames whose arrays lie in memory that client and server share, if they are on one machine.
+
+The client makes a segment, and shows it to the server (`Attach`); a server that can't see it is on another machine, and
+frames travel whole. What doesn't fit travels whole too, and makes the next segment larger. A call that failed may still
+run, so its segment is never used again.
+
+With a segment comes a link (elasticcb/rpc/unix_socket.py), a socket that headers travel by; where there can be none,
+they travel by gRPC.
+
+Arrays of an answer are views of the segment. It has two parts for answers, and the server is told one of which no array
+is in use any more; when there is none, the answer travels whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from elasticcb.errors import ConnectionLostError, WireError
+from elasticcb.rpc import frame_pieces
+from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, is_supported, needed
+from elasticcb.rpc.tensors import Array, Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
+from elasticcb.rpc.unix_socket import ClientLink, Listener, ServerLinks
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST = 64 << 10  # bytes of a part
+_LARGEST = 1 << 30
+_KEY_BYTES = 16
+_TAIL_BYTES = _KEY_BYTES + 1  # behind a header: the segment's key, and the part to answer into
+_WHOLE = 0  # instead of that part: the answer is to hold its arrays
+_LINKED = b"linked"  # the answer of `Attach` when the server has connected
+
+
+class UnknownSegmentError(WireError):
+    """A frame names a segment that this server has not attached: it was started anew."""
+
+
+class ClientMemory:
+    """The client's side of one connection; one call at a time.
+
+    Args:
+        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` when that may be there later, and
+            another error when it refuses.
+        is_alive: asks the server whether it answers.
+
+    Attributes:
+        link: by which frames without arrays may be sent, if there is one.
+    """
+
+    def __init__(self, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]) -> None:
+        self.lock = threading.Lock()
+        self.link: ClientLink | None = None
+        self._attach = attach
+        self._is_alive = is_alive
+        self._segment: Segment | None = None
+        self._key = b""
+        self._part = _WHOLE  # that the next answer will lie in
+        self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
+        self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
+        self._usable = is_supported()
+
+    def takes(self, size: int, often: bool) -> bool:
+        """Whether a frame with so many bytes of arrays may travel as one.
+
+        Args:
+            often: such frames travel again and again, so that a large segment pays.
+        """
+        return size <= frame_pieces.LARGEST_FRAME or (often and self._usable and size <= _LARGEST)
+
+    def encode(self, frame: Frame[Any]) -> bytes:
+        """The bytes to send for a request."""
+        size = needed(frame.tensors.values())
+        self._wanted = max(self._wanted, size)
+        segment = self._usable_segment()
+        if segment is None or size > segment.size:
+            return encode_frame(frame)
+        encoded, arrays = encode_header(frame)
+        segment.write(arrays, REQUEST)
+        self._part = next((part for part in ANSWERS if self._is_free(part)), _WHOLE)
+        return encoded + self._key + bytes([self._part])
+
+    def _is_free(self, part: int) -> bool:
+        return all(array() is None for array in self._in_use.get(part, ()))
+
+    def decode(self, data: bytes, header_type: Callable[[], Any]) -> Frame[Any]:
+        """The answer in the bytes that came."""
+        if has_arrays(data) or self._segment is None:
+            frame = frame_decoder(header_type)(data)
+            self._wanted = max(self._wanted, needed(frame.tensors.values()))
+            return frame
+        segment = self._segment
+        used: list[weakref.ref[Array]] = []
+
+        def read(offset: int, size: int) -> memoryview:
+            array = segment.read(offset, size, self._part)
+            used.append(weakref.ref(array))
+            return array.data  # which holds it, as does every view of it
+
+        frame = decode_header(data, header_type, read)
+        if used:
+            self._in_use[self._part] = used
+        return frame
+
+    def forget(self) -> None:
+        """Begins with a new segment: the server may still write into this one, or does not know it."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def shrink(self) -> None:
+        """Frees the segment, after frames that were larger than those to come."""
+        with self.lock:
+            self.forget()
+            self._wanted = _SMALLEST
+
+    def _usable_segment(self) -> Segment | None:
+        if self._segment is not None and self._segment.size < self._wanted <= _LARGEST:
+            self.forget()
+        if self._segment is None and self._usable and self._wanted <= _LARGEST:
+            self._make()
+        return self._segment
+
+    def _make(self) -> None:
+        try:
+            # Some room: how many rows of embedding tables travel differs from batch to batch.
+            segment = Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
+        except OSError as error:
+            self._usable = False
+            logger.warning("No memory to share with a server of this machine: %s. Tensors are sent, slower.", error)
+            return
+        key = secrets.token_bytes(_KEY_BYTES)
+        listener = _listener()
+        message = {
+            "path": segment.path, "inode": segment.inode, "size": segment.size, "key": key.hex(),
+            "socket": listener.name if listener else "",
+        }  # fmt: skip
+        try:
+            answer = self._attach(json.dumps(message).encode())
+            self._segment, self._key, self._in_use = segment, key, {}
+            if listener is not None and answer == _LINKED:
+                with contextlib.suppress(OSError):
+                    self.link = listener.accept(key, self._is_alive)
+        except ConnectionLostError:
+            segment.close()  # the call that follows waits for the server
+        except Exception as error:
+            self._usable = False
+            segment.close()
+            logger.debug("The server does not share memory: %s", error)
+        finally:
+            if listener is not None:
+                listener.close()
+
+
+def _listener() -> Listener | None:
+    try:
+        return Listener()
+    except OSError as error:
+        logger.debug("No sockets between processes of this machine: %s", error)
+        return None
+
+
+class ServerMemory:
+    """The server's side, of all its connections.
+
+    Args:
+        links: to the clients that are on this machine.
+    """
+
+    def __init__(self, links: ServerLinks) -> None:
+        self._links = links
+        self._segments: dict[bytes, Segment] = {}
+        self._lock = threading.Lock()
+
+    def attach(self, message: bytes) -> bytes:
+        """Maps a client's segment and connects to it; returns the answer. Raises `WireError` when the first fails."""
+        try:
+            given = json.loads(message)
+            path, inode, size = str(given["path"]), int(given["inode"]), int(given["size"])
+            key, socket = bytes.fromhex(given["key"]), str(given["socket"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise WireError(f"A message to attach shared memory can't be read: {error}.") from error
+        segment = Segment.attach(path, inode, size)
+        with self._lock:
+            for old in [old for old, other in self._segments.items() if other.abandoned]:
+                self._segments.pop(old).close()
+            self._segments[key] = segment
+        linked = socket and self._links.connect(socket, key, lambda: self._detach(key))
+        if not linked and segment.abandoned:  # the client has ended meanwhile, and nobody else would notice
+            self._detach(key)
+        return _LINKED if linked else b""
+
+    def _detach(self, key: bytes) -> None:
+        with self._lock:
+            segment = self._segments.pop(key, None)
+        if segment is not None:
+            segment.close()
+
+    def decode(self, data: bytes, header_type: Callable[[], Any]) -> tuple[Frame[Any], Reply]:
+        """The request in the bytes that came, and where its answer goes. Its arrays may lie in a segment, and then last
+        as long as the call.
+
+        Raises `UnknownSegmentError` for a segment that is not attached.
+        """
+        if has_arrays(data):
+            return frame_decoder(header_type)(data), Reply(None, _WHOLE)
+        with self._lock:
+            segment = self._segments.get(data[-_TAIL_BYTES:-1])
+        if segment is None:
+            raise UnknownSegmentError("A frame names shared memory that is not attached.")
+        part = data[-1]
+        if part not in (_WHOLE, *ANSWERS):
+            raise WireError(f"A frame asks for its answer in part {part} of a segment; there are {ANSWERS}.")
+        frame = decode_header(data, header_type, lambda offset, size: segment.read(offset, size, REQUEST).data)
+        return frame, Reply(segment, part)
+
+
+class Reply(NamedTuple):
+    """Where the answer to a request goes.
+
+    Attributes:
+        segment: that the request came by; None if it came whole.
+        part: of it.
+    """
+
+    segment: Segment | None
+    part: int
+
+    def takes(self, size: int) -> bool:
+        """Whether an answer with so many bytes of arrays may travel as one."""
+        return size <= frame_pieces.LARGEST_FRAME or (
+            self.segment is not None and self.part != _WHOLE and size <= self.segment.size
+        )
+
+    def encode(self, frame: Frame[Any]) -> bytes:
+        """The bytes to answer with."""
+        fits = self.segment is not None and needed(frame.tensors.values()) <= self.segment.size
+        if self.segment is None or not fits or (frame.tensors and self.part == _WHOLE):
+            return encode_frame(frame)
+        encoded, arrays = encode_header(frame)
+        self.segment.write(arrays, self.part)
+        return encoded

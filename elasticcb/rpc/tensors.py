@@ -1,0 +1,261 @@
+"""Arrays on the wire.
+
+`to_message` and `from_message` put small arrays inside protobuf. Frames carry large ones: a protobuf
+header whose `tensors` field describes arrays, followed by their raw bytes, so that nothing is encoded
+and a received array is a view of the received message (docs/wire_protocol.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+
+Array = npt.NDArray[Any]
+Header = TypeVar("Header")
+
+_PREFIX = struct.Struct("<4sI")  # magic, bytes of the header
+_MAGIC = b"ECB1"
+_MAGIC_OF_HEADER = b"ECBH"  # of a frame without its arrays
+SHARED_ALIGNMENT = 64  # of each array in shared memory: what TensorFlow takes without a copy
+_ALIGNMENT = 16  # of each array within a frame, enough for every dtype and for vector loads
+
+# The dtypes that may travel, by NumPy's name. bfloat16 and the float8s are registered by ml_dtypes,
+# which TensorFlow brings.
+_DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The NumPy dtype that `name` stands for. Raises `WireError` for one that may not travel."""
+    if name not in _DTYPES:
+        raise WireError(f"A tensor has the dtype {name!r}; these can travel: {', '.join(_DTYPES)}.")
+    if name == "bfloat16":
+        import ml_dtypes
+
+        name = ml_dtypes.bfloat16
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+@functools.lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name)  # which NumPy puts together anew each time
+
+
+def to_message(array: Array, name: str = "") -> pb.Tensor:
+    """`array` of any shape and a numeric or boolean dtype, or of bytes, inside a protobuf message."""
+    if array.dtype.kind in "OSU":
+        return _strings_to_message(array, name)
+    dtype_of(array.dtype.name)
+    return pb.Tensor(dtype=array.dtype.name, shape=array.shape, content=array.tobytes(), name=name)
+
+
+def from_message(message: pb.Tensor) -> Array:
+    """The array in `message`, read-only. Raises `WireError` when size and shape disagree."""
+    if message.dtype == "bytes":
+        return _strings_from_message(message)
+    return _view(message, memoryview(message.content), message.name)
+
+
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, allocate: Callable[..., Array] = np.empty) -> Array:
+    """An array whose memory TensorFlow takes without a copy.
+
+    Args:
+        allocate: `np.empty`, or `np.zeros`, whose memory is not touched.
+    """
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    memory = allocate(size + SHARED_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % SHARED_ALIGNMENT
+    array: Array = memory[start : start + size].view(kind).reshape(shape)
+    return array
+
+
+def all_finite(array: Array) -> bool:
+    """Whether no element is NaN or infinite."""
+    if array.dtype.kind in "iub":
+        return True
+    if array.dtype in (np.float32, np.float64):
+        flat = array.reshape(-1)
+        # One pass at memory speed. A sum of squares that overflows is looked at again, element by element.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if math.isfinite(np.dot(flat, flat)):
+                return True
+    return bool(np.isfinite(array).all())
+
+
+class InPieces(NamedTuple):
+    """Stands in a frame for an array that goes in pieces (elasticcb/rpc/frame_pieces.py), under this key."""
+
+    key: bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the frame."""
+        return 0
+
+
+@dataclass(frozen=True)
+class Frame(Generic[Header]):
+    """A header and the arrays that travel with it, by name."""
+
+    header: Header
+    tensors: Mapping[str, Array]
+
+
+def encode_frame(frame: Frame[Any]) -> bytes:
+    """The bytes of `frame`. Sets the `tensors` field of its header."""
+    encoded, arrays = _described(frame)
+    pieces: list[Any] = [_PREFIX.pack(_MAGIC, len(encoded)), encoded]
+    size = _PREFIX.size + len(encoded)
+    for array in arrays:
+        padding = -size % _ALIGNMENT
+        pieces += [b"\0" * padding, array.reshape(-1).view(np.uint8).data]
+        size += padding + array.nbytes
+    return b"".join(pieces)
+
+
+def encode_header(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
+    """The bytes of `frame` without its arrays, and these, to be handed over in another way."""
+    encoded, arrays = _described(frame)
+    return _PREFIX.pack(_MAGIC_OF_HEADER, len(encoded)) + encoded, arrays
+
+
+def has_arrays(data: bytes) -> bool:
+    """Whether the bytes of a frame hold its arrays: `encode_frame` made them, not `encode_header`."""
+    return data[:4] != _MAGIC_OF_HEADER
+
+
+def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], Any]) -> Frame[Header]:
+    """The frame whose `encode_header` is `data`; `read(offset, size)` gives the bytes of its arrays, which lie one
+    after another at multiples of `SHARED_ALIGNMENT`. Raises `WireError` as the function of `frame_decoder` does."""
+    header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
+    tensors: dict[str, Array] = {}
+    position = 0
+    for description in header.tensors:
+        size = _bytes_of(description)
+        if description.pieces:
+            tensors[description.name] = _in_pieces(description)
+            continue
+        tensors[description.name] = _view(description, read(position, size), description.name)
+        position += size + -size % SHARED_ALIGNMENT
+    return Frame(header, tensors)
+
+
+def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
+    header = frame.header
+    del header.tensors[:]
+    arrays = []
+    for name, array in frame.tensors.items():
+        if isinstance(array, InPieces):
+            header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name, pieces=array.key)
+            continue
+        array = np.asarray(array, order="C")
+        header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name)
+        arrays.append(array)
+    return header.SerializeToString(), arrays
+
+
+def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> tuple[Any, int]:
+    """A frame's header, and where it ends."""
+    header = header_type()
+    try:
+        magic, header_size = _PREFIX.unpack_from(data)
+        position = _PREFIX.size + header_size
+        if magic != expected or position > len(data):
+            raise ValueError("no frame prefix")
+        header.ParseFromString(data[_PREFIX.size : position])
+    except Exception as error:
+        raise WireError(
+            f"A message of {len(data)} bytes is no {type(header).__name__} frame ({error}). All "
+            "processes of a job must run the same release of elasticcb."
+        ) from error
+    return header, position
+
+
+def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[Header]]:
+    """A function from the bytes of a frame to the frame; arrays are read-only views of the bytes.
+
+    The function raises `WireError` for anything that is not a whole frame with this header.
+    """
+
+    def decode(data: bytes) -> Frame[Header]:
+        header, position = _header_of(data, header_type, _MAGIC)
+        body = memoryview(data)
+        tensors: dict[str, Array] = {}
+        for description in header.tensors:
+            size = _bytes_of(description)
+            if description.pieces:
+                tensors[description.name] = _in_pieces(description)
+                continue
+            position += -position % _ALIGNMENT
+            if position + size > len(data):
+                raise WireError(
+                    f"The frame ends at byte {len(data)}, inside tensor {description.name!r}, which ends "
+                    f"at byte {position + size}."
+                )
+            tensors[description.name] = _view(description, body[position : position + size], description.name)
+            position += size
+        return Frame(header, tensors)
+
+    return decode
+
+
+def _bytes_of(message: pb.Tensor) -> int:
+    if any(size < 0 for size in message.shape):
+        raise WireError(f"Tensor {message.name!r} has the shape {list(message.shape)}, with a negative size.")
+    return math.prod(message.shape) * dtype_of(message.dtype).itemsize
+
+
+def _in_pieces(message: pb.Tensor) -> Any:
+    return InPieces(message.pieces, dtype_of(message.dtype), tuple(message.shape))
+
+
+def _view(message: pb.Tensor, content: memoryview, name: str) -> Array:
+    if _bytes_of(message) != len(content):
+        raise WireError(
+            f"Tensor {name!r} is said to be {message.dtype}{list(message.shape)}, which takes "
+            f"{_bytes_of(message)} bytes, but {len(content)} came."
+        )
+    array: Array = np.frombuffer(content, dtype_of(message.dtype)).reshape(tuple(message.shape))
+    array.flags.writeable = False
+    return array
+
+
+def _strings_to_message(array: Array, name: str) -> pb.Tensor:
+    values = [v if isinstance(v, bytes) else str(v).encode() for v in array.reshape(-1)]
+    lengths = np.array([len(value) for value in values], np.int64)
+    return pb.Tensor(dtype="bytes", shape=array.shape, content=lengths.tobytes() + b"".join(values), name=name)
+
+
+def _strings_from_message(message: pb.Tensor) -> Array:
+    count = math.prod(message.shape)
+    if len(message.content) < 8 * count:
+        raise WireError(f"Tensor {message.name!r} of {count} strings ends inside its table of lengths.")
+    lengths = np.frombuffer(message.content[: 8 * count], np.int64)
+    ends = 8 * count + np.cumsum(lengths)
+    if count and (lengths.min() < 0 or ends[-1] != len(message.content)):
+        raise WireError(f"Tensor {message.name!r} of {count} strings has wrong lengths.")
+    values = [message.content[end - size : end] for end, size in zip(ends, lengths, strict=True)]
+    array = np.empty(count, object)
+    array[:] = values
+    return array.reshape(tuple(message.shape))

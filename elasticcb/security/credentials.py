@@ -1,0 +1,59 @@
+"""What a process must hold to take part in a job: the job's token, and certificates where the job uses TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+
+from elasticcb.errors import UsageError
+from elasticcb.security.tls import TLS
+
+TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
+
+
+@dataclass(frozen=True)
+class Access:
+    """By which the processes of a job know each other.
+
+    Attributes:
+        token: that every call carries; "" where none is asked for.
+        tls: None where nothing is encrypted.
+    """
+
+    token: str = field(default="", repr=False)
+    tls: TLS | None = None
+
+    def exposed_at(self, host: str) -> str:
+        """What to tell people of a process that listens at `host`, if others can read what it says; else ""."""
+        if self.tls is not None or is_loopback(host):
+            return ""
+        what = (
+            "read what the processes of this job say" if self.token else "read what this job's processes say, and join"
+        )
+        return f"Listening on {host} without TLS: everybody on that network can {what}. --tls or --tls_cert change it."
+
+
+OPEN = Access()  # to anybody
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach what listens at `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_of_environment() -> str:
+    """The job's token, as whoever started this process gave it; "" if there is none.
+
+    Raises `UsageError` for one that no call can carry.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UsageError(
+            f"The environment variable {TOKEN_VARIABLE} holds characters that no call can carry (it is not shown "
+            "here). Expected letters, digits and signs of ASCII, without spaces."
+        )
+    return token

@@ -1,0 +1,1 @@
+"""Keras and Python objects as bytes."""

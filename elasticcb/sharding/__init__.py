@@ -1,0 +1,1 @@
+"""Which parameter server holds what: dense weights, and rows of embedding tables."""

@@ -1,0 +1,128 @@
+"""Weights as they travel between workers and parameter servers: by server and dtype, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpack
+
+Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
+
+
+class PlacedBlocks(list[dict[str, Array]]):
+    """`Blocks` that know of which slices they are.
+
+    Attributes:
+        partition: by server, the slices.
+    """
+
+    def __init__(self, blocks: Iterable[dict[str, Array]], partition: Sequence[Sequence[Slice]]) -> None:
+        super().__init__(blocks)
+        self.partition = partition
+
+
+def recut(
+    blocks: Sequence[Mapping[str, Array]],
+    specs: Sequence[VariableSpec],
+    before: Sequence[Sequence[Slice]],
+    after: Sequence[Sequence[Slice]],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+) -> list[dict[str, Array]]:
+    """Flat blocks of some servers, as they are for others. What is left out counts as zeros."""
+    whole: dict[int, Array] = {}
+    for slices, own in zip(before, blocks, strict=True):
+        for part, dtype, offset in layout(specs, slices, trainable, subset):
+            if dtype in own:
+                flat = whole.setdefault(part.variable, np.zeros(specs[part.variable].elements, own[dtype].dtype))
+                flat[part.start : part.stop] = own[dtype][offset : offset + part.elements]
+    given = {specs[index].dtype: flat.dtype for index, flat in whole.items()}
+    result = []
+    for slices in after:
+        pieces: dict[str, list[Array]] = {}
+        for part, dtype, _ in layout(specs, slices, trainable, subset):
+            if dtype in given:
+                zeros = np.zeros(specs[part.variable].elements, given[dtype])
+                pieces.setdefault(dtype, []).append(whole.get(part.variable, zeros)[part.start : part.stop])
+        result.append({dtype: np.concatenate(found) for dtype, found in pieces.items()})
+    return result
+
+
+def state_moves(
+    blocks: Blocks,
+    state: Sequence[Mapping[str, Array]],
+    specs: Sequence[VariableSpec],
+    parts: Sequence[Sequence[Slice]],
+    decays: Mapping[int, float],
+) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
+    """How a step that began with the state in `blocks` moved it: as `Push.state` and `Push.shares`.
+
+    Args:
+        state: by server and dtype, the non-trainable variables after the step, flat.
+        decays: of moving averages, by variable: how much of its old value the step's new one is made of.
+    """
+    towards, shares = [], []
+    for slices, block, own in zip(parts, blocks, state, strict=True):
+        share = {dtype: (new != block[f"state/{dtype}"]).astype(np.float32) for dtype, new in own.items()}
+        share = {dtype: flat for dtype, flat in share.items() if flat.any()}
+        values = {dtype: own[dtype] for dtype in share}
+        for part, dtype, offset in layout(specs, slices, False):
+            decay = decays.get(part.variable, 0.0)
+            if dtype in share and 0 < decay < 1 and values[dtype].dtype.kind == "f":
+                here = slice(offset, offset + part.elements)
+                if values[dtype] is own[dtype]:
+                    values[dtype] = own[dtype].copy()
+                old, new = (flat[here].astype(np.float64) for flat in (block[f"state/{dtype}"], own[dtype]))
+                values[dtype][here] = np.where(share[dtype][here] > 0, (new - decay * old) / (1 - decay), new)
+                share[dtype][here] *= 1 - decay
+        towards.append(values)
+        shares.append(share)
+    return towards, shares
+
+
+def moved_state(block: Array, values: Array, shares: Array, lag: int) -> Array:
+    """Non-trainable variables after a step that may have begun with older ones, a new array.
+
+    Each floating value stays between those that were there and those that steps came to, however late a push is.
+    What is not floating can't be in between, and is set.
+
+    Args:
+        block: the present values, flat.
+        values, shares: as in `Push.state` and `Push.shares`.
+        lag: updates since those that the step began with. Of values that it set, steps that began with the same
+            count as one, as their mean.
+    """
+    if block.dtype.kind not in "fcV":
+        return np.where(shares > 0, values, block)
+    wide = np.promote_types(np.float32, block.dtype) if block.dtype.kind != "V" else np.dtype(np.float32)
+    share = np.where(shares < 1, shares, 1.0 / (1 + lag))
+    with np.errstate(invalid="ignore"):  # of infinities that stay
+        mixed = (block.astype(wide) * (1 - share) + values.astype(wide) * share).astype(block.dtype)
+    moved: Array = np.where((shares > 0) & (share < 1), mixed, np.where(shares > 0, values, block))
+    return moved
+
+
+def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
+    """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
+    return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}
+
+
+def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
+    """One server's part of `weights`, as it travels."""
+    trainable = pack(weights, specs, slices, trainable=True)
+    state = pack(weights, specs, slices, trainable=False)
+    return {f"weights/{d}": flat for d, flat in trainable.items()} | {f"state/{d}": flat for d, flat in state.items()}
+
+
+def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
+    """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
+    weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
+    for server, slices in zip(blocks, parts, strict=True):
+        for prefix, trainable in (("weights/", True), ("state/", False)):
+            found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}
+            unpack(found, specs, slices, trainable, weights)
+    return weights

@@ -1,0 +1,273 @@
+"""Which parameter server holds which part of the model, and the order of a server's flat blocks.
+
+Both sides of the wire import this module; nothing else knows the mapping. It depends on the
+variables and the number of servers alone, so that every process works it out for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import dtype_of
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """One weight of the model; its index is its place in `model.weights`."""
+
+    path: str  # Keras's: "dense/kernel"
+    shape: tuple[int, ...]
+    dtype: str  # NumPy's name
+    trainable: bool
+    constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
+    optimizer: int = 0  # which of the model's optimizers updates it: index in `model_optimizers(model)`
+    no_weight_decay: bool = False  # its optimizer was told to leave it out
+    table: str = ""  # of an embedding table: JSON of `TableSpec`; shape[0] is then 0 when any id may come
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row: of what one index of axis 0 names."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * dtype_of(self.dtype).itemsize
+
+    def to_message(self) -> pb.Variable:
+        return pb.Variable(
+            path=self.path,
+            shape=self.shape,
+            dtype=self.dtype,
+            trainable=self.trainable,
+            constraint=self.constraint,
+            optimizer=self.optimizer,
+            no_weight_decay=self.no_weight_decay,
+            table=self.table,
+        )
+
+    @classmethod
+    def from_message(cls, message: pb.Variable) -> VariableSpec:
+        """Raises `WireError` for a dtype or a shape that no variable can have."""
+        dtype_of(message.dtype)
+        if any(size < 0 for size in message.shape):
+            raise WireError(f"Variable {message.path!r} has the shape {list(message.shape)}.")
+        return cls(
+            path=message.path,
+            shape=tuple(message.shape),
+            dtype=message.dtype,
+            trainable=message.trainable,
+            constraint=message.constraint,
+            optimizer=message.optimizer,
+            no_weight_decay=message.no_weight_decay,
+            table=message.table,
+        )
+
+
+class Slice(NamedTuple):
+    """Elements [start, stop) of a variable in C order; both ends lie between rows."""
+
+    variable: int  # index in the model
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+    def row_range(self, spec: VariableSpec) -> tuple[int, int]:
+        """The rows [first, last) that it holds."""
+        row = max(spec.row_elements, 1)
+        return self.start // row, (self.stop // row if spec.row_elements else spec.rows)
+
+    def shape(self, spec: VariableSpec) -> tuple[int, ...]:
+        """The shape of the part: fewer rows, the same trailing dimensions."""
+        if not spec.shape:
+            return ()
+        first, last = self.row_range(spec)
+        return (last - first, *spec.shape[1:])
+
+
+class Placed(NamedTuple):
+    """Where a slice lies within the flat block of its dtype, in elements."""
+
+    slice: Slice
+    dtype: str
+    offset: int
+
+
+MOST_SERVERS = 10_000
+# A variable is not cut when the cut would move less than this: a tiny part costs more than it levels.
+_SMALLEST_PART_BYTES = 16 * 1024
+
+
+def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[list[Slice]]:
+    """The slices of each server, in the order of the variables.
+
+    Every element of every variable is held exactly once, and a server holds at most one slice of a
+    variable. Trainable and non-trainable variables are levelled apart, by bytes. Embedding tables, whose rows are
+    held by id (elasticcb/sharding/table_spec.py), are in no slice.
+
+    Args:
+        specs: the model's variables, in the order of `model.weights`.
+        num_ps: how many servers there are, at least 1.
+        split: whether variables may be cut between rows. One with a constraint never is.
+    """
+    if num_ps < 1:
+        raise ValueError(f"partition was asked for {num_ps} servers; there must be at least one.")
+    servers: list[list[Slice]] = [[] for _ in range(num_ps)]
+    for trainable in (True, False):
+        group = [index for index, spec in enumerate(specs) if spec.trainable is trainable and not spec.table]
+        if split:
+            _fill_in_order(specs, group, servers)
+        else:
+            _least_loaded(specs, group, servers)
+    return [sorted(slices) for slices in servers]
+
+
+def _fill_in_order(specs: Sequence[VariableSpec], group: list[int], servers: list[list[Slice]]) -> None:
+    """Cuts the variables, laid end to end, into as many level pieces as there are servers."""
+    left = sum(specs[index].bytes for index in group)
+    server, room = 0, left / len(servers)
+    for index in group:
+        spec = specs[index]
+        row_bytes = spec.row_elements * dtype_of(spec.dtype).itemsize
+        start = 0
+        while True:
+            rows = spec.rows - start
+            size = rows * row_bytes
+            if server + 1 < len(servers) and room < size and size > 0:
+                fitting = min(max(round(room / row_bytes), 0), rows)
+                kept, moved = fitting * row_bytes, (rows - fitting) * row_bytes
+                if spec.constraint or min(kept, moved) < _SMALLEST_PART_BYTES:
+                    fitting = rows if 2 * room >= size else 0
+                if fitting:
+                    servers[server].append(_rows(index, spec, start, start + fitting))
+                left -= fitting * row_bytes
+                start += fitting
+                server += 1
+                room = left / (len(servers) - server)
+                if fitting == rows:
+                    break
+                continue
+            servers[server].append(_rows(index, spec, start, spec.rows))
+            left -= size
+            room -= size
+            break
+
+
+def _rows(index: int, spec: VariableSpec, first: int, last: int) -> Slice:
+    return Slice(index, first * spec.row_elements, last * spec.row_elements)
+
+
+def _least_loaded(specs: Sequence[VariableSpec], group: list[int], servers: list[list[Slice]]) -> None:
+    """Gives each variable, largest first, to the server that has least so far."""
+    loads = [0] * len(servers)
+    for index in sorted(group, key=lambda index: (-specs[index].bytes, index)):
+        server = loads.index(min(loads))
+        servers[server].append(Slice(index, 0, specs[index].elements))
+        loads[server] += specs[index].bytes
+
+
+def layout(
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+) -> Iterator[Placed]:
+    """Where each slice lies in the flat blocks, one block per dtype, in the order of `slices`.
+
+    Args:
+        trainable: which of the two groups of variables the blocks hold.
+        subset: the indices of the variables that the blocks hold; None: all of the group.
+    """
+    offsets: dict[str, int] = {}
+    for part in slices:
+        spec = specs[part.variable]
+        if spec.trainable is trainable and (subset is None or part.variable in subset):
+            offset = offsets.get(spec.dtype, 0)
+            yield Placed(part, spec.dtype, offset)
+            offsets[spec.dtype] = offset + part.elements
+
+
+def block_sizes(
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+) -> dict[str, int]:
+    """Elements of each flat block, by dtype."""
+    return {placed.dtype: placed.offset + placed.slice.elements for placed in layout(specs, slices, trainable, subset)}
+
+
+def pack(
+    arrays: Sequence[Array] | Mapping[int, Array],
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+) -> dict[str, Array]:
+    """The flat blocks of one server, by dtype.
+
+    Args:
+        arrays: whole variables by index in the model, each of its spec's shape and dtype.
+        specs, slices, trainable, subset: as in `layout`.
+    """
+    blocks = {
+        dtype: np.empty(size, dtype_of(dtype)) for dtype, size in block_sizes(specs, slices, trainable, subset).items()
+    }
+    for part, dtype, offset in layout(specs, slices, trainable, subset):
+        source = np.asarray(arrays[part.variable]).reshape(-1)[part.start : part.stop]
+        blocks[dtype][offset : offset + part.elements] = source
+    return blocks
+
+
+def unpack(
+    blocks: Mapping[str, Array],
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    arrays: Sequence[Array] | Mapping[int, Array],
+    subset: Collection[int] | None = None,
+) -> None:
+    """Writes one server's flat blocks into whole variables: the inverse of `pack`.
+
+    Args:
+        arrays: whole variables by index in the model, C-contiguous and writable.
+
+    Raises `WireError` when the blocks are not those of this layout.
+    """
+    check_blocks(blocks, block_sizes(specs, slices, trainable, subset), "The blocks of one server")
+    for part, dtype, offset in layout(specs, slices, trainable, subset):
+        target = arrays[part.variable].reshape(-1)
+        target[part.start : part.stop] = blocks[dtype][offset : offset + part.elements]
+
+
+def check_blocks(blocks: Mapping[str, Array], sizes: Mapping[str, int], what: str) -> None:
+    """Raises `WireError` unless there is one flat block of the right size for each dtype."""
+    for dtype in sorted({*blocks, *sizes}):
+        given, expected = blocks.get(dtype), sizes.get(dtype)
+        if given is None or expected is None or given.shape != (expected,) or given.dtype.name != dtype:
+            shown = "none" if given is None else f"{given.dtype.name}{list(given.shape)}"
+            wanted = "none" if expected is None else f"{dtype}[{expected}]"
+            raise WireError(
+                f"{what}: for dtype {dtype} {wanted} was expected, {shown} was given. Both sides must "
+                "have the same model and the same number of parameter servers."
+            )

@@ -1,0 +1,163 @@
+"""The content of an embedding table, as it travels, is kept in checkpoints, and is cut for servers and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.bucket_map import BucketMap
+
+_PREFIX = "table/"
+
+
+@dataclass
+class TableState:
+    """Rows by id, in any order.
+
+    Attributes:
+        ids: int64 [n], unique.
+        rows: [n, dim].
+        slots: of the optimizer, by name: [n, dim] each. One that is not there starts afresh.
+        hits: how often each was looked up in training, int64 [n]; None when nobody counted.
+        used: the version at which each was last trained, int64 [n]; None when nobody knows.
+    """
+
+    ids: Array
+    rows: Array
+    slots: dict[str, Array] = field(default_factory=dict)
+    hits: Array | None = None
+    used: Array | None = None
+
+    def select(self, places: Array) -> TableState:
+        """The rows at `places` (int64, or a mask)."""
+        return TableState(
+            self.ids[places],
+            self.rows[places],
+            {name: slot[places] for name, slot in self.slots.items()},
+            None if self.hits is None else self.hits[places],
+            None if self.used is None else self.used[places],
+        )
+
+    def part(self, index: int, buckets: BucketMap) -> TableState:
+        """What server `index` holds of it."""
+        return self if buckets.servers == 1 else self.select(buckets.owns(index, self.ids))
+
+
+def joined(states: Sequence[TableState]) -> TableState:
+    """One table of all servers' parts, in the order of the ids."""
+    parts = [state for state in states if len(state.ids)] or states[:1]
+
+    def all_of(arrays: Iterable[Array | None]) -> Any:
+        found = list(arrays)
+        known = [array for array in found if array is not None]
+        return np.concatenate(known) if len(known) == len(found) else None
+
+    whole = TableState(
+        all_of(state.ids for state in parts),
+        all_of(state.rows for state in parts),
+        {
+            name: all_of(state.slots[name] for state in parts)
+            for name in parts[0].slots
+            if all(name in state.slots for state in parts)
+        },
+        all_of(state.hits for state in parts),
+        all_of(state.used for state in parts),
+    )
+    ids = whole.ids
+    return whole if (ids[1:] > ids[:-1]).all() else whole.select(np.argsort(ids))
+
+
+def gathered(total: int, pieces: Iterable[TableState]) -> TableState:
+    """One table of pieces with the same arrays, `total` rows in all, in the order of the ids. The pieces are let go one
+    by one."""
+    arrays: dict[str, Array] = {}
+    filled = 0
+    for piece in pieces:
+        given = _arrays_of(piece)
+        if not arrays:
+            arrays = {name: np.empty((total, *array.shape[1:]), array.dtype) for name, array in given.items()}
+        for name, array in given.items():
+            arrays[name][filled : filled + len(array)] = array
+        filled += len(piece.ids)
+    if filled != total:
+        raise WireError(f"{filled} rows of an embedding table came instead of {total}.")
+    ids = arrays["ids"]
+    if not (ids[1:] > ids[:-1]).all():
+        order = np.argsort(ids)
+        for array in arrays.values():
+            array[:] = array[order]
+    return _state_of(0, arrays)
+
+
+def overlaid(states: Sequence[TableState]) -> TableState:
+    """One table of several that were written one after another: of rows in several, the last."""
+    ids = np.concatenate([state.ids for state in states])
+    # `unique` finds the first of equal ids: the last, in reverse.
+    _, places = np.unique(ids[::-1], return_index=True)
+    keep = np.zeros(len(ids), np.bool_)
+    keep[len(ids) - 1 - places] = True
+    pieces, start = [], 0
+    for state in states:
+        pieces.append(state.select(keep[start : start + len(state.ids)]))
+        start += len(state.ids)
+    return joined(pieces)
+
+
+def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
+    """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
+    return {
+        f"{_PREFIX}{index}/{name}": array
+        for index, state in tables.items()
+        for name, array in _arrays_of(state).items()
+    }
+
+
+def _arrays_of(state: TableState) -> dict[str, Array]:
+    arrays = {"ids": state.ids, "rows": state.rows}
+    counts = {"hits": state.hits, "used": state.used}
+    arrays |= {name: count for name, count in counts.items() if count is not None}
+    return arrays | {f"slot/{name}": slot for name, slot in state.slots.items()}
+
+
+def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
+    """The inverse of `to_tensors`; other tensors are passed over. Raises `WireError` for what is no table."""
+    found: dict[int, dict[str, Array]] = {}
+    for name, array in tensors.items():
+        if name.startswith(_PREFIX):
+            index, _, rest = name[len(_PREFIX) :].partition("/")
+            if not index.isdecimal():
+                raise WireError(f"{name!r} names no embedding table; expected table/INDEX/….")
+            found.setdefault(int(index), {})[rest] = array
+    return {index: _state_of(index, arrays) for index, arrays in found.items()}
+
+
+def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
+    missing = {"ids", "rows"} - arrays.keys()
+    if missing:
+        raise WireError(f"Table {index} comes without {' and '.join(sorted(missing))}.")
+    state = TableState(
+        arrays["ids"],
+        arrays["rows"],
+        {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith("slot/")},
+        arrays.get("hits"),
+        arrays.get("used"),
+    )
+    rows, wrong = state.rows.shape, []
+    if state.ids.ndim != 1 or len(rows) != 2 or rows[0] != len(state.ids):
+        wrong += ["ids", "rows"]
+    wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
+    wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
+    wrong += [f"slot/{name}" for name, slot in state.slots.items() if slot.shape != rows]
+    if wrong:
+        shown = ", ".join(
+            f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)
+        )
+        raise WireError(
+            f"Table {index} comes with {shown}; expected ids, hits and used of int64[n], rows and slots of [n, dim]."
+        )
+    return state

@@ -1,0 +1,1 @@
+"""Folders and files, here and on remote file systems."""

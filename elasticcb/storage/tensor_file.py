@@ -1,0 +1,86 @@
+"""Files of the safetensors format that are written in pieces; the library writes what is in memory as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elasticcb.rpc.tensors import Array
+
+_SIZE = struct.Struct("<Q")  # of the header
+_ALIGNMENT = 8
+_KINDS = {"f": "F", "i": "I", "u": "U", "c": "C"}
+
+
+class Outline(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file that is being written; a context manager. `OSError` is raised by all that it does.
+
+    Args:
+        path: of the file, which is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begins: dict[str, int] = {}  # byte in the file
+        self._outlines: Mapping[str, Outline] = {}
+
+    def __enter__(self) -> TensorFile:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def begin(self, tensors: Mapping[str, Outline], metadata: Mapping[str, str]) -> None:
+        """Writes the header. All of the tensors have to follow."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        position = 0
+        # The largest elements first: then each tensor begins at a multiple of its own.
+        for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+            outline, self._begins[name] = tensors[name], position
+            position += outline.bytes
+            offsets = [self._begins[name], position]
+            header[name] = {"dtype": _name_of(outline.dtype), "shape": list(outline.shape), "data_offsets": offsets}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        start = _SIZE.size + len(encoded)
+        self._begins = {name: start + begin for name, begin in self._begins.items()}
+        self._outlines = tensors
+        self._file.write(_SIZE.pack(len(encoded)) + encoded)
+
+    def put(self, name: str, first: int, array: Array) -> None:
+        """Writes `array`, which is the tensor from index `first` of its first axis on."""
+        outline = self._outlines[name]
+        row_bytes = math.prod(outline.shape[1:]) * outline.dtype.itemsize
+        self._file.seek(self._begins[name] + first * row_bytes)
+        if array.size:
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def finish(self) -> None:
+        """Returns when the file is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    if dtype.name in ("bool", "bfloat16"):
+        return {"bool": "BOOL", "bfloat16": "BF16"}[dtype.name]
+    return f"{_KINDS[dtype.kind]}{8 * dtype.itemsize}"
