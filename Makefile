@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test test-deep lint bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
@@ -24,9 +24,13 @@ train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and e
 	$(BIN)/elasticcb train --config model_zoo/digits/job.yaml
 
 # Half of the time of a test of processes is waiting: two run at once, in the order of tests/conftest.py.
-# TESTS="tests/ps -x" names some.
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(TESTS)
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
+
+test: $(VENV)/.installed-test  ## each promise once, in some minutes; TESTS="tests/ps -x" names some
+	$(PYTEST) $(TESTS)
+
+test-deep: $(VENV)/.installed-test  ## what is marked `deep`: all cases, long walks, fuzzing
+	$(PYTEST) -m deep $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

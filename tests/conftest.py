@@ -1,8 +1,9 @@
-"""What all tests share: the environment, and data sets that are too big to stand in the repository."""
+"""What all tests share: the environment, data sets that are too big for the repository, and which skips CI allows."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -17,9 +18,36 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell makes what it starts in the background ignore SIGINT, and so would the jobs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_SHARED = Path(__file__).resolve().parents[2] / "shared"
+_TIME_IS_UP = "the time for deep tests is over"
+_LONG = 20  # times as long as others take tests that start jobs as processes, or have a time limit of their own
+
+# Reasons for which a test may be skipped where CI is set; with any other reason it fails there.
+SKIPS_IN_CI = {
+    r"root may write anywhere": "CI runs as root",
+    r"(docker|podman) is not there, or its daemon does not run": "CI installs buildah, and can't start a daemon",
+    r"buildah runs nothing here": "a container may not be allowed to make another one",
+    r"kubectl is not installed": "Debian's is too old to know these files",
+    r"no file system can be mounted here": "a container may not be allowed to",
+}
+SKIPS_IN_CI[_TIME_IS_UP] = "deep tests run as far as an hour in all allows"
+if os.environ.get("ELASTICCB_TEST_KUBERNETES") != "required":
+    SKIPS_IN_CI[r"ELASTICCB_TEST_KUBECONFIG names no cluster"] = ".ci/run runs them by themselves, with a cluster"
+if not _SHARED.is_dir():
+    SKIPS_IN_CI[r"Real data sets are not at "] = "they are not part of the repository"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--begin-within", type=float, metavar="SECONDS", help="leave out tests that would begin later")
+
 
 _BEGUN = time.monotonic()
-_LONG = 20  # times as long as others take tests that start jobs as processes, or have a time limit of their own
+
+
+def pytest_runtest_setup(item):
+    seconds = item.config.getoption("begin_within")
+    if seconds is not None and item.get_closest_marker("deep") and time.monotonic() - _BEGUN > seconds:
+        pytest.skip(_TIME_IS_UP)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -33,11 +61,26 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -lengths[item.path])
 
 
-def pytest_runtest_setup(item):
-    """Skips what is left when ELASTICCB_TEST_MINUTES are over, so that a slow machine has a result, too."""
-    minutes = os.environ.get("ELASTICCB_TEST_MINUTES")
-    if minutes and time.monotonic() - _BEGUN > 60 * float(minutes):
-        pytest.skip(f"ELASTICCB_TEST_MINUTES={minutes} are over.")
+def fail_unless_allowed(report):
+    """In CI, a skip whose reason is not in `SKIPS_IN_CI` is a failure."""
+    if not report.skipped or not os.environ.get("CI") or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not any(re.search(allowed, reason) for allowed in SKIPS_IN_CI):
+        report.outcome = "failed"
+        report.longrepr = f"{reason}\nThis is no reason in CI: those are SKIPS_IN_CI of tests/conftest.py."
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    fail_unless_allowed(outcome.get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector):
+    outcome = yield
+    fail_unless_allowed(outcome.get_result())
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +89,7 @@ def shared_data() -> Path:
 
     ELASTICCB_SHARED_DATA names it; else it is `shared/data` beside the repository.
     """
-    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("ELASTICCB_SHARED_DATA") or beside)
+    folder = Path(os.environ.get("ELASTICCB_SHARED_DATA") or _SHARED / "data")
     if not folder.is_dir():
         pytest.skip(f"Real data sets are not at {folder}; ELASTICCB_SHARED_DATA can name their folder.")
     return folder

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import unwrapped
@@ -73,7 +74,7 @@ def assert_same_variables(one, other):
 
 
 @pytest.mark.parametrize("settings", [{}, AVERAGED], ids=["plain", "averaged"])
-@pytest.mark.parametrize("name", [*CLASSES, "Unlisted"])
+@pytest.mark.parametrize("name", deep_but([*CLASSES, "Unlisted"], "Adam", "MultiOptimizer", "Unlisted"))
 def test_training_goes_on_with_the_state_of_any_optimizer(name, settings):
     model, other = make_model(), make_model()
     first, second = make(name, **settings), make(name, **settings)

@@ -54,7 +54,15 @@ EVENTS = {
 
 def wait_for_role() -> None:
     """Makes this process know its role when it begins it."""
-    sys.meta_path.insert(0, _Roles())
+    if "elasticcb.roles.processes" in sys.modules:
+        _wrap(sys.modules["elasticcb.roles.processes"])
+    else:
+        sys.meta_path.insert(0, _Roles())
+
+
+def _wrap(module: Any) -> None:
+    _before(module, "_begin", lambda role, index, *_: _arm(role, index))
+    _before(module, "running_cluster", lambda *_, **__: _arm("master", 0))
 
 
 class _Roles:
@@ -69,8 +77,7 @@ class _Roles:
 
         def execute_and_wrap(module: Any) -> None:
             execute(module)
-            _before(module, "_begin", lambda role, index, *_: _arm(role, index))
-            _before(module, "running_cluster", lambda *_, **__: _arm("master", 0))
+            _wrap(module)
 
         spec.loader.exec_module = execute_and_wrap
         return spec

@@ -11,8 +11,8 @@ def start_job(tmp_path):
     """Starts `elasticcb …` in `tmp_path`; whatever is left of it is killed at the end."""
     started: list[JobProcess] = []
 
-    def start(*arguments: str, cwd: Path = tmp_path) -> JobProcess:
-        job = JobProcess(*arguments, cwd=cwd)
+    def start(*arguments: str, cwd: Path = tmp_path, warm: bool = True) -> JobProcess:
+        job = JobProcess(*arguments, cwd=cwd, warm=warm)
         started.append(job)
         return job
 

@@ -27,6 +27,7 @@ from elasticcb.settings import (
     TrainingSettings,
 )
 from elasticcb.status import JobStatus, Summary
+from warm import WarmProcess
 
 TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
 
@@ -216,17 +217,26 @@ def number(output: str, label: str) -> int:
 
 
 class JobProcess:
-    """`elasticcb COMMAND …` as a real process, whose output is read as it comes."""
+    """`elasticcb COMMAND …` as a real process, whose output is read as it comes.
 
-    def __init__(self, *arguments: str, cwd: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "elasticcb", *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
-            start_new_session=True,
+    Args:
+        warm: it is forked, with all imported (warm.py), instead of being started from nothing.
+    """
+
+    def __init__(self, *arguments: str, cwd: Path, warm: bool = True) -> None:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+        self.process = (
+            WarmProcess([*map(str, arguments)], cwd, environment)
+            if warm
+            else subprocess.Popen(
+                [sys.executable, "-m", "elasticcb", *arguments],
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
         )
         self.lines: list[str] = []
         self.family: list[psutil.Process] = []  # children seen so far

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from helpers_tables import DIM, MODELS, ROWS, Served, all_rows, compiled, dense, features, gradients, tables_of
 
+from deep_cases import deep_but
 from elasticcb.errors import ModelFileError
 from elasticcb.layers import Embedding
 from elasticcb.layers.lookups import serve_tables
@@ -16,9 +17,10 @@ from elasticcb.layers.table_layers import NotServableError
 
 CASES = [(name, "keras") for name in MODELS]
 CASES += [(name, kind) for name, kind in zip(MODELS, ["unbounded", "own"] * 3, strict=True)]
+KEPT = [("subclass", "keras"), ("functional", "unbounded"), ("nested", "own"), ("ragged", "unbounded")]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=deep_but(CASES, *KEPT), ids="-".join)
 def case(request):
     """A served model, a batch, and the same model with native layers."""
     name, kind = request.param

@@ -1,0 +1,220 @@
+"""Starts the processes of a test's jobs by forking one that has imported everything, as an import takes seconds.
+
+What runs is the command line and the package's own fork_process.py; the only difference is that neither begins with an
+import. `JobProcess(…, warm=False)` and scripts start from nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from elasticcb.cluster import fork_server
+from elasticcb.cluster.child import common_environment
+from elasticcb.cluster.process_view import show_process_as
+
+_TESTS = Path(__file__).parents[1]
+_forks = multiprocessing.get_context("forkserver")
+
+
+def _ensure_warm() -> None:
+    """Starts the process that is forked, once."""
+    from multiprocessing.forkserver import ensure_running
+
+    _forks.set_forkserver_preload(["warm_imports"])
+    before = dict(os.environ)
+    # Python finds what it preloads by this; the rest is what it must have from its start on.
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])])
+    os.environ.update(common_environment("INFO"), PYTHONPATH=path)
+    try:
+        ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class WarmProcess:
+    """Like `subprocess.Popen` of a Python program whose output is read by a pipe.
+
+    Args:
+        arguments: of the `elasticcb` command, or, with `script`, of that file.
+    """
+
+    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str], script: Path | None = None) -> None:
+        _ensure_warm()
+        read, write = os.pipe()
+        shown = [sys.executable, *(["-m", "elasticcb"] if script is None else [str(script)]), *arguments]
+        self._process = _forks.Process(
+            target=_run_program, args=(shown, arguments, str(cwd), env, DupFd(write), script), daemon=False
+        )
+        self._process.start()
+        os.close(write)
+        self.pid = self._process.pid
+        self.stdout = os.fdopen(read, encoding="utf-8", errors="replace")
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("elasticcb", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run_program(
+    shown: list[str], arguments: list[str], cwd: str, env: dict[str, str], output: Any, script: Path | None
+) -> None:
+    os.setsid()
+    file = output.detach()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    os.chdir(cwd)
+    _set_environment(env)
+    sys.path[:] = _own_path(env)
+    show_process_as(shown, env)
+    fork_server.ForkServer.launch = classmethod(_fork_zygote)
+    if script is None:
+        sys.argv = shown[2:]
+        from elasticcb.cli.main import main
+
+        _leave(main)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    _leave(lambda: runpy.run_path(str(script), run_name="__main__") and 0)
+
+
+def _own_path(env: dict[str, str]) -> list[str]:
+    given = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return [*given, *(folder for folder in sys.path if folder and not _is_of_tests(folder) and folder not in given)]
+
+
+def _is_of_tests(folder: str) -> bool:
+    return Path(folder) == _TESTS or _TESTS in Path(folder).parents
+
+
+def _set_environment(env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def _leave(main: Callable[[], int | None]) -> None:
+    """Ends this process as Python ends one whose program is `main`."""
+    try:
+        code = main() or 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    import threading
+
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+# ------------------------------------------------------------ zygotes
+
+
+class _Forked:
+    """What `ForkServer` needs of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._gone = False
+
+    def kill(self) -> None:
+        if not self._gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if not self._gone:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self._gone = True
+
+
+def _fork_zygote(cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
+    """`ForkServer.launch` in a process that was forked itself, and has done nothing but parse its command line."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_zygote(environment, str(log), theirs.detach(), watch)
+    return cls(control, _Forked(pid))
+
+
+def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
+    """`ForkServer.launch` in the process of the tests, which can't be forked itself."""
+    _ensure_warm()
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        arguments = (environment, str(log), DupFd(theirs.fileno()), DupFd(watch), list(sys.path))
+        process = _forks.Process(target=_run_zygote, args=arguments, daemon=False)
+        process.start()
+    return cls(control, _OfForkServer(process))
+
+
+class _OfForkServer:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.kill = process.kill
+        self.wait = process.join
+
+
+def _run_zygote(environment: dict[str, str], log: str, control: Any, watch: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    _become_zygote(environment, log, control.detach(), watch.detach())
+
+
+def _become_zygote(environment: dict[str, str], log: str, control: int, watch: int) -> None:
+    from elasticcb.launch import fork_process
+
+    os.setsid()
+    null, file = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for number, opened in enumerate((null, file, file)):
+        os.dup2(opened, number)
+    os.close(null)
+    os.close(file)
+    _set_environment(environment)
+    sys.argv = ["-c", str(control), str(watch)]
+    show_process_as([sys.executable, "-c", "zygote", *sys.argv[1:]], environment)
+    if "ELASTICCB_FAULTS" in environment:
+        import faulty_process
+
+        faulty_process.wait_for_role()
+    _leave(fork_process.main)
