@@ -16,7 +16,7 @@ from elasticcb.checkpoint import files as checkpoints
 from elasticcb.checkpoint.shard_file import FORMAT
 from elasticcb.errors import UsageError
 from elasticcb.sidecar.follower import CheckpointFollower
-from elasticcb.sidecar.ledger import Kind
+from elasticcb.sidecar.ledger import CheckpointKind
 
 SOON = 0.1  # seconds, for what is not to come
 
@@ -64,8 +64,8 @@ def test_versions_are_given_as_they_appear_in_a_folder_that_is_not_there_yet(tmp
     paths = [write_version(tmp_path / "checkpoints", version) for version in (20, 100)]
     found = [follower.next(), follower.next()]
     assert [(each.path, each.version, each.kind) for each in found] == [
-        (paths[0], 20, Kind.VERSION),
-        (paths[1], 100, Kind.VERSION),
+        (paths[0], 20, CheckpointKind.VERSION),
+        (paths[1], 100, CheckpointKind.VERSION),
     ]
     assert follower.next(SOON) is None
     write_version(tmp_path / "checkpoints", 120)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from elasticcb.sidecar.ledger import Kind, Ledger, Sighting, Signature
+from elasticcb.sidecar.ledger import CheckpointKind, Ledger, ListedCheckpoint, Signature
 
 
 def version(number, modified=1):
-    return Sighting(f"version-{number:08}", Kind.VERSION, Signature(modified, 10, number), number)
+    return ListedCheckpoint(f"version-{number:08}", CheckpointKind.VERSION, Signature(modified, 10, number), number)
 
 
 def file(name, modified, size=10, inode=1):
-    return Sighting(name, Kind.KERAS, Signature(modified, size, inode), modified)
+    return ListedCheckpoint(name, CheckpointKind.KERAS, Signature(modified, size, inode), modified)
 
 
 def all_of(ledger, sightings, now=0.0):

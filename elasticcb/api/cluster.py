@@ -420,7 +420,7 @@ class Cluster:
     # ------------------------------------------------------------ one job
 
     @contextlib.contextmanager
-    def _call(self, name: str) -> Iterator[data_of.Call]:
+    def _call(self, name: str) -> Iterator[data_of.MethodCall]:
         with self._turn.of(name):
             self._open()
             self._functions.end()

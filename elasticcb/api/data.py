@@ -14,7 +14,7 @@ from elasticcb.data.batch_sources.adapt import adapt, split_validation
 from elasticcb.data.batches import BatchSource
 
 
-class Call:
+class MethodCall:
     """One `fit`, `evaluate` or `predict`.
 
     Args:
@@ -68,7 +68,7 @@ class Call:
 
 
 def training_sources(
-    call: Call,
+    call: MethodCall,
     x: Any,
     y: Any,
     sample_weight: Any,

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.api.placed import Placed
+from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.master.cluster_state import Cluster
@@ -23,7 +23,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.import_path import caller_path
 from elasticcb.serialization import pickling
 from elasticcb.settings import JobSettings
-from elasticcb.worker.functions import Call, Result
+from elasticcb.worker.functions import FunctionCall, Result
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,12 @@ class FunctionJob:
     """
 
     def __init__(
-        self, owner: Any, master: Master, settings: JobSettings, placed: Placed | None, datasets: dict[int, bytes]
+        self,
+        owner: Any,
+        master: Master,
+        settings: JobSettings,
+        placed: PlacedWeights | None,
+        datasets: dict[int, bytes],
     ) -> None:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
@@ -230,7 +235,7 @@ class FunctionJob:
     def _hand_out(self, scheduled: _Scheduled) -> None:
         number = scheduled.value.number
         values = {value.number: value.data or b"" for value in scheduled.needed}
-        call = Call(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(caller_path()))
+        call = FunctionCall(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(caller_path()))
         self._master.calls[number] = pickle.dumps(call)
         self._queue.add_function(number)
 

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from elasticcb.api.function_job import FunctionJob, name_of
-from elasticcb.api.placed import Placed
+from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
@@ -64,7 +64,7 @@ class Functions:
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:
-        Placed(model)  # raises what is wrong with it
+        PlacedWeights(model)  # raises what is wrong with it
         self.end()
         before, self._model = self._model, model
         try:
@@ -123,7 +123,7 @@ class Functions:
                 if self._job.failed:
                     self.end()
             if self._job is None:
-                placed = None if self._model is None else Placed(self._model)
+                placed = None if self._model is None else PlacedWeights(self._model)
                 with self._begin() as (master, settings):
                     self._job = FunctionJob(self, master, settings, placed, self._datasets)
             return self._job

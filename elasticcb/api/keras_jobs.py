@@ -50,7 +50,7 @@ class KerasJobs:
         self._processes = processes
 
     @contextlib.contextmanager
-    def call(self, name: str, fit: KeptFit | None = None) -> Iterator[data_of.Call]:
+    def call(self, name: str, fit: KeptFit | None = None) -> Iterator[data_of.MethodCall]:
         """A folder of its own for the data of one call; the processes run.
 
         Args:
@@ -66,7 +66,7 @@ class KerasJobs:
             folder.mkdir()
         seed = None if fit is None else fit.seed
         try:
-            with contextlib.closing(data_of.Call(name, folder, self._processes.data_service, seed, fit)) as call:
+            with contextlib.closing(data_of.MethodCall(name, folder, self._processes.data_service, seed, fit)) as call:
                 yield call
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class KerasJobs:
     def run(
         self,
         command: Command,
-        call: data_of.Call,
+        call: data_of.MethodCall,
         model: keras.Model,
         sources: dict[str, BatchSource],
         callbacks: list[keras.callbacks.Callback],
@@ -122,7 +122,7 @@ class KerasJobs:
     @staticmethod
     def _run(
         settings: JobSettings,
-        call: data_of.Call,
+        call: data_of.MethodCall,
         master: Master,
         model: keras.Model,
         sources: dict[str, BatchSource],

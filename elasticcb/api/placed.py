@@ -13,7 +13,7 @@ from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimi
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, unwrapped
 
 
-class Placed:
+class PlacedWeights:
     """What the servers begin with, and what becomes of what they end with.
 
     Args:

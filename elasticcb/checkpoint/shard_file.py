@@ -24,7 +24,7 @@ FORMAT = 1
 _CHUNK_BYTES = 4 << 20
 
 
-class HeldTable(Protocol):
+class ReadableTable(Protocol):
     """An embedding table that is read in pieces while it is trained (elasticcb/ps/table_snapshot.py)."""
 
     def __len__(self) -> int: ...
@@ -47,7 +47,7 @@ class Part:
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
     optimizer: str = ""  # class name; "": none
     tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
-    held: Mapping[int, HeldTable] = field(default_factory=dict)  # tables that are read in pieces
+    held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are read in pieces
 
     def release(self) -> None:
         """What is held is not needed any more."""

@@ -17,7 +17,7 @@ from elasticcb.errors import DataError
 _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
 
 
-class _Opened:
+class _OpenedArrayRecord:
     complete = True
     layout = ""
 
@@ -60,8 +60,8 @@ class _Opened:
 class ArrayRecordReader(FileReader):
     """Records of ArrayRecord files as scalar strings; remote files are copied to a local cache."""
 
-    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
-        return _Opened(file)
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedArrayRecord:
+        return _OpenedArrayRecord(file)
 
 
 def _local_copy(name: str) -> str:

@@ -16,7 +16,7 @@ from elasticcb.data.reader import CHUNK_BYTES
 _SPACING_BYTES = 256 << 10  # between places: little to read in vain before a record, and little to keep per gigabyte
 
 
-class Piece(NamedTuple):
+class RecordRange(NamedTuple):
     """Consecutive records, and the bytes that they lie in."""
 
     first: int  # record
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Places:
+class RecordOffsets:
     """Where some records of a file begin; the last place is its end.
 
     Args:
@@ -46,7 +46,7 @@ class Places:
     def nbytes(self) -> int:
         return int(self.records.nbytes + self.offsets.nbytes)
 
-    def pieces(self, start: int, end: int) -> Iterator[Piece]:
+    def pieces(self, start: int, end: int) -> Iterator[RecordRange]:
         """What to read for the records `[start, end)`: pieces of some `CHUNK_BYTES`, whose first and last may hold
         records more."""
         if start >= end:
@@ -57,11 +57,11 @@ class Places:
             far = int(self.offsets.searchsorted(self.offsets[place] + CHUNK_BYTES, side="right")) - 1
             next_place = min(max(far, place + 1), last)
             first, stop = int(self.records[place]), int(self.records[next_place])
-            yield Piece(first, stop - first, int(self.offsets[place]), int(self.offsets[next_place]))
+            yield RecordRange(first, stop - first, int(self.offsets[place]), int(self.offsets[next_place]))
             place = next_place
 
 
-class PlacesBuilder:
+class RecordOffsetsBuilder:
     """Collects places while a file is scanned."""
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class PlacesBuilder:
             self._offsets.append(starts[chosen])
             self._last_cell = int(cells[-1])
 
-    def places(self, count: int, end: int) -> Places:
+    def places(self, count: int, end: int) -> RecordOffsets:
         """Of `count` records that end at byte `end`; places of records behind them are left out."""
         records = np.concatenate([*self._records, np.empty(0, np.int64)]).astype(np.int64)
         offsets = np.concatenate([*self._offsets, np.empty(0, np.int64)]).astype(np.int64)
         kept = records < count
-        return Places(np.append(records[kept], count), np.append(offsets[kept], end))
+        return RecordOffsets(np.append(records[kept], count), np.append(offsets[kept], end))
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class FileIndex:
     identity: Identity
     count: int
     layout: str = ""
-    places: Places | None = None
+    places: RecordOffsets | None = None
     compression: str = ""
     seek_points: bytes = b""
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        places = self.places or Places(np.empty(0, np.int64), np.empty(0, np.int64))
+        places = self.places or RecordOffsets(np.empty(0, np.int64), np.empty(0, np.int64))
         head = [list(self.identity), self.count, self.layout, self.places is not None, self.compression, self.details]
         file = io.BytesIO()
         np.savez_compressed(
@@ -125,6 +125,6 @@ class FileIndex:
     def from_bytes(cls, data: bytes) -> FileIndex:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             identity, count, layout, has_places, compression, details = json.loads(arrays["head"].tobytes())
-            places = Places(arrays["records"], arrays["offsets"]) if has_places else None
+            places = RecordOffsets(arrays["records"], arrays["offsets"]) if has_places else None
             seek_points = arrays["seek_points"].tobytes()
         return cls(Identity(*identity), count, layout, places, compression, seek_points, details)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from elasticcb.data.content import File, is_remote, open_file, seek_points_of
-from elasticcb.data.file_index import FileIndex, Piece
+from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import CHUNK_RECORDS, Reader, Source, check_range
 from elasticcb.errors import DataError
@@ -213,7 +213,7 @@ class _StoppableFile:
         self._file.check()
 
 
-def torn(name: str, piece: Piece) -> DataError:
+def torn(name: str, piece: RecordRange) -> DataError:
     """The bytes of `piece` are not what was indexed, although the file looks the same."""
     return DataError(
         f"Records [{piece.first}, {piece.first + piece.records}) of {name} are not where they were when the file was "

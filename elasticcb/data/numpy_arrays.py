@@ -48,7 +48,7 @@ class _Array:
         return np.frombuffer(data, self.dtype).reshape(shape) if data else np.empty(shape, self.dtype)
 
 
-class _Opened:
+class _OpenedArrays:
     complete = True
 
     def __init__(self, file: File, arrays: Mapping[str, _Array]) -> None:
@@ -124,9 +124,9 @@ class NumpyReader(FileReader):
         names = self.metadata.column_names
         return named_feed(names, self._label) if names else None
 
-    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedArrays:
         if not file.identity.size:
-            return _Opened(file, {})
+            return _OpenedArrays(file, {})
         try:
             arrays = _npz_arrays(file) if file.name.lower().endswith(".npz") else {"": _npy_array(file)}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
@@ -135,7 +135,7 @@ class NumpyReader(FileReader):
                 "its end; "
                 "write it again."
             ) from error
-        opened = _Opened(file, arrays)
+        opened = _OpenedArrays(file, arrays)
         _check_arrays(file.name, arrays, opened)
         return opened
 
@@ -198,7 +198,7 @@ def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
     return _Array(content, offset, dtype, tuple(shape))
 
 
-def _check_arrays(name: str, arrays: Mapping[str, _Array], opened: _Opened) -> None:
+def _check_arrays(name: str, arrays: Mapping[str, _Array], opened: _OpenedArrays) -> None:
     if not arrays:
         raise DataError(f"{name} holds no array.")
     lengths = {key: array.shape[0] for key, array in arrays.items()}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
 
 
-class _Opened:
+class _OpenedParquet:
     """An open file and its last decoded row group: the tasks of a worker often share one."""
 
     complete = True
@@ -183,5 +183,5 @@ class ParquetReader(FileReader):
     def default_feed(self) -> Feed | None:
         return named_feed(self.metadata.column_names, self._label)
 
-    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _Opened:
-        return _Opened(file, self._columns)
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedParquet:
+        return _OpenedParquet(file, self._columns)

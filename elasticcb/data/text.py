@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.data.content import Content, File, compression_of, decoded, opened_content
-from elasticcb.data.file_index import FileIndex, Piece, Places
+from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.reader import Metadata
 from elasticcb.data.stacking import object_array
@@ -113,7 +113,9 @@ class TextReader(FileReader):
             quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
         )
 
-    def _check_dtypes(self, opened: _OpenedText, piece: Piece, blob: bytes, first: int, records: list[bytes]) -> None:
+    def _check_dtypes(
+        self, opened: _OpenedText, piece: RecordRange, blob: bytes, first: int, records: list[bytes]
+    ) -> None:
         """Of `records`, which are those from number `first` on in the bytes `blob` of `piece`."""
         checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
@@ -180,7 +182,7 @@ class _OpenedText:
         reader: TextReader,
         file: File,
         content: Content,
-        places: Places,
+        places: RecordOffsets,
         details: Mapping[str, Any],
         compression: str,
         complete: bool = True,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.data.content import Content
-from elasticcb.data.file_index import Places, PlacesBuilder
+from elasticcb.data.file_index import RecordOffsets, RecordOffsetsBuilder
 from elasticcb.errors import DataError
 
 _NEWLINE, _RETURN = 10, 13
@@ -27,7 +27,7 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Found:
+class TextScan:
     """What a scan has found.
 
     Attributes:
@@ -38,7 +38,7 @@ class Found:
         complete: whether the scan reached the end of the file.
     """
 
-    places: Places
+    places: RecordOffsets
     fields: int
     header: bytes
     line_end: bytes
@@ -47,7 +47,7 @@ class Found:
 
 def index_records(
     content: Content, dialect: Dialect, *, header: bool = False, expected_fields: int = 0, enough: int | None = None
-) -> Found:
+) -> TextScan:
     """Finds the records of `content`; of the first `enough` of them at least, if that is given.
 
     A record reaches to the next one's offset; line breaks at its end are not part of it. A header is no record, and
@@ -105,7 +105,7 @@ class _Scan:
         self.has_header = header
         self.fields = expected_fields
         self.given_fields = expected_fields
-        self.builder = PlacesBuilder()
+        self.builder = RecordOffsetsBuilder()
         self.header_bounds: list[int] = []  # where it begins, and where the first record does
         self.count = 0  # of records, and the header
         self.solid = 0  # the same, up to the last one that is not blank
@@ -115,7 +115,7 @@ class _Scan:
         self.line_end = _NEWLINE
         self.last_byte = _NEWLINE  # a file begins as if after a line
 
-    def run(self, enough: int | None) -> Found:
+    def run(self, enough: int | None) -> TextScan:
         content = self.content
         position = 3 if content.read(0, 3) == _BYTE_ORDER_MARK else 0
         self.record_start = position
@@ -135,7 +135,7 @@ class _Scan:
         if self.header_bounds:
             header = content.read(*self.header_bounds).rstrip(b"\r\n")
         places = self.builder.places(max(self.solid - self.has_header, 0), position if complete else self.record_start)
-        return Found(places, self.fields, header, bytes([self.line_end]), complete)
+        return TextScan(places, self.fields, header, bytes([self.line_end]), complete)
 
     def _find_line_end(self, position: int) -> None:
         data = np.frombuffer(self.content.read(position, position + _HEAD_BYTES), np.uint8)

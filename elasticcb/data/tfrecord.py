@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 
 from elasticcb.data.content import Content, File, compression_of, opened_content
-from elasticcb.data.file_index import FileIndex, Places, PlacesBuilder
+from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordOffsetsBuilder
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
@@ -32,12 +32,12 @@ def masked_crc32c(parts: Sequence[bytes]) -> Any:
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
-def index_records(content: Content, enough: int | None = None) -> tuple[Places, bool]:
+def index_records(content: Content, enough: int | None = None) -> tuple[RecordOffsets, bool]:
     """Where the records are, or the first `enough` of them at least; and whether these are all.
 
     Raises `DataError` when a length fails its checksum or the file ends inside a record.
     """
-    builder = PlacesBuilder()
+    builder = RecordOffsetsBuilder()
     count = position = 0
     while enough is None or count < enough:
         # A block begins with a header; those that lie in it as a whole are followed, then checked at once.
@@ -125,7 +125,9 @@ class _OpenedRecords:
 
     layout = ""
 
-    def __init__(self, file: File, content: Content, places: Places, compression: str, complete: bool = True) -> None:
+    def __init__(
+        self, file: File, content: Content, places: RecordOffsets, compression: str, complete: bool = True
+    ) -> None:
         self.file = file
         self.complete = complete
         self.count = places.count

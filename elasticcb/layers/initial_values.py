@@ -48,7 +48,7 @@ class InitialValues:
         if isinstance(initializer, str) and initializer.startswith("{"):
             initializer = keras.saving.deserialize_keras_object(json.loads(initializer))
         draw = _distribution(keras.initializers.get(initializer), input_dim, dim)
-        self.kind = Kind(draw, dim, tf.as_dtype(dtype).name)
+        self.kind = RowKind(draw, dim, tf.as_dtype(dtype).name)
         self.start = _mix_number(seed)
 
     def __call__(self, ids: Any) -> tf.Tensor:
@@ -63,7 +63,7 @@ class Draw(NamedTuple):
     arguments: tuple[float, ...]
 
 
-class Kind(NamedTuple):
+class RowKind(NamedTuple):
     """All that initial rows depend on, but seed and id."""
 
     draw: Draw
@@ -71,7 +71,7 @@ class Kind(NamedTuple):
     dtype: str
 
 
-def initial_rows(kind: Kind, ids: tf.Tensor, starts: tf.Tensor) -> tf.Tensor:
+def initial_rows(kind: RowKind, ids: tf.Tensor, starts: tf.Tensor) -> tf.Tensor:
     """Rows [n, dim] of tables of one kind.
 
     Args:

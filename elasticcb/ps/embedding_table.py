@@ -28,7 +28,7 @@ InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 _SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
 
-class Found(NamedTuple):
+class RowPlaces(NamedTuple):
     """Where rows are, as long as none is evicted: int64 [n], -1 where there is none."""
 
     places: Array
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     evicted: int  # how many rows had been by then
 
 
-class Change(NamedTuple):
+class RowChange(NamedTuple):
     """Rows that are about to be updated: int64 [n] ids and places, the others [n, dim]."""
 
     ids: Array
@@ -100,12 +100,12 @@ class EmbeddingTable:
 
     # -------------------------------------------------------------- training
 
-    def find(self, ids: Array) -> Found:
+    def find(self, ids: Array) -> RowPlaces:
         """Which of `ids` (int64 [n]) have rows; for `lookup`."""
         places = self._rows.index.find(ids)
-        return Found(places, np.flatnonzero(places < 0), self._evicted)
+        return RowPlaces(places, np.flatnonzero(places < 0), self._evicted)
 
-    def lookup(self, ids: Array, create: bool, found: Found | None = None, initial: Array | None = None) -> Array:
+    def lookup(self, ids: Array, create: bool, found: RowPlaces | None = None, initial: Array | None = None) -> Array:
         """The rows of `ids` (int64 [n]), a new array [n, dim].
 
         Args:
@@ -137,7 +137,7 @@ class EmbeddingTable:
         rows[present] = self._rows.read(places[present])
         return rows
 
-    def prepare(self, ids: Array, gradients: Array) -> Change:
+    def prepare(self, ids: Array, gradients: Array) -> RowChange:
         """What is to be updated by `gradients` ([n, dim]) of the rows of `ids` (int64 [n]).
 
         A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
@@ -151,9 +151,9 @@ class EmbeddingTable:
             present = places >= 0
             self._dropped += len(ids) - np.count_nonzero(present)
             ids, gradients, places = ids[present], gradients[present], places[present]
-        return Change(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
+        return RowChange(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
 
-    def commit(self, change: Change, rows: Array, slots: Mapping[str, Array], version: int) -> None:
+    def commit(self, change: RowChange, rows: Array, slots: Mapping[str, Array], version: int) -> None:
         """Sets new rows and slots, each [n, dim]; the table has not changed since `change` was prepared."""
         self._rows.write(change.places, rows, slots, version)
         self.advance(version)

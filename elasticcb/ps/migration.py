@@ -20,7 +20,7 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import SERVICE
-from elasticcb.ps.reslice import Piece, cut, overlap, put_together
+from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
 from elasticcb.ps.served_model import Gate, ServedModel
 from elasticcb.rpc.calls import Connection
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
@@ -80,10 +80,10 @@ class Move:
         }
         self._sent = 0  # messages
         self._since = -1  # the version from which on rows go once more
-        self._own: Piece | None = None
+        self._own: PartSlices | None = None
         self._receiving = threading.Lock()
         self._received: dict[int, int] = {}  # by server, the number of its last message
-        self._pieces: dict[int, Piece] = {}  # by server
+        self._pieces: dict[int, PartSlices] = {}  # by server
         self._held: dict[tuple[int, int], Array] = {}  # by server and table, the ids whose rows it hands over
         self._taken: dict[int, int] = {}
 
@@ -120,7 +120,7 @@ class Move:
             parameters = self._model.parameters
             part = parameters.export(self._since - 1)
             ids = {number: parameters.tables[number].ids() for number in parameters.tables.numbers}
-        whole = Piece(self._model.slices, part)
+        whole = PartSlices(self._model.slices, part)
         size = 0
         for place, slices in enumerate(self._after):
             piece = cut(whole, slices, self._specs)
@@ -173,7 +173,9 @@ class Move:
                 self._pieces[sender] = self._piece_of(sender, weights, rest, frame.header.optimizer)
             self._received[sender] = frame.header.number
 
-    def _piece_of(self, sender: int, weights: dict[int, Array], rest: Mapping[str, Array], optimizer: str) -> Piece:
+    def _piece_of(
+        self, sender: int, weights: dict[int, Array], rest: Mapping[str, Array], optimizer: str
+    ) -> PartSlices:
         slices = overlap(self._before[sender], self._after[self._index])
         for each in slices:
             spec = self._specs[each.variable]
@@ -184,7 +186,7 @@ class Move:
                     f"{spec.path!r}; {spec.dtype} {list(expected)} was expected."
                 )
         state = from_tensors(rest)
-        return Piece(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer))
+        return PartSlices(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer))
 
     def settle(self, version: int) -> None:
         """Puts together what this server will serve, as `version` of the model."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import all_finite, dtype_of
-from elasticcb.sharding.partition import Placed, Slice, VariableSpec, block_sizes, check_blocks, layout
+from elasticcb.sharding.partition import PlacedSlice, Slice, VariableSpec, block_sizes, check_blocks, layout
 
 Array = npt.NDArray[Any]
 
@@ -150,7 +150,7 @@ class PushReader:
                     return self._specs[placed.slice.variable].path
         return ""
 
-    def layout(self, push: Push) -> list[Placed]:
+    def layout(self, push: Push) -> list[PlacedSlice]:
         return list(layout(self._specs, self._slices, True, push.dense))
 
     def mean(self, pushes: Sequence[Push]) -> Push:

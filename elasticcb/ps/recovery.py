@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
 from elasticcb.errors import CheckpointError, ElasticCBError, describe
-from elasticcb.ps.reslice import Piece, put_together
+from elasticcb.ps.reslice import PartSlices, put_together
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import joined, overlaid
@@ -194,7 +194,7 @@ def read_by_older_map(
         raise CheckpointError(f"There are no recovery files of the map {buckets.version - 1} in {root}.")
     held = partition(specs, len(saved), split)
     try:
-        part = put_together([Piece(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
+        part = put_together([PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
     except ElasticCBError as error:
         raise CheckpointError(f"The recovery files in {root} are of another model: {error}") from error
     for number in saved[0].part.tables:

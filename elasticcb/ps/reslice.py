@@ -13,7 +13,7 @@ from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import Slice, VariableSpec
 
 
-class Piece(NamedTuple):
+class PartSlices(NamedTuple):
     """A part of the model, and of which slices its arrays are."""
 
     slices: Sequence[Slice]
@@ -33,7 +33,7 @@ def overlap(held: Sequence[Slice], wanted: Sequence[Slice]) -> list[Slice]:
     return found
 
 
-def cut(held: Piece, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Piece:
+def cut(held: PartSlices, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> PartSlices:
     """What `held` has of the slices `wanted`. Of tables and shared variables nothing."""
     slices = overlap(held.slices, wanted)
     starts = {part.variable: part.start for part in held.slices}
@@ -50,10 +50,10 @@ def cut(held: Piece, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> 
                 result.slots[variable, name] = of(slot)
     # Such variables are never cut.
     result.extras = {key: value for key, value in held.part.extras.items() if key[0] in result.weights}
-    return Piece(slices, result)
+    return PartSlices(slices, result)
 
 
-def put_together(pieces: Sequence[Piece], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
+def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
     """What a server that holds the slices `wanted` has of `pieces`; shared variables are those of the first that has
     any. Of tables nothing.
 

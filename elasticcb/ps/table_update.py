@@ -19,7 +19,7 @@ from elasticcb.compute.concrete_call import quick_call
 from elasticcb.compute.convert import array_of, tensor_of
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.optimizers.traits import may_update_rows
-from elasticcb.ps.embedding_table import Change, EmbeddingTable
+from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.row_update import RowClone
 from elasticcb.rpc.tensors import aligned
@@ -105,7 +105,7 @@ class TableUpdates:
             tables[index].advance(version)
 
 
-def _arrays(update: TableUpdate, changes: Sequence[Change]) -> list[Array]:
+def _arrays(update: TableUpdate, changes: Sequence[RowChange]) -> list[Array]:
     """What `update` takes of the rows of several tables, one after another."""
     parts = [[change.gradients, change.rows, *(change.slots[name] for name in update.slots)] for change in changes]
     return parts[0] if len(parts) == 1 else [_joined(arrays) for arrays in zip(*parts, strict=True)]

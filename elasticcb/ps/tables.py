@@ -16,7 +16,7 @@ import tensorflow as tf
 from elasticcb.compute.concrete_call import quick_call
 from elasticcb.compute.convert import array_of
 from elasticcb.errors import WireError
-from elasticcb.layers.initial_values import InitialValues, Kind, initial_rows
+from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
@@ -55,7 +55,7 @@ class Tables:
         self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
         self._initial: dict[int, InitialValues] = {}  # of tables that make rows
-        self._draws: dict[Kind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
+        self._draws: dict[RowKind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
         self._updates: dict[int, TableUpdate] = {}
         self._update_all = TableUpdates(self._updates)
         if optimizers is not None:
@@ -146,7 +146,7 @@ class Tables:
 
     def _initial_rows(self, wanted: Mapping[int, Array]) -> dict[int, Array]:
         """By table, the initial rows [n, dim] of ids: those of all tables of a kind are made at once."""
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[RowKind, list[int]] = {}
         for number in wanted:
             kinds.setdefault(self._initial[number].kind, []).append(number)
         made: dict[int, Array] = {}

@@ -105,7 +105,7 @@ class Slice(NamedTuple):
         return (last - first, *spec.shape[1:])
 
 
-class Placed(NamedTuple):
+class PlacedSlice(NamedTuple):
     """Where a slice lies within the flat block of its dtype, in elements."""
 
     slice: Slice
@@ -191,7 +191,7 @@ def layout(
     slices: Sequence[Slice],
     trainable: bool,
     subset: Collection[int] | None = None,
-) -> Iterator[Placed]:
+) -> Iterator[PlacedSlice]:
     """Where each slice lies in the flat blocks, one block per dtype, in the order of `slices`.
 
     Args:
@@ -203,7 +203,7 @@ def layout(
         spec = specs[part.variable]
         if spec.trainable is trainable and (subset is None or part.variable in subset):
             offset = offsets.get(spec.dtype, 0)
-            yield Placed(part, spec.dtype, offset)
+            yield PlacedSlice(part, spec.dtype, offset)
             offsets[spec.dtype] = offset + part.elements
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from elasticcb.checkpoint.files import MANIFEST, find_versions, read_manifest
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.sidecar.keras_file import saved_iterations, verify_file
-from elasticcb.sidecar.ledger import Kind, Ledger, Sighting, Signature
+from elasticcb.sidecar.ledger import CheckpointKind, Ledger, ListedCheckpoint, Signature
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 
-_SUFFIXES = {".keras": Kind.KERAS, ".weights.h5": Kind.WEIGHTS}
+_SUFFIXES = {".keras": CheckpointKind.KERAS, ".weights.h5": CheckpointKind.WEIGHTS}
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Checkpoint:
     """
 
     path: Path
-    kind: Kind
+    kind: CheckpointKind
     version: int | None
     content: Path
 
     @property
     def is_there(self) -> bool:
         """Whether it has not been deleted since."""
-        return (self.path / MANIFEST).is_file() if self.kind is Kind.VERSION else self.path.is_file()
+        return (self.path / MANIFEST).is_file() if self.kind is CheckpointKind.VERSION else self.path.is_file()
 
 
 class CheckpointFollower:
@@ -125,7 +125,7 @@ class CheckpointFollower:
             self._copies.cleanup()
             self._copies = None
 
-    def _sightings(self) -> list[Sighting]:
+    def _sightings(self) -> list[ListedCheckpoint]:
         """What is there now."""
         try:
             return list(self._look())
@@ -134,7 +134,7 @@ class CheckpointFollower:
         except OSError as error:
             raise CheckpointError(f"The folder {self._path} can't be read: {error}. Change its rights.") from error
 
-    def _look(self) -> Iterator[Sighting]:
+    def _look(self) -> Iterator[ListedCheckpoint]:
         if self._single is not None:
             yield from _sighted_file(self._path, self._single)
             return
@@ -142,18 +142,18 @@ class CheckpointFollower:
             signature = _signature(folder / MANIFEST)
             if signature is not None:
                 version = int(re.sub(r"\D", "", folder.name))
-                yield Sighting(str(folder), Kind.VERSION, signature, version)
+                yield ListedCheckpoint(str(folder), CheckpointKind.VERSION, signature, version)
         if self._files and self._path.is_dir():
             for entry in os.scandir(self._path):
                 kind = _kind(entry.name)
                 if kind is not None and entry.is_file():
                     yield from _sighted_file(Path(entry.path), kind)
 
-    def _open(self, sighting: Sighting) -> Checkpoint | None:
+    def _open(self, sighting: ListedCheckpoint) -> Checkpoint | None:
         """The checkpoint, or None when it is not whole."""
         path = Path(sighting.path)
         try:
-            if sighting.kind is Kind.VERSION:
+            if sighting.kind is CheckpointKind.VERSION:
                 return Checkpoint(path, sighting.kind, int(read_manifest(path)["version"]), path)
             copy = self._copy(path)
             if _signature(path) != sighting.signature:
@@ -172,14 +172,14 @@ class CheckpointFollower:
         return Path(shutil.copyfile(path, Path(self._copies.name, path.name)))
 
 
-def _kind(name: str) -> Kind | None:
+def _kind(name: str) -> CheckpointKind | None:
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def _sighted_file(path: Path, kind: Kind) -> Iterator[Sighting]:
+def _sighted_file(path: Path, kind: CheckpointKind) -> Iterator[ListedCheckpoint]:
     signature = _signature(path)
     if signature is not None:
-        yield Sighting(str(path), kind, signature, signature.modified)
+        yield ListedCheckpoint(str(path), kind, signature, signature.modified)
 
 
 def _signature(path: Path) -> Signature | None:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class CheckpointKind(Enum):
     """What a checkpoint is on disk."""
 
     VERSION = "folder of a version"  # of a job; appears at once, whole
@@ -23,11 +23,11 @@ class Signature(NamedTuple):
     inode: int
 
 
-class Sighting(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """A checkpoint as a listing of its folder shows it."""
 
     path: str
-    kind: Kind
+    kind: CheckpointKind
     signature: Signature  # of a folder: that of its manifest
     order: int  # the version of a folder, the time of a file: older first
 
@@ -46,7 +46,7 @@ class Ledger:
         self._given: dict[str, Signature] = {}
         self._settling: dict[str, tuple[Signature, float]] = {}  # what a file looked like first, and when
 
-    def take(self, sightings: Iterable[Sighting], now: float) -> Sighting | None:
+    def take(self, sightings: Iterable[ListedCheckpoint], now: float) -> ListedCheckpoint | None:
         """The next checkpoint; it counts as given out. None when there is none that is new and settled.
 
         Args:
@@ -56,16 +56,18 @@ class Ledger:
         ready = [sighting for sighting in sightings if self._is_new(sighting) and self._is_settled(sighting, now)]
         if not ready:
             return None
-        chosen = min(ready, key=lambda sighting: (sighting.kind is not Kind.VERSION, sighting.order, sighting.path))
+        chosen = min(
+            ready, key=lambda sighting: (sighting.kind is not CheckpointKind.VERSION, sighting.order, sighting.path)
+        )
         self._given[chosen.path] = chosen.signature
         self._settling.pop(chosen.path, None)
         return chosen
 
-    def _is_new(self, sighting: Sighting) -> bool:
+    def _is_new(self, sighting: ListedCheckpoint) -> bool:
         return self._given.get(sighting.path) != sighting.signature
 
-    def _is_settled(self, sighting: Sighting, now: float) -> bool:
-        if sighting.kind is Kind.VERSION:
+    def _is_settled(self, sighting: ListedCheckpoint, now: float) -> bool:
+        if sighting.kind is CheckpointKind.VERSION:
             return True
         signature, since = self._settling.get(sighting.path, (None, now))
         if signature != sighting.signature:

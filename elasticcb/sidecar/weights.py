@@ -17,7 +17,7 @@ from elasticcb.sharding.partition import partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sidecar.follower import Checkpoint
 from elasticcb.sidecar.keras_file import Shape, saved_variables
-from elasticcb.sidecar.ledger import Kind
+from elasticcb.sidecar.ledger import CheckpointKind
 
 _SHOWN = 5
 
@@ -44,7 +44,7 @@ class WeightsLoader:
             ForeignCheckpointError: it is of another model; names the variables.
             CheckpointError: it is damaged, or was deleted meanwhile. The model may hold some of its weights.
         """
-        if checkpoint.kind is Kind.VERSION:
+        if checkpoint.kind is CheckpointKind.VERSION:
             self._load_version(checkpoint.content)
         else:
             self._load_file(checkpoint)

@@ -20,12 +20,12 @@ _COPY_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class LocalFile:
+class FileSum:
     size: int  # bytes
     md5: str  # hex
 
 
-def local_files(folder: Path) -> dict[str, LocalFile]:
+def local_files(folder: Path) -> dict[str, FileSum]:
     """All files below `folder`, by path with `/`."""
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -34,7 +34,7 @@ def local_files(folder: Path) -> dict[str, LocalFile]:
             with path.open("rb") as stream:
                 while block := stream.read(_COPY_BYTES):
                     digest.update(block)
-            files[path.relative_to(folder).as_posix()] = LocalFile(path.stat().st_size, digest.hexdigest())
+            files[path.relative_to(folder).as_posix()] = FileSum(path.stat().st_size, digest.hexdigest())
     return files
 
 
@@ -55,7 +55,7 @@ class RemoteFolder:
         self._previous: set[str] = set()  # files of the model that is replaced
         self._marker_removed = False
 
-    def upload(self, folder: Path, files: Mapping[str, LocalFile]) -> int:
+    def upload(self, folder: Path, files: Mapping[str, FileSum]) -> int:
         """One attempt. Returns how many files were sent.
 
         Raises whatever the file system raises, and `OSError` when a file did not arrive whole.
@@ -84,7 +84,7 @@ class RemoteFolder:
                 if fs.exists(_join(root, name)):
                     fs.rm_file(_join(root, name))
             fs.pipe_file(_join(root, MARKER), marker)
-            self._verify(fs, root, MARKER, LocalFile(len(marker), _md5(marker)))
+            self._verify(fs, root, MARKER, FileSum(len(marker), _md5(marker)))
             return sent
 
     def _read_marker(self, fs: Any, root: str) -> bytes | None:
@@ -93,7 +93,7 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def _verify(self, fs: Any, root: str, name: str, file: LocalFile) -> None:
+    def _verify(self, fs: Any, root: str, name: str, file: FileSum) -> None:
         fs.invalidate_cache()
         if not self._is_whole(fs, root, name, file):
             raise OSError(
@@ -101,7 +101,7 @@ class RemoteFolder:
                 f"{file.size} bytes with MD5 {file.md5} were sent"
             )
 
-    def _is_whole(self, fs: Any, root: str, name: str, file: LocalFile) -> bool:
+    def _is_whole(self, fs: Any, root: str, name: str, file: FileSum) -> bool:
         path = _join(root, name)
         try:
             info = fs.info(path)

@@ -31,7 +31,7 @@ _FUNCTIONS_KEPT = 64
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function on its way to a worker; functions, arguments and values are pickled."""
 
     name: str
@@ -111,7 +111,7 @@ class FunctionWorker:
         if not answer.accepted:
             logger.warning("What task %d returned is not wanted: %s", task.id, answer.reason)
 
-    def _result(self, call: Call) -> Result:
+    def _result(self, call: FunctionCall) -> Result:
         self._values = call.values
         adopt_path(call.sys_path)
         try:
@@ -126,7 +126,7 @@ class FunctionWorker:
         except (Exception, SystemExit) as caught:
             return self._failure(call, caught)
 
-    def _failure(self, call: Call, caught: BaseException) -> Result:
+    def _failure(self, call: FunctionCall, caught: BaseException) -> Result:
         error = caught
         if self._placed is not None and self._placed.error is not None:
             error = self._placed.error  # of which a tf.function tells only the text

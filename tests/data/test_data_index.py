@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from elasticcb.data import content, open_reader, text, tfrecord
 from elasticcb.data.content import Identity
-from elasticcb.data.file_index import FileIndex, PlacesBuilder
+from elasticcb.data.file_index import FileIndex, RecordOffsetsBuilder
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError
 
@@ -144,7 +144,7 @@ def test_clocks_of_other_machines_do_not_count() -> None:
 
 
 def test_pieces_cover_the_records_that_are_asked_for() -> None:
-    builder = PlacesBuilder()
+    builder = RecordOffsetsBuilder()
     starts = np.arange(1_000_000, dtype=np.int64) * 100
     for first in range(0, len(starts), 1000):
         builder.add(first, starts[first : first + 1000])

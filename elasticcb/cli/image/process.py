@@ -14,7 +14,7 @@ _KEPT_LINES = 30  # the last ones of an engine, which say what went wrong
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EngineOutcome:
     """How a command of an engine ended: its exit code, and the last of what it said."""
 
     code: int
@@ -40,7 +40,7 @@ def said(command: Sequence[str]) -> str:
     return output.partition("\n")[0].strip() if code == 0 else ""
 
 
-def show(command: Sequence[str]) -> Outcome:
+def show(command: Sequence[str]) -> EngineOutcome:
     """Runs a command, and shows what it says while it says it."""
     last: deque[str] = deque(maxlen=_KEPT_LINES)
     with subprocess.Popen(
@@ -61,7 +61,7 @@ def show(command: Sequence[str]) -> Outcome:
         except BaseException:
             process.terminate()
             raise
-    return Outcome(process.returncode, list(last))
+    return EngineOutcome(process.returncode, list(last))
 
 
 def _problem(engine: Engine) -> str:

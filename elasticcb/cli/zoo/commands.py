@@ -13,7 +13,7 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.image.advice import build_advice, push_advice
 from elasticcb.cli.image.engine import NAMES, Engine, digest_in
 from elasticcb.cli.image.name import ImageName, check_image
-from elasticcb.cli.image.process import Outcome, engines, said, show, succeeds
+from elasticcb.cli.image.process import EngineOutcome, engines, said, show, succeeds
 from elasticcb.cli.table import format_bytes
 from elasticcb.cli.zoo.files import (
     DOCKERFILE,
@@ -247,7 +247,7 @@ def _split(engine_flags: str) -> list[str]:
         raise UsageError(f"--engine_flags={engine_flags} can't be split into flags: {error}.") from None
 
 
-def _failure(what: str, engine: Engine, outcome: Outcome, advice: str) -> str:
+def _failure(what: str, engine: Engine, outcome: EngineOutcome, advice: str) -> str:
     lines = [line for line in outcome.lines if line.strip()][-_SHOWN_LINES:]
     said_last = "\n".join(f"  {line}" for line in lines)
     text = f"{what}: {engine.name} ended with the exit code {outcome.code}."
