@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.files import find_versions
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.cli.main import main
 from jobs import JobProcess, job_settings, run_job, write_model_file
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.checkpoint.files import find_versions
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.layers import Embedding
 from elasticcb.settings import Command

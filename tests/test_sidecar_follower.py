@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoints
+from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.checkpoint.shard_file import FORMAT
+from elasticcb.checkpoint.versions import begin_version, version_folder
 from elasticcb.errors import UsageError
 from elasticcb.sidecar.follower import CheckpointFollower
 from elasticcb.sidecar.ledger import CheckpointKind
@@ -22,9 +23,9 @@ SOON = 0.1  # seconds, for what is not to come
 
 
 def write_version(folder, version):
-    path = folder / checkpoints.version_folder(version)
+    path = folder / version_folder(version)
     path.mkdir(parents=True)
-    (path / checkpoints.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": version}))
+    (path / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": version}))
     return path
 
 
@@ -74,18 +75,18 @@ def test_versions_are_given_as_they_appear_in_a_folder_that_is_not_there_yet(tmp
 
 def test_a_version_without_a_manifest_is_given_when_it_has_one(tmp_path, follow):
     follower = follow()
-    folder = checkpoints.begin_version(tmp_path, 10)
-    (tmp_path / checkpoints.version_folder(5)).mkdir()
+    folder = begin_version(tmp_path, 10)
+    (tmp_path / version_folder(5)).mkdir()
     (folder / "server-00000-of-00001.safetensors").write_bytes(b"half")
     assert follower.next(SOON) is None
-    (folder / checkpoints.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 10}))
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 10}))
     assert follower.next(SOON) is None  # still under its temporary name
-    folder.rename(tmp_path / checkpoints.version_folder(10))
+    folder.rename(tmp_path / version_folder(10))
     assert follower.next().version == 10
 
 
 def test_a_version_whose_manifest_cant_be_read_is_passed_over(tmp_path, follow, messages):
-    (write_version(tmp_path, 10) / checkpoints.MANIFEST).write_text('{"format": 1, "ver')
+    (write_version(tmp_path, 10) / MANIFEST).write_text('{"format": 1, "ver')
     write_version(tmp_path, 20)
     assert follow().next().version == 20
     assert "Passed over" in messages.text

@@ -1,6 +1,6 @@
 """Checkpoints in a folder on a remote file system, where no rename is to be relied on.
 
-A version is the same files as on a disk (files.py). Its manifest is written last and deleted first: a folder
+A version is the same files as on a disk (versions.py). Its manifest is written last and deleted first: a folder
 without one is no checkpoint. Whoever reads a version copies it to a disk, and checks each file's SHA-256 there.
 """
 
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.files import MANIFEST, newest_usable, verify
+from elasticcb.checkpoint.manifest import MANIFEST, verify
+from elasticcb.checkpoint.versions import newest_usable
 from elasticcb.errors import CheckpointError, describe
 from elasticcb.storage.remote_files import is_url, opened
 

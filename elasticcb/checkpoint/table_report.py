@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from elasticcb.checkpoint.files import find_latest, read_manifest
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding.table_spec import TableSpec

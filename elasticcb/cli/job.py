@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import Session
+from elasticcb.cli.exits import exit_code
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes.checks import read_cluster_spec
@@ -105,7 +106,6 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
         request: of `launcher.keep_master`.
         fork_server: has forked this process.
     """
-    from elasticcb.cli.main import exit_code
     from elasticcb.cluster.local import follow_parent
 
     follow_parent(os.getppid())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elasticcb.data.content import Identity
-from elasticcb.data.reader import CHUNK_BYTES
+from elasticcb.data.stacking import CHUNK_BYTES
 
 _SPACING_BYTES = 256 << 10  # between places: little to read in vain before a record, and little to keep per gigabyte
 

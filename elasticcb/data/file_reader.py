@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from elasticcb.data.content import File, is_remote, open_file, seek_points_of
 from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
-from elasticcb.data.reader import CHUNK_RECORDS, Reader, Source, check_range
+from elasticcb.data.reader import Reader, Source, check_range
+from elasticcb.data.stacking import CHUNK_RECORDS
 from elasticcb.errors import DataError
 
 _CACHE_BYTES = 1 << 30  # of what a reader keeps in memory of files that it has opened

@@ -14,7 +14,8 @@ from elasticcb.data.content import Content, File, MemoryContent, SpooledContent,
 from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
-from elasticcb.data.reader import CHUNK_BYTES, Metadata
+from elasticcb.data.reader import Metadata
+from elasticcb.data.stacking import CHUNK_BYTES
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:

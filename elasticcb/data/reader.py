@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.data.stacking import CHUNK_RECORDS, stack_records
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     Feed = Callable[[tf.data.Dataset, str, "Metadata"], tf.data.Dataset]
-
-# What crosses from Python to TensorFlow at once: many records, because a call costs some 0.1 ms, but few
-# bytes where records are large.
-CHUNK_RECORDS = 1024
-CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,6 @@ class Reader(ABC):
         Strings are arrays of `bytes` objects. Raises `DataError` for a record that does not fit
         `element_spec`, with its source and number.
         """
-        from elasticcb.data.stacking import stack_records
-
         return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
 
     def default_feed(self) -> Feed | None:

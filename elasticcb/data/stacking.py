@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.reader import CHUNK_BYTES
 from elasticcb.errors import DataError
+
+# What crosses from Python to TensorFlow at once: many records, because a call costs some 0.1 ms, but few
+# bytes where records are large.
+CHUNK_RECORDS = 1024
+CHUNK_BYTES = 4 << 20
 
 # Which kinds of NumPy dtype may become which; a float that becomes an integer is a mistake.
 _ACCEPTED_KINDS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc", "V": "biuf"}

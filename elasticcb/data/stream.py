@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elasticcb.data.reader import CHUNK_RECORDS, Reader
-from elasticcb.data.stacking import flatten, pack
+from elasticcb.data.reader import Reader
+from elasticcb.data.stacking import CHUNK_RECORDS, flatten, pack
 from elasticcb.errors import DataError, ElasticCBError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.files import find_versions
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 

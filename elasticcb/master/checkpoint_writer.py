@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint import files as checkpoints
 from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import abandon_version, begin_version, finish_version, prune, version_folder
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_uploads import CheckpointUploads
@@ -76,7 +76,7 @@ class CheckpointWriter:
             return
         if self._uploads is None:
             with contextlib.suppress(OSError):  # the next one tries again
-                checkpoints.prune(self._folder, self._settings.keep_max)
+                prune(self._folder, self._settings.keep_max)
             self._failures.end()
         else:
             self._uploads.add(path)
@@ -90,15 +90,15 @@ class CheckpointWriter:
         begun: list[Path] = []
 
         def take() -> list[Any]:
-            begun.append(checkpoints.begin_version(self._folder, version))
+            begun.append(begin_version(self._folder, version))
             return self._client.save(str(begun[-1]))
 
         try:
             answers = self._client.in_step(take, lambda answer: int(answer.version))
             version = int(answers[0].version)
             if self._uploads is not None:  # else the same version might change while it is copied
-                self._uploads.let_go(self._folder / checkpoints.version_folder(version))
-            path = checkpoints.write_manifest(
+                self._uploads.let_go(self._folder / version_folder(version))
+            path = finish_version(
                 begun[-1],
                 version=version,
                 specs=self._client.specs,
@@ -109,7 +109,7 @@ class CheckpointWriter:
             )
         finally:
             for folder in begun:
-                checkpoints.abandon_version(folder)
+                abandon_version(folder)
         return path, version
 
     @property

@@ -31,7 +31,7 @@ from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.files import find_undamaged
+from elasticcb.checkpoint.versions import find_undamaged
 from elasticcb.errors import (
     CheckpointError,
     ClusterLostError,

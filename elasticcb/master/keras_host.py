@@ -14,7 +14,8 @@ from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
-from elasticcb.checkpoint.files import find_latest, read_manifest
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.versions import find_latest
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
 from elasticcb.layers.install import held_ids, held_used, install

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint import parts
 from elasticcb.compute.convert import forget_kernels
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import OptimizerState
@@ -233,7 +233,7 @@ class Servicer:
             answered.forget_up_to(saved.answered)
             values, version, tables = part.weights, part.version, part.tables
         elif request.checkpoint:
-            part = checkpoint.load_slices(request.checkpoint, specs, slices, request.index, buckets)
+            part = parts.load_slices(request.checkpoint, specs, slices, request.index, buckets)
             values, version, tables = part.weights, max(part.version, request.version), part.tables
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
@@ -429,7 +429,7 @@ class Servicer:
             held = model.held.pop(directory, None)
             part = model.parameters.hold(self._lock) if held is None else held
         try:  # others go on while the file is written
-            saved = checkpoint.save_part(directory, part, model.slices, model.index, model.num_ps)
+            saved = parts.save_part(directory, part, model.slices, model.index, model.num_ps)
         finally:
             part.release()
         response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticcb.checkpoint.files import MANIFEST, find_versions, read_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.sidecar.keras_file import saved_iterations, verify_file
 from elasticcb.sidecar.ledger import CheckpointKind, Ledger, ListedCheckpoint, Signature

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import keras
 
-from elasticcb.checkpoint.files import check_variables, load_slices, read_manifest
+from elasticcb.checkpoint.manifest import check_variables, read_manifest
+from elasticcb.checkpoint.parts import load_slices
 from elasticcb.errors import CheckpointError
 from elasticcb.layers.install import install
 from elasticcb.model.weights import variable_specs

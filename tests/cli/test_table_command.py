@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
 from elasticcb.sharding.partition import VariableSpec
@@ -19,13 +20,13 @@ FREE = VariableSpec("users/embeddings", (0, 2), "float16", True, table=TableSpec
 
 
 def write_checkpoint(folder, specs, tables_of_servers, version=100):
-    temporary = checkpoint.begin_version(folder, version)
+    temporary = begin_version(folder, version)
     files = [
-        checkpoint.save_part(temporary, Part(version, tables=tables), [], place, len(tables_of_servers))
+        save_part(temporary, Part(version, tables=tables), [], place, len(tables_of_servers))
         for place, tables in enumerate(tables_of_servers)
     ]
     parts = [[] for _ in files]
-    return checkpoint.write_manifest(temporary, version=version, specs=specs, parts=parts, files=files)
+    return finish_version(temporary, version=version, specs=specs, parts=parts, files=files)
 
 
 def state(ids, dim, hits, used, slots=("accumulator",), dtype=np.float32):

@@ -37,7 +37,7 @@ EVENTS = {
     "takes a push": ("elasticcb.ps.servicer", "Servicer._push", "before"),
     "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
     "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
-    "has written its part of a checkpoint": ("elasticcb.checkpoint.files", "save_part", "after"),
+    "has written its part of a checkpoint": ("elasticcb.checkpoint.parts", "save_part", "after"),
     "copies rows for a move": ("elasticcb.ps.migration", "Moves._copy", "before"),
     "hands over for a move": ("elasticcb.ps.migration", "Moves._hand_over", "before"),
     "settles what a move has brought": ("elasticcb.ps.migration", "Moves._settle", "before"),

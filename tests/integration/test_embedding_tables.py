@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
-from elasticcb.checkpoint.files import find_latest, read_manifest
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.layers import Embedding
 from elasticcb.settings import Command

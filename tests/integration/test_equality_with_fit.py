@@ -86,7 +86,8 @@ def train_both(tmp_path, optimizer, shape, num_ps=1):
 
 def saved_weights(folder):
     """The whole variables in the newest checkpoint, put together from all servers' files."""
-    from elasticcb.checkpoint.files import find_latest, read_manifest
+    from elasticcb.checkpoint.manifest import read_manifest
+    from elasticcb.checkpoint.versions import find_latest
 
     version = find_latest(folder)
     manifest = read_manifest(version)

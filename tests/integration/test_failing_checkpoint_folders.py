@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb.checkpoint.files import find_versions, verify
+from elasticcb.checkpoint.manifest import verify
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import LastCheckpointError
 from elasticcb.roles.processes import run_master
 from jobs import LINEAR_MODEL, RecordingDisplay, job_settings, linear_data, write_model_file

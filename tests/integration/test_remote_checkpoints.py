@@ -8,10 +8,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.files import verify
+from elasticcb.checkpoint.manifest import verify
+from elasticcb.checkpoint.parts import load_slices, save_part
 from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.cli.main import main
 from elasticcb.errors import CheckpointError, ExitCode
 from elasticcb.roles.processes import run_master
@@ -75,15 +76,15 @@ def url(request, tmp_path):
 
 def write(folder, version):
     """A version of one variable, whose elements are its number."""
-    temporary = checkpoint.begin_version(folder, version)
+    temporary = begin_version(folder, version)
     parts = partition([SPEC], 1, split=False)
     part = Part(version, weights={0: np.full(3, version, "float32")})
-    saved = checkpoint.save_part(temporary, part, parts[0], 0, 1)
-    return checkpoint.write_manifest(temporary, version=version, specs=[SPEC], parts=parts, files=[saved])
+    saved = save_part(temporary, part, parts[0], 0, 1)
+    return finish_version(temporary, version=version, specs=[SPEC], parts=parts, files=[saved])
 
 
 def weights(folder):
-    return checkpoint.load_slices(folder, [SPEC], partition([SPEC], 1, split=False)[0]).weights[0].tolist()
+    return load_slices(folder, [SPEC], partition([SPEC], 1, split=False)[0]).weights[0].tolist()
 
 
 def there(url):

@@ -7,7 +7,8 @@ import sys
 import psutil
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.manifest import verify
+from elasticcb.checkpoint.versions import find_latest
 from jobs import number, offsets_job, open_gate, train_flags
 
 RECORDS, IDS, EPOCHS = 6_000, 400, 6
@@ -59,8 +60,8 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     assert re.search(r"parameter servers lost +3, of them replaced: 3", job.output)
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start
-    newest = checkpoint.find_latest(data / "ckpt")
-    assert len(checkpoint.verify(newest)["files"]) == 2
+    newest = find_latest(data / "ckpt")
+    assert len(verify(newest)["files"]) == 2
     job.assert_no_orphans()
 
 

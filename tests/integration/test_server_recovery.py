@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from elasticcb.checkpoint.files import find_latest
+from elasticcb.checkpoint.versions import find_latest
 from jobs import GATE, number, offsets_job, open_gate, train_flags
 
 RECORDS, TESTED, IDS = 6_000, 400, 40

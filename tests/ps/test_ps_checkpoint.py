@@ -9,8 +9,17 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify
+from elasticcb.checkpoint.parts import load_slices, save_part
 from elasticcb.checkpoint.shard_file import FORMAT, SavedFile
+from elasticcb.checkpoint.versions import (
+    begin_version,
+    find_latest,
+    find_undamaged,
+    find_versions,
+    finish_version,
+    prune,
+)
 from elasticcb.errors import CheckpointError
 from elasticcb.ps.parameters import Parameters
 from elasticcb.sharding.bucket_map import even
@@ -32,12 +41,11 @@ def adam():
 
 
 def save(directory, parts, specs=BIG, version=3):
-    folder = checkpoint.begin_version(directory, version)
+    folder = begin_version(directory, version)
     files = [
-        checkpoint.save_part(folder, part.parameters.export(), part.slices, index, len(parts))
-        for index, part in enumerate(parts)
+        save_part(folder, part.parameters.export(), part.slices, index, len(parts)) for index, part in enumerate(parts)
     ]
-    return checkpoint.write_manifest(
+    return finish_version(
         folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}
     )
 
@@ -53,7 +61,7 @@ def trained(num_ps, make=adam, specs=BIG, split=True):
 def restored(folder, num_ps, make=adam, specs=BIG, split=True):
     parts = []
     for index, slices in enumerate(partition(specs, num_ps, split)):
-        loaded = checkpoint.load_slices(folder, specs, slices, index, even(num_ps))
+        loaded = load_slices(folder, specs, slices, index, even(num_ps))
         part = Part(None, initial_values(specs, seed=9), specs, num_ps, index, split)
         part.parameters = Parameters(specs, slices, alone(make), loaded.weights, loaded.version)
         part.parameters.restore_optimizers(loaded)
@@ -93,12 +101,12 @@ def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
-    folder = checkpoint.begin_version(tmp_path, 5)
-    assert checkpoint.find_versions(tmp_path) == []
+    folder = begin_version(tmp_path, 5)
+    assert find_versions(tmp_path) == []
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
-        checkpoint.read_manifest(folder)
+        read_manifest(folder)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        checkpoint.find_latest(tmp_path)
+        find_latest(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
@@ -114,7 +122,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     else:
         path.unlink()
     with pytest.raises(CheckpointError, match=path.name):
-        checkpoint.verify(folder)
+        verify(folder)
     with pytest.raises(CheckpointError, match=path.name):
         restored(folder, 1)
 
@@ -160,11 +168,11 @@ def test_the_newest_versions_are_kept(tmp_path):
     part = Part(None, initial_values())
     for version in (1, 2, 10):
         save(tmp_path, [part], SPECS, version)
-    checkpoint.begin_version(tmp_path, 11)
-    assert checkpoint.find_latest(tmp_path).name == "version-00000010"
-    checkpoint.prune(tmp_path, 2)
+    begin_version(tmp_path, 11)
+    assert find_latest(tmp_path).name == "version-00000010"
+    prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000002", "version-00000010"]
-    manifest = checkpoint.verify(checkpoint.find_latest(tmp_path / "version-00000010"))
+    manifest = verify(find_latest(tmp_path / "version-00000010"))
     assert manifest["extra"] == {"epoch": 2}
     assert json.dumps(manifest)
 
@@ -173,15 +181,15 @@ def test_the_version_written_last_is_kept_below_newer_ones(tmp_path):
     part = Part(None, initial_values())
     for place, version in enumerate((300, 310, 210)):  # the last job began from an older version
         folder = save(tmp_path, [part], SPECS, version)
-        os.utime(folder / checkpoint.MANIFEST, (1000 + place, 1000 + place))
-    checkpoint.prune(tmp_path, 1)
-    assert [folder.name for folder in checkpoint.find_versions(tmp_path)] == ["version-00000210", "version-00000310"]
+        os.utime(folder / MANIFEST, (1000 + place, 1000 + place))
+    prune(tmp_path, 1)
+    assert [folder.name for folder in find_versions(tmp_path)] == ["version-00000210", "version-00000310"]
     folder = save(tmp_path, [part], SPECS, 220)
-    os.utime(folder / checkpoint.MANIFEST, (2000, 2000))
-    checkpoint.prune(tmp_path, 1)
-    assert [folder.name for folder in checkpoint.find_versions(tmp_path)] == ["version-00000220", "version-00000310"]
-    checkpoint.prune(tmp_path, 0)
-    assert len(checkpoint.find_versions(tmp_path)) == 2
+    os.utime(folder / MANIFEST, (2000, 2000))
+    prune(tmp_path, 1)
+    assert [folder.name for folder in find_versions(tmp_path)] == ["version-00000220", "version-00000310"]
+    prune(tmp_path, 0)
+    assert len(find_versions(tmp_path)) == 2
 
 
 def flip(folder):
@@ -200,15 +208,15 @@ def delete(folder):
 
 
 def empty_manifest(folder):
-    (folder / checkpoint.MANIFEST).write_text("")
+    (folder / MANIFEST).write_text("")
 
 
 def manifest_without_files(folder):
-    (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 30}))
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 30}))
 
 
 def manifest_of_something_else(folder):
-    (folder / checkpoint.MANIFEST).write_text("[]")
+    (folder / MANIFEST).write_text("[]")
 
 
 def file_of(folder):
@@ -226,7 +234,7 @@ def three_versions(tmp_path):
 
 def test_the_newest_version_is_taken_without_a_word(three_versions):
     warnings = []
-    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000030"
+    assert find_undamaged(three_versions, warnings.append).name == "version-00000030"
     assert warnings == []
 
 
@@ -244,7 +252,7 @@ def test_the_newest_version_is_taken_without_a_word(three_versions):
 def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage, fault):
     damage(three_versions / "version-00000030")
     warnings = []
-    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000020"
+    assert find_undamaged(three_versions, warnings.append).name == "version-00000020"
     (warning,) = warnings
     assert re.match(f"Passed over version-00000030: .*{fault}", warning)
 
@@ -253,7 +261,7 @@ def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions)
     flip(three_versions / "version-00000020")
     delete(three_versions / "version-00000030")
     warnings = []
-    assert checkpoint.find_undamaged(three_versions, warnings.append).name == "version-00000010"
+    assert find_undamaged(three_versions, warnings.append).name == "version-00000010"
     assert [warning.partition(": ")[0] for warning in warnings] == [
         "Passed over version-00000030",
         "Passed over version-00000020",
@@ -261,11 +269,11 @@ def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions)
 
 
 def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(three_versions):
-    for folder, damage in zip(checkpoint.find_versions(three_versions), (empty_manifest, delete, flip), strict=True):
+    for folder, damage in zip(find_versions(three_versions), (empty_manifest, delete, flip), strict=True):
         damage(folder)
     warnings = []
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.find_undamaged(three_versions, warnings.append)
+        find_undamaged(three_versions, warnings.append)
     first, *faults = str(caught.value).splitlines()
     assert first == f"No checkpoint in {three_versions} can be used. Name another folder, or begin without one."
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
@@ -278,16 +286,16 @@ def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     folder = three_versions / "version-00000030"
     flip(folder)
     warnings = []
-    assert checkpoint.find_undamaged(folder, warnings.append) == folder
+    assert find_undamaged(folder, warnings.append) == folder
     with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*Start from another version\.$"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
-        checkpoint.find_undamaged(folder, warnings.append)
+        find_undamaged(folder, warnings.append)
     assert warnings == []
 
 
 def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):
-    folder = checkpoint.begin_version(tmp_path, 1)
+    folder = begin_version(tmp_path, 1)
     with pytest.raises(CheckpointError, match="share"):
-        checkpoint.write_manifest(folder, version=1, specs=SPECS, parts=[[]], files=[SavedFile("server", 10, "")])
+        finish_version(folder, version=1, specs=SPECS, parts=[[]], files=[SavedFile("server", 10, "")])

@@ -7,8 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
 from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import finish_version
 from elasticcb.clients.ps import Push
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -145,7 +145,7 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     folder.mkdir()
     for file in files:
         (tmp_path / file.name).rename(folder / file.name)
-    final = checkpoint.write_manifest(folder, version=0, specs=CUT, parts=master.partition, files=files)
+    final = finish_version(folder, version=0, specs=CUT, parts=master.partition, files=files)
     master.initialize(Source(checkpoint=str(final)))
     master.pull()
     assert_same(weights(master), before)

@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
-from elasticcb.checkpoint.files import find_versions, load_slices
+from elasticcb.checkpoint import parts
+from elasticcb.checkpoint.parts import load_slices, save_part
+from elasticcb.checkpoint.versions import find_versions
 from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
@@ -60,8 +61,8 @@ def save(cluster, folder, call):
 
 
 def test_save_that_comes_again_while_the_first_one_writes_joins_it(cluster, pool, monkeypatch, tmp_path):
-    gate, write = Gate(), checkpoint.save_part
-    monkeypatch.setattr(checkpoint, "save_part", lambda *given: (gate(), write(*given))[1])
+    gate, write = Gate(), save_part
+    monkeypatch.setattr(parts, "save_part", lambda *given: (gate(), write(*given))[1])
     servers = cluster()
     servers.initialize(initial_values())
     first = pool.submit(save, servers, tmp_path, 5)

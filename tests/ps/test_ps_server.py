@@ -7,8 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import files as checkpoint
 from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -276,10 +276,10 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     two = cluster(num_ps=2, specs=CUT)
     for index in (0, 1):
         two.push(gradients(0, CUT), index, sequence=1)
-    folder = checkpoint.begin_version(tmp_path, 1)
+    folder = begin_version(tmp_path, 1)
     saved = [two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)]
     files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
-    final = checkpoint.write_manifest(folder, version=1, specs=CUT, parts=two.slices, files=files)
+    final = finish_version(folder, version=1, specs=CUT, parts=two.slices, files=files)
     one = cluster(specs=CUT)
     one.initialize(folder=final)
     assert one.push({}, pull=True).header.version == 1

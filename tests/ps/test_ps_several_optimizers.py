@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers_ps_steps import assert_close, assert_same_state, in_one_process, push_step
 
-from elasticcb.checkpoint import files as checkpoint
 from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.master.ps_admin import Source
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -110,9 +110,9 @@ def test_a_checkpoint_holds_them_all(start, tmp_path):
     client.initialize(Source(initial_values(GAN)))
     push_step(client, some(0, DISCRIMINATOR | GENERATOR | EXTRA))
     push_step(client, some(1, GENERATOR))
-    folder = checkpoint.begin_version(tmp_path, 2)
+    folder = begin_version(tmp_path, 2)
     files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in client.save(str(folder))]
-    final = checkpoint.write_manifest(folder, version=2, specs=GAN, parts=client.partition, files=files)
+    final = finish_version(folder, version=2, specs=GAN, parts=client.partition, files=files)
     other = start(three, GAN, num_ps=3)
     other.initialize(Source(checkpoint=str(final)))
     for each in (client, other):

@@ -1,0 +1,119 @@
+"""The manifest of a checkpoint: which variables it holds, and which files, with their sizes and SHA-256."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticcb.checkpoint.shard_file import FORMAT, SavedFile, check_file
+from elasticcb.errors import CheckpointError
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import Slice, VariableSpec
+
+MANIFEST = "manifest.json"
+TEMPORARY = ".tmp-"  # names of what is not finished begin with it
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    version: int,
+    specs: Sequence[VariableSpec],
+    parts: Sequence[Sequence[Slice]],
+    files: Sequence[SavedFile],
+    buckets: BucketMap | None,
+    extra: Mapping[str, Any] | None,
+) -> None:
+    """Writes the manifest of the files in `folder`; arguments as of `versions.finish_version`. Raises `OSError`."""
+    manifest = {
+        "format": FORMAT,
+        "version": version,
+        "variables": [_described(spec) for spec in specs],
+        "files": [
+            dataclasses.asdict(saved) | {"slices": [list(part) for part in slices]}
+            for saved, slices in zip(files, parts, strict=True)
+        ],
+        "extra": dict(extra or {}),
+    } | ({} if buckets is None else {"buckets": buckets.to_bytes().hex()})
+    unfinished = folder / (TEMPORARY + MANIFEST)
+    with unfinished.open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(folder / MANIFEST)
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest of one version. Raises `CheckpointError` when there is none that can be read."""
+    path = Path(folder) / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"The checkpoint {folder} has the format {manifest['format']}; this release reads {FORMAT}."
+            )
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no whole checkpoint: it has no {MANIFEST}. It was not finished, or it is another "
+            "folder; name the folder of a version, or the one that holds the versions."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {path} can't be read: {error!r}.") from error
+    return manifest
+
+
+def verify(version_directory: str | Path) -> dict[str, Any]:
+    """Reads all files of a version through and gives back the manifest.
+
+    Raises `CheckpointError` that names the first missing or damaged file.
+    """
+    folder = Path(version_directory)
+    manifest = read_manifest(folder)
+    try:
+        files = [SavedFile.of(saved) for saved in manifest["files"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {folder / MANIFEST} can't be read: {error!r}.") from error
+    for saved in files:
+        check_file(folder / saved.name, saved)
+    return manifest
+
+
+def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], folder: str | Path) -> None:
+    """Raises `CheckpointError` when the checkpoint's variables are not `specs`: names the differences."""
+    saved = manifest["variables"]
+    given = [_described(spec) for spec in specs]
+    differences = []
+    for place in range(max(len(saved), len(given))):
+        old = saved[place] if place < len(saved) else None
+        new = given[place] if place < len(given) else None
+        # Keras numbers layers per process, so a path may differ where shape and dtype do not.
+        if old is None or new is None or _comparable(old) != _comparable(new):
+            differences.append(f"variable {place}: {_shown(old)} in the checkpoint, {_shown(new)} in the model")
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise CheckpointError(
+            f"The checkpoint {folder} is of another model: {'; '.join(differences[:5])}{more}. Use the model "
+            "that wrote it (same --model_def and --model_params)."
+        )
+
+
+def _comparable(variable: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the path, and how a table's first rows are made; but a table is no dense variable."""
+    return {**variable, "path": "", "table": bool(variable.get("table"))}
+
+
+def _described(spec: VariableSpec) -> dict[str, Any]:
+    described = {"path": spec.path, "shape": list(spec.shape), "dtype": spec.dtype, "trainable": spec.trainable}
+    return described | ({"table": spec.table} if spec.table else {})
+
+
+def _shown(variable: Mapping[str, Any] | None) -> str:
+    if variable is None:
+        return "none"
+    kind = "" if variable["trainable"] else " (not trainable)"
+    kind += " (embedding table)" if variable.get("table") else ""
+    return f"{variable['path']!r} {variable['dtype']}{variable['shape']}{kind}"

@@ -1,0 +1,180 @@
+"""A server's part of a checkpoint: one safetensors file, which other numbers of servers can read, too."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from elasticcb.checkpoint.manifest import check_variables, read_manifest
+from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
+from elasticcb.errors import CheckpointError
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.sharding import table_state
+from elasticcb.sharding.bucket_map import BucketMap, even
+from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.table_state import TableState
+
+Array = npt.NDArray[Any]
+
+
+def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
+    """Writes one server's file into `directory`, which exists.
+
+    Args:
+        part: what to write.
+        slices: of which parts of the variables, of this server.
+        index, num_ps: the server's place, and how many there are.
+
+    Raises `CheckpointError` when it can't be written.
+    """
+    slices_held = json.dumps([list(part) for part in slices])
+    return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
+
+
+def load_slices(
+    version_directory: str | Path,
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    index: int = 0,
+    buckets: BucketMap | None = None,
+) -> Part:
+    """What a server that holds `slices` needs of a checkpoint, whichever servers wrote it.
+
+    Args:
+        version_directory: the folder of one version.
+        specs: the model's variables now; they must be those of the checkpoint.
+        slices: what to load.
+        index: of this server; scalars come from the same place when there were as many servers.
+        buckets: which rows of embedding tables each server holds; None: there is one server.
+
+    Raises `CheckpointError` when files are missing or damaged, or belong to another model.
+    """
+    folder = Path(version_directory)
+    manifest = read_manifest(folder)
+    check_variables(manifest, specs, folder)
+    assemblies = {part.variable: _Assembly(part, specs[part.variable]) for part in slices}
+    result = Part(version=int(manifest["version"]))
+    files = manifest["files"]
+    buckets = buckets or even(1)
+    scalars_from = index if len(files) == buckets.servers else 0
+    same_buckets = len(files) == buckets.servers and manifest.get("buckets") == buckets.to_bytes().hex()
+    tables: dict[int, list[TableState]] = {
+        number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
+    }
+    for place, saved in enumerate(files):
+        held = [Slice(*part) for part in saved["slices"]]
+        wanted = [part for part in held if part.variable in assemblies and assemblies[part.variable].overlaps(part)]
+        has_ids = bool(tables) and (place == index or not same_buckets)
+        if not wanted and place != scalars_from and not has_ids:
+            continue
+        with _opened(folder, saved) as file:
+            names = list(file.keys())
+            if has_ids:
+                own = {name: file.get_tensor(name) for name in names if name.startswith("table/")}
+                for number, state in table_state.from_tensors(own).items():
+                    tables[number].append(state.part(index, buckets))
+            by_variable = _by_variable(names)
+            for part in wanted:
+                for name, slot in by_variable.get(part.variable, []):
+                    if name.startswith("extra/"):
+                        result.extras[part.variable, slot] = file.get_tensor(name)
+                    else:
+                        assemblies[part.variable].fill(slot, part, file, name)
+            if place == scalars_from:
+                result.optimizer = (file.metadata() or {}).get("optimizer", "")
+                shared = [name for name in names if name.startswith("shared/")]
+                result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
+    result.tables = {number: table_state.joined(states) for number, states in tables.items() if states}
+    for assembly in assemblies.values():
+        assembly.put_into(result, folder)
+    return result
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, saved: Mapping[str, Any]) -> Iterator[Any]:
+    """A file that the manifest lists, once its SHA-256 is checked. Raises `CheckpointError` when it can't be read."""
+    path = folder / saved["name"]
+    try:
+        check_file(path, SavedFile.of(saved))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Start from another version.") from error
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+
+
+class _Assembly:
+    """One variable's wanted slice, put together from the slices of the files."""
+
+    def __init__(self, part: Slice, spec: VariableSpec) -> None:
+        self.slice, self._spec = part, spec
+        self.arrays: dict[str, Array] = {}  # by slot; "" is the weight itself
+        self.filled: dict[str, int] = {}
+
+    def overlaps(self, held: Slice) -> bool:
+        if not self.slice.elements:
+            return True
+        return held.start < self.slice.stop and self.slice.start < held.stop
+
+    def fill(self, slot: str, held: Slice, file: Any, name: str) -> None:
+        first, last = self.slice.row_range(self._spec)
+        held_first, held_last = held.row_range(self._spec)
+        start, stop = max(first, held_first), min(last, held_last)
+        if held == self.slice:
+            array = file.get_tensor(name)
+            self.arrays[slot] = np.array(array).reshape(self.slice.shape(self._spec))
+            self.filled[slot] = self.slice.elements
+            return
+        if slot not in self.arrays:
+            self.arrays[slot] = np.empty(self.slice.shape(self._spec), _dtype(file, name))
+            self.filled[slot] = 0
+        if start < stop:
+            rows = file.get_slice(name)[start - held_first : stop - held_first]
+            self.arrays[slot][start - first : stop - first] = rows
+            self.filled[slot] += (stop - start) * self._spec.row_elements
+
+    def put_into(self, part: Part, folder: Path) -> None:
+        """Raises `CheckpointError` when the files did not hold all of it."""
+        variable = self.slice.variable
+        for slot, array in self.arrays.items():
+            missing = self.slice.elements - self.filled[slot]
+            if missing:
+                raise CheckpointError(
+                    f"The checkpoint {folder} lacks {missing} elements of {slot or 'the weights'} of "
+                    f"{self._spec.path!r}."
+                )
+            if slot:
+                part.slots[variable, slot] = array
+            else:
+                part.weights[variable] = array
+        if variable not in part.weights:
+            raise CheckpointError(f"The checkpoint {folder} lacks the weights of {self._spec.path!r}.")
+
+
+def _dtype(file: Any, name: str) -> np.dtype[Any]:
+    names = {"F": "float", "I": "int", "U": "uint", "B": "bfloat", "C": "complex"}
+    short = file.get_slice(name).get_dtype()
+    if short == "BOOL":
+        return np.dtype(np.bool_)
+    kind, digits = short.rstrip("0123456789"), short[len(short.rstrip("0123456789")) :]
+    return dtype_of(names[kind[0]] + digits)
+
+
+def _by_variable(names: Sequence[str]) -> dict[int, list[tuple[str, str]]]:
+    """(tensor's name, slot) by variable; the slot of a weight is ""."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for name in names:
+        kind, _, rest = name.partition("/")
+        if kind in ("weight", "slot", "extra"):
+            variable, _, slot = rest.partition("/")
+            found.setdefault(int(variable), []).append((name, slot))
+    return found

@@ -1,0 +1,63 @@
+"""How a command ends: its exit code, and what it says of an error."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import rich_click as click
+from click.core import ParameterSource
+
+from elasticcb.cli.command import Session, config_file
+from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
+from elasticcb.process.limits import describe_scarcity, is_scarcity
+
+
+def exit_code(run: Callable[[], Any], session: Session) -> int:
+    """Calls `run`, shows what it raises, and answers the exit code."""
+    try:
+        run()
+    except (KeyboardInterrupt, click.Abort):
+        return _end("Interrupted.", ExitCode.INTERRUPTED, session)
+    except ElasticCBError as error:
+        return _end(_describe(error), error.exit_code, session)
+    except click.ClickException as error:
+        return _end(_describe_usage(error), ExitCode.WRONG_USAGE, session)
+    except Exception as error:
+        if isinstance(error, OSError) and is_scarcity(error):
+            return _end(f"Error: {describe_scarcity(error)}", ExitCode.JOB_FAILED, session)
+        session.debug = True
+        text = f"Error: ElasticCB itself failed, not your code: {type(error).__name__}: {error}"
+        return _end(f"{text}\nPlease report it, with the traceback above.", ExitCode.JOB_FAILED, session)
+    return ExitCode.DONE
+
+
+def _end(message: str, code: ExitCode, session: Session) -> int:
+    if session.debug:
+        traceback.print_exc()
+    # Keras makes words in its messages bold, wherever they go.
+    print(message if sys.stderr.isatty() else click.unstyle(message), file=sys.stderr, flush=True)
+    return code
+
+
+def _describe(error: ElasticCBError) -> str:
+    # What the user asked for is no error.
+    text = str(error) if isinstance(error, JobInterrupted) else f"Error: {error}"
+    if error.user_traceback:
+        text += "\n\n" + error.user_traceback.rstrip()
+    return text
+
+
+def _describe_usage(error: click.ClickException) -> str:
+    """click's own complaint, with the config file it is about and where to look."""
+    text = error.format_message()
+    context = getattr(error, "ctx", None)
+    parameter = getattr(error, "param", None)
+    config = config_file(context)
+    if context is not None and config is not None and parameter is not None:
+        from_config = context.get_parameter_source(parameter.name) is ParameterSource.DEFAULT_MAP
+        text += f" (in {config.path})" if from_config else ""
+    command = context.command_path if context is not None else "elasticcb"
+    return f"Error: {text}\nRun `{command} --help` for what it understands."
