@@ -6,7 +6,7 @@ not. It takes it that a worker more brings no more than the one before, so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 _WARM_UP_SECONDS = 3.0  # after a change, before it counts
@@ -45,15 +45,15 @@ class Scaling:
 
 
 class Throughput:
-    """Measures records per second over spans in which nothing disturbs."""
+    """Measures records per second over spans in which nothing disturbs.
 
-    def __init__(self) -> None:
-        self.restart(None)
+    Args:
+        warm_from: nothing before it (seconds) counts; None: from the next span on.
+    """
 
-    def restart(self, from_: float | None) -> None:
-        """Forgets what was measured; nothing before `from_` (seconds) counts. None: from the next span on."""
+    def __init__(self, warm_from: float | None = None) -> None:
         self._samples: list[float] = []
-        self._warm_from = from_
+        self._warm_from = warm_from
         self._start: tuple[float, int] | None = None
 
     def observe(self, now: float, sight: Sight) -> float | None:
@@ -83,6 +83,29 @@ class Throughput:
         return middle if middle > 0 else None
 
 
+@dataclass
+class _Search:
+    """What one search has found.
+
+    Attributes:
+        began_with: workers.
+        good: the number that others are compared with.
+        pays: whether it is known that the last workers of `good` pay.
+        too_many: the smallest number that does not pay.
+        climbs: whether no number has been found yet that does not pay in full.
+        rates: records per second by number of workers.
+        settled: since when it is over.
+    """
+
+    began_with: int
+    good: int
+    pays: bool
+    too_many: int
+    climbs: bool = True
+    rates: dict[int, float] = field(default_factory=dict)
+    settled: float | None = None
+
+
 class Autoscaler:
     """Searches for the largest number of workers of which the last ones pay.
 
@@ -99,86 +122,85 @@ class Autoscaler:
         self.workers = workers
         self._throughput = Throughput()
         self._wait_seconds = _LOOK_AGAIN_SECONDS
-        self._begin()
+        self._search = self._begin()
 
-    def _begin(self) -> None:
-        self._rates: dict[int, float] = {}  # by number of workers, records per second
-        self._good = self.workers  # the number that others are compared with
-        self._pays = self.workers == self._least  # whether it is known that its last workers pay
-        self._too_many = self._most + 1  # the smallest number that does not pay
-        self._climbs = True  # whether no number has been found yet that does not pay in full
-        self._settled: float | None = None  # since when the search is over
-        self._began_with = self.workers
+    def _begin(self) -> _Search:
+        return _Search(self.workers, self.workers, pays=self.workers == self._least, too_many=self._most + 1)
 
     def observe(self, now: float, sight: Sight) -> Scaling | None:
         """What to change now, if anything. Call it some times a second."""
-        if self._settled is not None and now >= self._settled + self._wait_seconds:
+        if self._search.settled is not None and now >= self._search.settled + self._wait_seconds:
             return self._search_again("it is time to")
         rate = self._throughput.observe(now, sight)
         if rate is None:
             return None
-        if self._settled is not None:
-            self._throughput.restart(None)
-            before = self._rates[self.workers]
+        if self._search.settled is not None:
+            self._throughput = Throughput()
+            before = self._search.rates[self.workers]
             if abs(rate - before) <= _OTHER_LOAD * before:
                 return None
             self._wait_seconds = _LOOK_AGAIN_SECONDS
             return self._search_again(f"{rate:,.0f} records/s are no longer the {before:,.0f} of before")
         if sight.records_left < _LEAST_SECONDS_LEFT * rate:
             return None
-        self._rates[self.workers] = rate
+        self._search.rates[self.workers] = rate
         return self._decide(now)
 
     def _search_again(self, why: str) -> Scaling:
-        self._begin()
-        self._throughput.restart(None)
+        self._search, self._throughput = self._begin(), Throughput()
         return Scaling(self.workers, f"looks again whether {self.workers} is the best number: {why}")
 
     def _decide(self, now: float) -> Scaling:
         """The present number is measured: where to go from here."""
         here, following = self.workers, self.workers
-        story = f"{_do(here)} {self._rates[here]:,.0f} records/s"
-        while following in self._rates:
-            if following != self._good:
+        story = f"{_do(here)} {self._search.rates[here]:,.0f} records/s"
+        while following in self._search.rates:
+            if following != self._search.good:
                 story = self._compare(following)
             candidate = self._next()
-            if candidate == self._good:
+            if candidate == self._search.good:
                 return self._settle(now, here, story)
             following = candidate
         self.workers = following
-        self._throughput.restart(now)
+        self._throughput = Throughput(now)
         return Scaling(following, f"{here} -> {_workers(following)}: {story}")
 
     def _compare(self, number: int) -> str:
         """Compares `number` with the good one, which it may become; answers what was found."""
-        fewer, more = sorted((number, self._good))
-        ratio = self._rates[more] / self._rates[fewer]
+        search = self._search
+        fewer, more = sorted((number, search.good))
+        ratio = search.rates[more] / search.rates[fewer]
         share = (ratio - 1) / (more / fewer - 1)
         pays = share >= _LEAST_SHARE
         if share >= _GOOD_SHARE or (pays and more == fewer + 1):
-            self._good, self._pays = more, True
+            search.good, search.pays = more, True
         else:
             # The first brings most, so that none does when all of them together bring less than it would have to.
             first_may_pay = share * (more - fewer) >= _LEAST_SHARE
-            self._too_many, self._climbs = (more + pays if first_may_pay else fewer + 1), False
-            self._good, self._pays = fewer, pays or (self._pays and number == more) or fewer == self._least
-        times = f"{ratio:.2f} times the {self._rates[fewer]:,.0f} of {fewer}"
-        return f"{_do(more)} {self._rates[more]:,.0f} records/s, {times}{'' if pays else ', which is not enough'}"
+            search.too_many, search.climbs = (more + pays if first_may_pay else fewer + 1), False
+            search.good, search.pays = (
+                fewer,
+                pays or (search.pays and number == more) or fewer == self._least,
+            )
+        times = f"{ratio:.2f} times the {search.rates[fewer]:,.0f} of {fewer}"
+        return f"{_do(more)} {search.rates[more]:,.0f} records/s, {times}{'' if pays else ', which is not enough'}"
 
     def _next(self) -> int:
         """The number to measure next; the good one when the search is over."""
-        if self._climbs and self._good < self._most:
-            return min(2 * self._good, self._most)
-        if self._too_many - self._good > 1:
-            return (self._good + self._too_many) // 2
-        return self._good if self._pays else max(self._least, self._good // 2)
+        search = self._search
+        if search.climbs and search.good < self._most:
+            return min(2 * search.good, self._most)
+        if search.too_many - search.good > 1:
+            return (search.good + search.too_many) // 2
+        return search.good if search.pays else max(self._least, search.good // 2)
 
     def _settle(self, now: float, here: int, story: str) -> Scaling:
-        self.workers, self._settled = self._good, now
-        self._throughput.restart(now)
-        self._wait_seconds = 2 * self._wait_seconds if self._good == self._began_with else _LOOK_AGAIN_SECONDS
-        change = "stays with" if self._good == here else f"{here} ->"
-        return Scaling(self._good, f"{change} {_workers(self._good)}: {story}")
+        search = self._search
+        self.workers, search.settled = search.good, now
+        self._throughput = Throughput(now)
+        self._wait_seconds = 2 * self._wait_seconds if search.good == search.began_with else _LOOK_AGAIN_SECONDS
+        change = "stays with" if search.good == here else f"{here} ->"
+        return Scaling(search.good, f"{change} {_workers(search.good)}: {story}")
 
 
 def _workers(number: int) -> str:

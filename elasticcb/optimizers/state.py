@@ -6,7 +6,7 @@ given goes on from there, and what a callback saves or the caller gets back is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,39 +103,17 @@ def write_optimizers(
     """
     from elasticcb.compute.row_variables import make_whole
     from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
-    from elasticcb.optimizers.variables import has_free_rows
 
-    targets: list[tuple[Any, Array]] = []
-    resized: list[tuple[Any, Array]] = []
-    differences: list[str] = []
+    matches = _Matches()
     unused = {*state.slots, *state.extras, *state.shared}
     names = []
-
-    def match(
-        source: Mapping[Any, Array], key: Any, what: str, target: Any, needed: bool = True, rows: int = 0
-    ) -> None:
-        unused.discard(key)
-        value = source.get(key)
-        if value is None:
-            differences.extend([f"no {what}"] if needed else [])
-        elif rows and len(value) == rows != target.shape[0] and tuple(value.shape[1:]) == tuple(target.shape[1:]):
-            resized.append((target, value))
-        elif tuple(value.shape) != tuple(target.shape):
-            differences.append(f"{what} of the shape {list(value.shape)} instead of {list(target.shape)}")
-        else:
-            targets.append((target, value))
-
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
         names.append(leaf.class_name)
-        for slots, source in ((found.slots, state.slots), (found.extras, state.extras)):
-            for slot in slots:
-                variable = model_variables[slot.variable]
-                what = f"{slot.name} of {variable.path!r}"
-                rows = variable.shape[0] if has_free_rows(variable) else 0
-                match(source, (slot.variable, slot.name), what, slot.value, variable.trainable, rows)
-        for name, value in found.shared.items():
-            match(state.shared, leaf.prefix + name, leaf.prefix + name, value)
-    differences += [f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused]
+        unused -= matches.add(state, leaf, found, model_variables)
+    differences = [
+        *matches.differences,
+        *(f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused),
+    ]
     given = state.optimizers or tuple(names)
     if differences or {*given} - {*names}:
         shown = "; ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
@@ -144,13 +122,58 @@ def write_optimizers(
             f"{', '.join(names) or 'none'}{': it has ' + shown if shown else ''}. Use the model and the optimizer, "
             "with the settings, that the state is of."
         )
-    for target, value in targets:
+    for target, value in matches.same:
         target.assign(value)
-    for target, value in resized:
+    for target, value in matches.resized:
         make_whole(target, value)
     for optimizer in map(unwrapped, model_optimizers):
         if isinstance(optimizer, MultiOptimizer):  # it counts for itself
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
+
+
+@dataclass
+class _Matches:
+    """Variables of optimizers, and what a state holds for them.
+
+    Attributes:
+        same: of the same shape.
+        resized: of tables that hold another number of rows now.
+        differences: what does not fit, in words.
+    """
+
+    same: list[tuple[Any, Array]] = field(default_factory=list)
+    resized: list[tuple[Any, Array]] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+    def add(
+        self, state: OptimizerState, leaf: Leaf, found: OptimizerVariables, variables: Sequence[keras.Variable]
+    ) -> set[Any]:
+        """Matches the variables of one optimizer; answers the keys of the state that they have taken."""
+        from elasticcb.optimizers.variables import has_free_rows
+
+        used: set[Any] = set()
+        for slots, source in ((found.slots, state.slots), (found.extras, state.extras)):
+            for slot in slots:
+                variable = variables[slot.variable]
+                rows = variable.shape[0] if has_free_rows(variable) else 0
+                key, what = (slot.variable, slot.name), f"{slot.name} of {variable.path!r}"
+                self._match(source.get(key), what, slot.value, variable.trainable, rows)
+                used.add(key)
+        for name, value in found.shared.items():
+            own = leaf.prefix + name
+            self._match(state.shared.get(own), own, value, True, 0)
+            used.add(own)
+        return used
+
+    def _match(self, value: Array | None, what: str, target: Any, needed: bool, rows: int) -> None:
+        if value is None:
+            self.differences.extend([f"no {what}"] if needed else [])
+        elif rows and len(value) == rows != target.shape[0] and tuple(value.shape[1:]) == tuple(target.shape[1:]):
+            self.resized.append((target, value))
+        elif tuple(value.shape) != tuple(target.shape):
+            self.differences.append(f"{what} of the shape {list(value.shape)} instead of {list(target.shape)}")
+        else:
+            self.same.append((target, value))
 
 
 def _built_leaves(

@@ -29,7 +29,7 @@ class IdIndex:
         self._ids = GrowingArray((), np.int64)
         self._ids.array[:_FIRST] = -1
         self._count = self._removed = 0
-        self._make_table(_SMALLEST)
+        self._table, self._mask, self._shift = _empty_table(_SMALLEST)
 
     def __len__(self) -> int:
         return self._count
@@ -125,11 +125,11 @@ class IdIndex:
         buckets = _SMALLEST
         while buckets < 3 * self._count:
             buckets *= 2
-        self._make_table(buckets)
+        self._table, self._mask, self._shift = _empty_table(buckets)
+        self._removed = 0
         self._fill(self.ids, np.arange(_FIRST, _FIRST + self._count, dtype=np.int32))
 
-    def _make_table(self, buckets: int) -> None:
-        self._table = np.zeros(buckets, np.int32)
-        self._mask = np.int64(buckets - 1)
-        self._shift = np.uint64(64 - buckets.bit_length() + 1)
-        self._removed = 0
+
+def _empty_table(buckets: int) -> tuple[Array, np.int64, np.uint64]:
+    """A table without marks, what a position is masked by, and how far a hash is shifted to become one."""
+    return np.zeros(buckets, np.int32), np.int64(buckets - 1), np.uint64(64 - buckets.bit_length() + 1)

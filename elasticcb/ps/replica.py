@@ -64,16 +64,17 @@ class Replica:
         self._active = False  # the neighbour has all changes since it became so
         self._confirmed = 0  # up to this number changes need not be waited for
         self._closed = False
-        self._connect(address)
+        self._address = address
+        self._connection, self._replicate = self._connected(address)
         self.noted = 0
 
-    def _connect(self, address: str) -> None:
-        self._address = address
+    def _connected(self, address: str) -> tuple[Connection | None, Callable[..., Any] | None]:
+        """The neighbour, and what calls its `Replicate`."""
+        if not address:
+            return None, None
         name = f"the neighbour of parameter server {self._origin.server}"
-        self._connection = Connection(address, name, 0.0, self._access) if address else None
-        self._replicate: Callable[..., Any] | None = None
-        if self._connection is not None:
-            self._replicate = self._connection.shared_frame_call(SERVICE, "Replicate", pb.ReplicateResponse)
+        connection = Connection(address, name, 0.0, self._access)
+        return connection, connection.shared_frame_call(SERVICE, "Replicate", pb.ReplicateResponse)
 
     # -------------------------------------------------------------- in training
 
@@ -180,7 +181,8 @@ class Replica:
             if address != self._address:
                 self._stop()
                 self._hang_up()
-                self._connect(address)
+                self._address = address
+                self._connection, self._replicate = self._connected(address)
 
     def close(self) -> None:
         self._closed = True

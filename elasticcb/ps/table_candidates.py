@@ -24,7 +24,7 @@ class Candidates:
 
     def __init__(self, min_count: int) -> None:
         self._min_count = min_count
-        self.clear()
+        self._index, self._counts, self._seen = _nothing()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -65,12 +65,15 @@ class Candidates:
             self.evict(old)
 
     def clear(self) -> None:
-        self._index = IdIndex()
-        self._counts = GrowingArray((), np.int32)
-        self._seen = GrowingArray((), np.int64)
+        self._index, self._counts, self._seen = _nothing()
 
     def evict(self, places: Array) -> None:
         """Forgets those at `places` (int64 [n], unique); others may change places."""
         gaps, moved = self._index.remove(places)
         for array in (self._counts, self._seen):
             array.array[gaps] = array.array[moved]
+
+
+def _nothing() -> tuple[IdIndex, GrowingArray, GrowingArray]:
+    """Ids, how often each was asked for, and at which version last."""
+    return IdIndex(), GrowingArray((), np.int32), GrowingArray((), np.int64)

@@ -32,6 +32,20 @@ def make_certificates(job: str) -> TLSFiles:
     can't be written.
     """
     check_installed()
+    contents = _signed()
+    folder = Path(job).absolute() / _FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content in contents.items():
+            _write(folder / name, content)
+    except OSError as error:
+        raise UsageError(f"The certificates of the job can't be written to {folder}: {error}.") from error
+    cert, key_file, ca_file = (str(folder / name) for name in contents)
+    return TLSFiles(cert, key_file, ca_file, NAME)
+
+
+def _signed() -> dict[str, bytes]:
+    """A certificate, its key and the certificate of a new CA that has signed it, by file name."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -74,20 +88,11 @@ def make_certificates(job: str) -> TLSFiles:
     own = own.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     own = own.add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
 
-    contents = {
+    return {
         "cert.pem": own.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.PEM),
         "key.pem": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         "ca.pem": ca.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.PEM),
     }
-    folder = Path(job).absolute() / _FOLDER
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content in contents.items():
-            _write(folder / name, content)
-    except OSError as error:
-        raise UsageError(f"The certificates of the job can't be written to {folder}: {error}.") from error
-    cert, key_file, ca_file = (str(folder / name) for name in contents)
-    return TLSFiles(cert, key_file, ca_file, NAME)
 
 
 def _write(path: Path, content: bytes) -> None:

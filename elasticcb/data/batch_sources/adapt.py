@@ -59,69 +59,55 @@ def adapt(
     Raises `ValueError` and `TypeError` as Keras does, for arguments that contradict each other or data of an unknown
     kind.
     """
+    if isinstance(x, BatchSource):
+        return x
     steps = keras_data.capped_steps(steps)
     fit = purpose == "fit"
     shuffle = shuffle if fit else False
     amount: dict[str, Any] = {"steps": steps} if fit else {"limit": steps}
     source: BatchSource
-    if isinstance(x, BatchSource):
-        return x
     if isinstance(x, Reader | Records):
         _refuse("elasticcb.data Reader", y, sample_weight)
         records = x if isinstance(x, Records) else Records(x)
-        size = batch_size or _DEFAULT_BATCH_SIZE
-        source = RecordSource(
-            records,
-            size,
-            mode=_MODES[purpose],
-            class_weight=class_weight,
-            shuffle=bool(shuffle),
-            seed=seed,
-            **amount,
-        )
+        amount |= {"mode": _MODES[purpose], "class_weight": class_weight, "shuffle": bool(shuffle), "seed": seed}
+        source = RecordSource(records, batch_size or _DEFAULT_BATCH_SIZE, **amount)
     elif isinstance(x, DatasetFactory) or (callable(x) and not isinstance(x, keras.utils.PyDataset)):
         _refuse("`dataset_fn`", y, sample_weight)
-        factory = x if isinstance(x, DatasetFactory) else DatasetFactory(x)
-        if fit:
-            if not steps:
-                raise ValueError(
-                    "When using a `DatasetFactory`, or another function that makes a dataset, `steps_per_epoch` must "
-                    "be provided in `fit`: each worker calls the function, and a step is one batch on one worker."
-                )
-            return DatasetFnSource(factory, steps, class_weight)
-        dataset = keras_data.weighted(factory(tf.distribute.InputContext()), class_weight)
-        source = StoredSource(_finite(dataset, steps, purpose), folder=folder, limit=steps)
-    else:
-        adapter = keras_data.get_data_adapter(
-            x,
-            y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            class_weight=class_weight,
+        source = _of_factory(
+            x if isinstance(x, DatasetFactory) else DatasetFactory(x), steps, class_weight, purpose, folder
         )
+    else:
+        weights = {"sample_weight": sample_weight, "class_weight": class_weight}
+        adapter = keras_data.get_data_adapter(
+            x, y, batch_size=batch_size, steps_per_epoch=steps, shuffle=shuffle, **weights
+        )
+        stored: dict[str, Any] = {"folder": folder, "seed": seed, **amount}
         if isinstance(adapter, keras_data.ArrayDataAdapter):
             arrays = keras_data.arrays_of(adapter)
-            rows = keras_data.num_rows(arrays)
-            source = ArraySource(arrays, rows, adapter.batch_size, shuffle=shuffle, folder=folder, seed=seed, **amount)
+            source = ArraySource(arrays, keras_data.num_rows(arrays), adapter.batch_size, shuffle=shuffle, **stored)
         elif isinstance(adapter, keras_data.PyDatasetAdapter):
             if x.num_batches is None and not steps:
                 raise _needs_steps("an infinitely repeating PyDataset", purpose)
-            source = PyDatasetSource(
-                x,
-                class_weight=class_weight,
-                shuffle=bool(shuffle),
-                resets=not fit,
-                folder=folder,
-                seed=seed,
-                **amount,
-            )
+            source = PyDatasetSource(x, class_weight=class_weight, shuffle=bool(shuffle), resets=not fit, **stored)
         else:
             source = _iterated(adapter, steps, purpose, folder, service)
     if not fit and steps and isinstance(source, PassSource) and source.size < steps:
         keras_data.warn_of_missing_data()
     return source
+
+
+def _of_factory(
+    factory: DatasetFactory, steps: int | None, class_weight: Mapping[int, float] | None, purpose: Purpose, folder: Path
+) -> BatchSource:
+    if purpose != "fit":
+        dataset = keras_data.weighted(factory(tf.distribute.InputContext()), class_weight)
+        return StoredSource(_finite(dataset, steps, purpose), folder=folder, limit=steps)
+    if not steps:
+        raise ValueError(
+            "When using a `DatasetFactory`, or another function that makes a dataset, `steps_per_epoch` must "
+            "be provided in `fit`: each worker calls the function, and a step is one batch on one worker."
+        )
+    return DatasetFnSource(factory, steps, class_weight)
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, ...], ...]:
