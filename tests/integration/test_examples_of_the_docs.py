@@ -1,0 +1,109 @@
+"""The model files and programs on the pages of README.md and docs/ run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs import job_settings, run_job
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = 96
+SCRIPT = "# script"  # first line of a fenced block that is a whole program
+MARKER = "# model file"  # first line of a fenced block that is one; names the data if that isn't data.npz
+
+
+def model_files(page: Path, marker: str = MARKER) -> list[str]:
+    """The fenced Python blocks of a page that are whole model files, or begin with another marker."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for block in blocks if block.startswith(marker)]
+
+
+def name_of_model(text: str) -> str:
+    if "def custom_model(" in text:
+        return "custom_model"
+    return re.search(r"^class (\w+)\(keras\.Model\)", text, re.MULTILINE).group(1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with `data.npz` and `data.csv`: four numbers, and which of the first three is the largest."""
+    folder = tmp_path_factory.mktemp("data")
+    x = np.random.default_rng(0).normal(size=(RECORDS, 4)).astype("float32")
+    y = x[:, :3].argmax(axis=1)
+    np.savez(folder / "data.npz", x=x, y=y)
+    lines = [",".join(map(str, [*row, label])) for row, label in zip(x, y, strict=True)]
+    (folder / "data.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def train(text: str, data: Path, folder: Path, name: str):
+    """Trains a model file for two epochs, with all roles in this process."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    file = re.search(r"data\.\w+", text.partition("\n")[0])
+    origin = str(data / (file.group() if file else "data.npz"))
+    settings = job_settings(path, folder / "job", training=origin, validation=origin, minibatch_size=16, num_epochs=2)
+    model = replace(settings.model, definition=f"{name}.{name_of_model(text)}")
+    return run_job(replace(settings, model=model))
+
+
+EXAMPLES = model_files(ROOT / "docs" / "model_file.md")
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_model_file_of_the_reference_trains(number, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary, _ = train(EXAMPLES[number], data, tmp_path, f"documented_{number}")
+    assert summary.records_per_epoch == (RECORDS, RECORDS)
+    assert summary.records_evaluated == RECORDS
+    assert np.isfinite(list(summary.metrics.values())).all()
+    assert ("def eval_metrics_fn" in EXAMPLES[number]) <= (len(summary.metrics) > 1)
+
+
+def test_reference_names_the_metrics_of_its_model_with_two_outputs(data, tmp_path):
+    text = next(example for example in EXAMPLES if '"kind": {"accuracy"' in example)
+    summary, _ = train(text, data, tmp_path, "documented_outputs")
+    assert set(summary.metrics) == {"loss", "kind_accuracy", "big_auc", "big_accuracy"}
+
+
+def test_model_file_of_the_readme_learns_and_is_some_twenty_lines_long(tmp_path):
+    (text,) = model_files(README)
+    assert len([line for line in text.splitlines()[1:] if line.strip()]) <= 20
+    path = tmp_path / "flowers.py"
+    path.write_text(text)
+    iris = ROOT / "model_zoo" / "iris"
+    summary, _ = run_job(
+        job_settings(
+            path,
+            tmp_path / "job",
+            training=str(iris / "train.csv"),
+            validation=str(iris / "test.csv"),
+            reader_params={"header": True},
+            minibatch_size=8,
+            num_epochs=20,
+        )
+    )
+    assert summary.records_per_epoch == (120,) * 20
+    assert summary.metrics["accuracy"] > 0.8
+
+
+SCRIPTS = [(page, number) for page in PAGES for number in range(len(model_files(page, SCRIPT)))]
+
+
+@pytest.mark.parametrize(("page", "number"), SCRIPTS, ids=[f"{page.name}-{number}" for page, number in SCRIPTS])
+def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(page, number, tmp_path):
+    text = model_files(page, SCRIPT)[number]
+    (tmp_path / "program.py").write_text(text)
+    run = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    expected = re.findall(r"^# prints: (.*)$", text, re.MULTILINE)
+    assert run.stdout.splitlines() == expected
