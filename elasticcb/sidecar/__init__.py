@@ -1,19 +1,9 @@
-"""Evaluation beside training: checkpoints are evaluated as they come. See docs/evaluation_beside_training.md."""
+"""Evaluation beside training: checkpoints are evaluated as they come. See docs/evaluation_beside_training.md.
 
-from __future__ import annotations
+The names stand in `__init__.pyi`. They are imported when they are first used: following a folder needs no Keras, whose
+import takes seconds.
+"""
 
-from typing import TYPE_CHECKING, Any
+import lazy_loader
 
-if TYPE_CHECKING:
-    from elasticcb.sidecar.evaluator import Evaluation, SidecarEvaluator
-
-__all__ = ["Evaluation", "SidecarEvaluator"]
-
-
-def __getattr__(name: str) -> Any:
-    # Following a folder needs no Keras, whose import takes seconds; the command line is glad of that.
-    if name in __all__:
-        from elasticcb.sidecar import evaluator
-
-        return getattr(evaluator, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

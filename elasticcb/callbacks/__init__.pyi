@@ -1,0 +1,13 @@
+from .batch_limit import every as every
+from .dispatch import Dispatcher as Dispatcher
+from .early_stopper import EarlyStopper as EarlyStopper
+from .learning_rate_scheduler import LearningRateScheduler as LearningRateScheduler
+from .max_steps_stopper import MaxStepsStopper as MaxStepsStopper
+from .max_steps_stopper import MaxStepsStopping as MaxStepsStopping
+from .model_uploader import ModelUploader as ModelUploader
+from .placement import Place as Place
+from .placement import runs_on as runs_on
+from .prediction_outputs_processor import BasePredictionOutputsProcessor as BasePredictionOutputsProcessor
+from .prediction_outputs_processor import PredictionOutputsProcessor as PredictionOutputsProcessor
+from .saved_model_exporter import SavedModelExporter as SavedModelExporter
+from .summary_writer import SummaryWriter as SummaryWriter

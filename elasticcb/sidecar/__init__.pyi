@@ -1,0 +1,2 @@
+from .evaluator import Evaluation as Evaluation
+from .evaluator import SidecarEvaluator as SidecarEvaluator

@@ -1,0 +1,156 @@
+"""The recipes of CONTRIBUTING.md: each is followed in a copy of the package, file by file, and what it adds works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Copy:
+    """A copy of the package that a recipe changes.
+
+    Attributes:
+        touched: the files that were changed or made, as "elasticcb/…".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.touched: set[str] = set()
+        shutil.copytree(ROOT / "elasticcb", folder / "elasticcb", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def make(self, path: str, text: str) -> None:
+        file = self._folder / path
+        assert not file.exists()
+        file.write_text(textwrap.dedent(text).lstrip())
+        self.touched.add(path)
+
+    def insert(self, path: str, before: str, text: str) -> None:
+        """Puts lines before the only place of `before`."""
+        file = self._folder / path
+        content = file.read_text()
+        assert content.count(before) == 1, f"{path} has {before!r} {content.count(before)} times"
+        file.write_text(content.replace(before, text + before))
+        self.touched.add(path)
+
+    def run(self, code: str) -> str:
+        """What a program prints that imports the copy."""
+        program = self._folder / "program.py"
+        program.write_text(textwrap.dedent(code))
+        done = subprocess.run([sys.executable, str(program)], cwd=self._folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Copy(tmp_path)
+
+
+def files_of(recipe: str) -> set[str]:
+    """The files of the package that CONTRIBUTING.md names for a recipe."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^### {recipe}\n(.*?)(?=^#|\Z)", page, re.DOTALL | re.MULTILINE)
+    return set(re.findall(r"`(elasticcb/[\w/]+\.pyi?)`", section))
+
+
+def test_a_data_format(copy):
+    copy.make(
+        "elasticcb/data/my_format.py",
+        '''
+        """Records of four bytes."""
+
+        from collections.abc import Iterator
+        from typing import Any
+
+        from elasticcb.data.content import File
+        from elasticcb.data.file_index import FileIndex
+        from elasticcb.data.file_reader import FileReader
+        from elasticcb.data.stacking import object_array
+
+
+        class _OpenedMyFormat:
+            complete = True
+            layout = ""
+            memory_bytes = disk_bytes = 0
+
+            def __init__(self, file: File) -> None:
+                self.file = file
+                self.count = file.identity.size // 4
+
+            def index(self) -> FileIndex:
+                return FileIndex(self.file.identity, self.count)
+
+            def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+                for first in range(start, end, size):
+                    last = min(first + size, end)
+                    data = self.file.read(4 * first, 4 * last)
+                    yield object_array([data[at : at + 4] for at in range(0, len(data), 4)])
+
+
+        class MyFormatReader(FileReader):
+            def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedMyFormat:
+                return _OpenedMyFormat(file)
+        ''',
+    )
+    copy.insert(
+        "elasticcb/data/formats.py",
+        '    Format("parquet",',
+        '    Format("my_format", (".four",), "my_format.MyFormatReader"),\n',
+    )
+    printed = copy.run(
+        """
+        from pathlib import Path
+        from elasticcb.data.formats import open_reader
+
+        Path("a.four").write_bytes(b"aaaabbbbcccc")
+        reader = open_reader("a.four")
+        (source,) = reader.sources()
+        print(source.count, [chunk.tolist() for chunk in reader.read_chunks(source.name, 1, 3)])
+        """
+    )
+    assert printed == "3 [[b'bbbb', b'cccc']]\n"
+    assert copy.touched == files_of("A data format")
+
+
+def test_a_callback(copy):
+    copy.make(
+        "elasticcb/callbacks/my_callback.py",
+        '''
+        """Counts epochs."""
+
+        import keras
+
+
+        class MyCallback(keras.callbacks.Callback):
+            epochs = 0
+
+            def on_epoch_end(self, epoch, logs=None):
+                self.epochs += 1
+        ''',
+    )
+    copy.insert(
+        "elasticcb/callbacks/__init__.pyi",
+        "from .saved_model_exporter import",
+        "from .my_callback import MyCallback as MyCallback\n",
+    )
+    printed = copy.run(
+        """
+        import sys
+        import elasticcb.callbacks as callbacks
+
+        assert "keras" not in sys.modules
+        callback = callbacks.MyCallback()
+        callback.on_epoch_end(0)
+        print("MyCallback" in callbacks.__all__, callback.epochs)
+        """
+    )
+    assert printed == "True 1\n"
+    assert copy.touched == files_of("A callback")
