@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+from deep_cases import deep_but
 from elasticcb import callbacks as package
 from elasticcb.callbacks.placement import STOCK, TABLE
 from elasticcb.settings import Command
@@ -40,7 +41,7 @@ def job(folder: Path, text: str, command: Command, name: str, **data: str):
     return run_job(settings)[0]
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+@pytest.mark.parametrize("number", deep_but(range(len(EXAMPLES)), 0, 4, 11))
 def test_example_of_the_documentation_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(0).normal(size=(RECORDS, 4)).astype("float32")

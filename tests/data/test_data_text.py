@@ -197,16 +197,16 @@ def test_temporary_files_of_files_read_long_ago_go(tmp_path: Path, monkeypatch: 
 
     (tmp_path / "spool").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spool"))
-    if bound == "_CACHE_DISK_BYTES":  # two files of 4 MB fit, and not three
-        monkeypatch.setattr(file_reader, bound, 10_000_000)
+    if bound == "_CACHE_DISK_BYTES":  # two files of 1 MB fit, and not three
+        monkeypatch.setattr(file_reader, bound, 2_500_000)
         monkeypatch.setattr(content, "_OPEN_FILE_BYTES", 0)
     else:
         monkeypatch.setattr(content, bound, 6 << 30)
-    paths = [written(tmp_path / f"{name}.csv.bz2", bz2.compress(b"1,2\n" * 1_000_000)) for name in "abcde"]
+    paths = [written(tmp_path / f"{name}.csv.bz2", bz2.compress(b"1,2\n" * 250_000)) for name in "abcde"]
     reader = open_reader(str(tmp_path / "*.bz2"))
     for _ in range(2):
         for path in paths:
-            assert list(reader.read(str(path), 999_999, 1_000_000)) == [b"1,2"]
+            assert list(reader.read(str(path), 249_999, 250_000)) == [b"1,2"]
     assert temporary() == 2
 
 

@@ -3,7 +3,18 @@ from pathlib import Path
 import pytest
 from faults import Faults
 
+from elasticcb.cluster.fork_server import ForkServer
 from jobs import JobProcess
+from warm import launch_from_here
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_clusters():
+    """Local clusters of the tests themselves are forked, with all imported."""
+    before = ForkServer.launch
+    ForkServer.launch = classmethod(launch_from_here)
+    yield
+    ForkServer.launch = before
 
 
 @pytest.fixture

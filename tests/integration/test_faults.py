@@ -42,8 +42,8 @@ def assert_complete(job):
 def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_job, faults):
     events = ("asks for a task", "trains a batch", "evaluates a batch")
     happened = [faults.fail_at("worker", 0, event, "stop") for event in events]
-    job = start_job("train", *flags(data, num_workers=1, lease_seconds=8, silence_seconds=8, checkpoint_dir=data / "c"))
-    job.wait_for_line(r"worker 0 .* was lost: silent for 8 s; restart 1 of 10")
+    job = start_job("train", *flags(data, num_workers=1, lease_seconds=4, silence_seconds=4, checkpoint_dir=data / "c"))
+    job.wait_for_line(r"worker 0 .* was lost: silent for 4 s; restart 1 of 10")
     assert_complete(job)
     assert all(each() for each in happened)
     assert number(job.output, "workers lost") >= len(events)
@@ -55,7 +55,7 @@ def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_
         f"--checkpoint_dir_for_init={data / 'c'}",
         f"--prediction_data={data / 'test.npz'}",
         "--num_workers=1",
-        "--lease_seconds=8",
+        "--lease_seconds=4",
     )
     prediction.wait_for_line(r"worker 0 .* was lost")
     assert prediction.finish() == 0, prediction.output
@@ -65,7 +65,7 @@ def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_
 
 def test_workers_that_reach_neither_the_master_nor_a_server_are_replaced(data, start_job, faults):
     with faults.network() as network:
-        job = start_job("train", *flags(data, lease_seconds=8))
+        job = start_job("train", *flags(data, lease_seconds=4))
         job.wait_for_line(r"Evaluation at version")
         routes = [network.route("worker-0", "master"), network.route("worker-1", "ps")]
         for route in routes:
@@ -80,12 +80,12 @@ def test_workers_that_reach_neither_the_master_nor_a_server_are_replaced(data, s
 
 def test_a_server_that_nobody_reaches_is_replaced(data, start_job, faults):
     with faults.network() as network:
-        job = start_job("train", *flags(data, silence_seconds=6))
+        job = start_job("train", *flags(data, silence_seconds=3))
         job.wait_for_line(r"Evaluation at version")
         for source in ("master-0", "worker-0", "worker-1"):
             network.route(source, "ps").partition()
             network.route(source, "ps").cut()
-        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 6 s; restart 1 of 10")
+        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 3 s; restart 1 of 10")
         job.wait_for_line(IS_BACK)
         assert_complete(job)
         assert number(job.output, "workers lost") == 0
@@ -99,7 +99,7 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_
         for _ in range(2):
             job.wait_for_line(r"Evaluation at version")
             for source in ("worker-0", "worker-1"):
-                network.route(source, "ps").delay(0.02)
+                network.route(source, "ps").delay(0.005)
                 network.route(source, "ps").cut()
             network.route("worker-1", "master").cut()
         assert_complete(job)
@@ -139,7 +139,7 @@ def test_workers_that_die_before_and_after_a_report_are_replaced(data, start_job
 
 
 def test_processes_started_by_hand_that_come_back_after_they_were_given_up_are_refused(data, start_job):
-    job = start_job("train", *flags(data, num_workers=1, silence_seconds=6, cluster="external"))
+    job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
     join = ("--master", re.search(r"--master (\S+)", line)[1])
     processes = {role: start_job(role, *join) for role in ("ps", "worker")}
@@ -147,10 +147,10 @@ def test_processes_started_by_hand_that_come_back_after_they_were_given_up_are_r
         job.wait_for_line(r"Evaluation at version")
         processes[role].process.send_signal(signal.SIGSTOP)
         job.wait_for_line(rf"{role} 0 does not answer; end it where it runs")
-        job.wait_for_line(r"was lost: silent for 6 s")
+        job.wait_for_line(r"was lost: silent for 3 s")
         processes[role].process.send_signal(signal.SIGCONT)
         assert processes[role].finish() == 2
-        assert "is no longer part of the job: silent for 6 s" in processes[role].output
+        assert "is no longer part of the job: silent for 3 s" in processes[role].output
         processes[role] = start_job(role, *join)
     assert_complete(job)
     for process in processes.values():

@@ -37,18 +37,18 @@ def test_a_server_that_is_stopped_is_replaced_while_the_master_itself_waits_for_
     gate = data / "job" / "gate"
     gate.parent.mkdir()
     os.mkfifo(gate)
-    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 200, "silence_seconds": 6, "checkpoint_interval": 0.2}
+    flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 200, "silence_seconds": 3, "checkpoint_interval": 0.2}
     job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
     workers = [process.pid for process in job.children("worker")]
     job.kill("ps", 1, signal.SIGSTOP)
     gate.open("w").close()  # now the master tells the servers to forget the round's weights
-    job.wait_for_line(r"parameter server 1 .* was lost: silent for 6 s; restart \d of 10")
+    job.wait_for_line(r"parameter server 1 .* was lost: silent for 3 s; restart \d of 10")
     job.wait_for_line(IS_BACK)
     assert [process.pid for process in job.children("worker")] == workers
     job.wait_for_line(r"Evaluation at version")
     job.kill("ps", 0, signal.SIGSTOP)  # while workers push
-    job.wait_for_line(r"parameter server 0 .* was lost: silent for 6 s")
+    job.wait_for_line(r"parameter server 0 .* was lost: silent for 3 s")
     assert job.finish() == 0, job.output
     for epoch in (1, 2):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS

@@ -1,5 +1,6 @@
 """`elasticcb.Cluster` with real processes: scripts, threads, signals, processes that are killed or started by hand."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 import elasticcb
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, JobFailedError
+from warm import WarmProcess
 
 X = np.linspace(0, 1, 2000, dtype="float32")[:, None]
 Y = np.ones_like(X)
@@ -116,7 +118,7 @@ def test_second_call_at_the_same_time_is_refused(cluster):
 # ------------------------------------------------------------ scripts
 
 
-def start(text, folder, *arguments, stdin=None):
+def start(text, folder, stdin=False):
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     temporary = folder / "temporary"
@@ -124,16 +126,7 @@ def start(text, folder, *arguments, stdin=None):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return subprocess.Popen(
-        [sys.executable, str(path), *arguments],
-        cwd=elsewhere,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    return WarmProcess([], elsewhere, environment, path, stdin)
 
 
 def read_until(process, word):
@@ -209,7 +202,7 @@ def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tm
         sys.stdin.readline()
         """,
         tmp_path,
-        stdin=subprocess.PIPE,
+        stdin=True,
     )
     output = read_until(script, "predicted (32, 1)")
     assert output.count("epoch 0 ['loss', 'mae']") == 2
@@ -257,6 +250,13 @@ def test_interrupt_gives_keyboard_interrupt_with_the_weights_so_far_and_a_killed
     assert not psutil.wait_procs(family, 10)[1]
 
 
+def meaning_of(command):
+    """The environment and the arguments with which a shell starts `elasticcb` by a command."""
+    tell = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+    command = command.replace(" elasticcb ", f" exec {sys.executable} -c '{tell}' ")
+    return json.loads(subprocess.run(command, shell=True, capture_output=True, check=True).stdout)
+
+
 def test_processes_started_by_hand_need_the_token_that_is_in_a_file_of_the_cluster(tmp_path, caplog):
     started = []
     cluster = elasticcb.Cluster(kind="external", directory=tmp_path)
@@ -270,8 +270,8 @@ def test_processes_started_by_hand_need_the_token_that_is_in_a_file_of_the_clust
         assert token.stat().st_mode & 0o077 == 0
         assert token.read_text() not in caplog.text
         for command in commands:
-            command = command.replace(" elasticcb ", f" exec {sys.executable} -m elasticcb ")
-            started.append(subprocess.Popen(command, shell=True))
+            environment, arguments = meaning_of(command)
+            started.append(WarmProcess(arguments, tmp_path, environment))
         assert cluster.fit(make(), X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]
     finally:
         cluster.close()

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 
@@ -16,6 +14,7 @@ import tensorflow as tf
 import elasticcb
 from elasticcb.callbacks import runs_on
 from elasticcb.errors import ClusterLostError, JobFailedError, UsageError
+from warm import WarmProcess
 
 BATCHES = 100
 SCRIPT = """
@@ -85,15 +84,11 @@ class Program:
     def run(self, what="nothing", fit=0, epoch=0, batch=0):
         """Runs it to its end, which `what` brings about there; its exit code, and what it printed."""
         self.runs += 1
-        done = subprocess.run(
-            [sys.executable, "program.py", str(self.runs), what, str(fit), str(epoch), str(batch)],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        return done.returncode, done.stdout
+        arguments = [str(self.runs), what, str(fit), str(epoch), str(batch)]
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        program = WarmProcess(arguments, self.folder, environment, self.folder / "program.py")
+        output = program.stdout.read()
+        return program.wait(), output
 
     def read(self, run):
         """How often each (fit, epoch, batch) was read in a run."""

@@ -1,14 +1,13 @@
 """Parameter servers of real jobs become more and fewer while workers train."""
 
 import re
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from elasticcb.checkpoint.manifest import verify
 from elasticcb.checkpoint.versions import find_latest
+from elasticcb.cli.main import main
 from jobs import number, offsets_job, open_gate, train_flags
 
 RECORDS, IDS, EPOCHS = 6_000, 400, 6
@@ -23,13 +22,19 @@ def data(tmp_path):
     return tmp_path
 
 
-def scale(data, *flags):
-    command = [sys.executable, "-m", "elasticcb", "scale", str(data / "job"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@pytest.fixture
+def scale(data, capsys):
+    """Gives the job another number of servers; what is said to that."""
+
+    def run(*flags):
+        main(["scale", str(data / "job"), *flags])
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.timeout(400)
-def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_killed(data, start_job, faults):
+def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_killed(data, start_job, faults, scale):
     died = [
         faults.fail_at("ps", 2, "hands over for a move"),
         faults.fail_at("ps", 0, "settles what a move has brought", nth=2),
@@ -38,13 +43,13 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     job = start_job("train", *train_flags(data, "offsets", num_ps=1, **more))
     job.wait_for_line(r"Evaluation at version")
     workers = [process.pid for process in job.children("worker")]
-    done = scale(data, "--ps=3")
-    assert re.search(r"3 parameter servers from now on; there were 1\. Moved 682 of 1,024", done.stdout), done
+    done = scale("--ps=3")
+    assert re.search(r"3 parameter servers from now on; there were 1\. Moved 682 of 1,024", done), done
     servers = job.children("ps")
     assert len(servers) == 3
-    assert "has 3 parameter servers already" in scale(data, "--ps=3").stdout
-    done = scale(data, "--ps=2")
-    assert re.search(r"2 parameter servers from now on; there were 3\. Moved 341 of 1,024", done.stdout), done
+    assert "has 3 parameter servers already" in scale("--ps=3")
+    done = scale("--ps=2")
+    assert re.search(r"2 parameter servers from now on; there were 3\. Moved 341 of 1,024", done), done
     gone, _ = psutil.wait_procs(servers[2:], timeout=60)
     assert gone == servers[2:]
     assert job.children("ps")[1:] == servers[1:2]  # the first one was killed
@@ -65,17 +70,19 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     job.assert_no_orphans()
 
 
-def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it_from_changing(data, start_job, faults):
+def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it_from_changing(
+    data, start_job, faults, scale
+):
     events = ("has closed the servers for a move", "has written down where the servers' buckets are")
     happened = [faults.fail_at("master", 0, event) for event in events]
     job = start_job("train", *train_flags(data, "offsets", num_ps=1, num_epochs=EPOCHS, checkpoint_interval=0.2))
     job.wait_for_line(r"Evaluation at version")
     for died in happened:
         if not died():  # the command may have asked the next master, too
-            scale(data, "--ps=2")
+            scale("--ps=2")
         job.wait_for_line(r"The master is back")
         assert died()
-    assert "has 2 parameter servers already" in scale(data, "--ps=2").stdout
+    assert "has 2 parameter servers already" in scale("--ps=2")
     open_gate(data)
     assert job.finish() == 0, job.output
     for epoch in range(1, EPOCHS + 1):

@@ -1,13 +1,14 @@
 """Starts the processes of a test's jobs by forking one that has imported everything, as an import takes seconds.
 
-What runs is the command line and the package's own fork_process.py; the only difference is that neither begins with an
-import. `JobProcess(…, warm=False)` and scripts start from nothing.
+What runs is the command line, or a script, and the package's own fork_process.py; the only difference is that none of
+them begins with an import. `JobProcess(…, warm=False)` starts from nothing.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -15,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -45,23 +46,36 @@ def _ensure_warm() -> None:
 
 
 class WarmProcess:
-    """Like `subprocess.Popen` of a Python program whose output is read by a pipe.
+    """Like `subprocess.Popen` of a Python program whose output, and `stdin` where it is asked for, are pipes.
 
     Args:
         arguments: of the `elasticcb` command, or, with `script`, of that file.
+        stderr: a file for it; None puts it among the output.
     """
 
-    def __init__(self, arguments: list[str], cwd: Path, env: dict[str, str], script: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        env: dict[str, str],
+        script: Path | None = None,
+        stdin: bool = False,
+        stderr: Path | None = None,
+    ) -> None:
         _ensure_warm()
-        read, write = os.pipe()
         shown = [sys.executable, *(["-m", "elasticcb"] if script is None else [str(script)]), *arguments]
-        self._process = _forks.Process(
-            target=_run_program, args=(shown, arguments, str(cwd), env, DupFd(write), script), daemon=False
-        )
+        (read, output), (given, write) = os.pipe(), os.pipe()
+        errors = os.dup(output) if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT, 0o666)
+        files = [DupFd(file) for file in (given, output, errors)]
+        self._process = _forks.Process(target=_run_program, args=(shown, str(cwd), env, files, script), daemon=False)
         self._process.start()
-        os.close(write)
+        for file in (given, output, errors):
+            os.close(file)
         self.pid = self._process.pid
         self.stdout = os.fdopen(read, encoding="utf-8", errors="replace")
+        self.stdin = os.fdopen(write, "w")
+        if not stdin:
+            self.stdin.close()
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -86,25 +100,25 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_program(
-    shown: list[str], arguments: list[str], cwd: str, env: dict[str, str], output: Any, script: Path | None
-) -> None:
+def _run_program(shown: list[str], cwd: str, env: dict[str, str], files: Sequence[Any], script: Path | None) -> None:
     os.setsid()
-    file = output.detach()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in enumerate([file.detach() for file in files]):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(cwd)
     _set_environment(env)
     sys.path[:] = _own_path(env)
     show_process_as(shown, env)
-    fork_server.ForkServer.launch = classmethod(_fork_zygote)
     if script is None:
+        fork_server.ForkServer.launch = classmethod(_fork_zygote)
         sys.argv = shown[2:]
         from elasticcb.cli.main import main
 
         _leave(main)
-    sys.argv = [str(script), *arguments]
+    fork_server.ForkServer.launch = classmethod(_Spare().launch)
+    sys.argv = shown[1:]
     sys.path.insert(0, str(Path(script).parent))
     _leave(lambda: runpy.run_path(str(script), run_name="__main__") and 0)
 
@@ -186,6 +200,33 @@ def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: in
         process = _forks.Process(target=_run_zygote, args=arguments, daemon=False)
         process.start()
     return cls(control, _OfForkServer(process))
+
+
+class _Spare:
+    """Forked when a script begins, as it can't be later; becomes what the script's first cluster forks from."""
+
+    def __init__(self) -> None:
+        self._usual = fork_server.ForkServer.launch
+        self._asked, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._asked.close()
+            data, files, _, _ = socket.recv_fds(asks, 1 << 20, 2)
+            if not data:
+                os._exit(0)
+            asks.close()
+            environment, log = json.loads(data)
+            _become_zygote(environment, log, *files)
+        asks.close()
+
+    def launch(self, cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
+        if self._asked.fileno() < 0:
+            return self._usual(environment, log, watch)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._asked:
+            message = json.dumps([environment, str(log.absolute())]).encode()
+            socket.send_fds(self._asked, [message], [theirs.fileno(), watch])
+        return cls(control, _Forked(self._pid))
 
 
 class _OfForkServer:
