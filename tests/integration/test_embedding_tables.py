@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
+from deep_cases import deep_but
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError, JobFailedError
@@ -48,7 +49,7 @@ def tables_in(folder: Path) -> list[str]:
     return [variable["path"] for variable in variables if variable.get("table")]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", deep_but([False, True], False))
 def test_a_large_keras_embedding_trains_as_fit_does(tmp_path: Path, jit_compile: bool) -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     ours.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], jit_compile=jit_compile)
@@ -95,7 +96,7 @@ def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path)
     assert tables_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", deep_but([0, 2], 2))
 def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) -> None:
     keras.utils.set_random_seed(1)
     model = model_of(Embedding(8), keras.optimizers.Adam(0.03))

@@ -19,7 +19,10 @@ def model():
     return network
 
 
-@pytest.mark.parametrize(("num_workers", "options"), [(1, {"get_model_steps": 32}), (1, {"max_staleness": 3}), (3, {})])
+@pytest.mark.parametrize(
+    ("num_workers", "options"),
+    [pytest.param(1, {"get_model_steps": 32}, marks=pytest.mark.deep), (1, {"max_staleness": 3}), (3, {})],
+)
 def test_statistics_are_those_of_all_batches_however_late_pushes_are(num_workers, options):
     ours, plain = model(), model()
     with elasticcb.Cluster(num_workers, 2, kind="inprocess", log_level="ERROR", **options) as cluster:

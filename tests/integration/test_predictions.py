@@ -116,7 +116,10 @@ def kept(folder):
     return [int(line) for path in folder.glob("kept-*") for line in path.read_text().split()]
 
 
-@pytest.mark.parametrize(("where", "signal"), [("batch", "SIGTERM"), ("batch", "SIGKILL"), ("end", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("where", "signal"),
+    [("batch", "SIGTERM"), pytest.param("batch", "SIGKILL", marks=pytest.mark.deep), ("end", "SIGKILL")],
+)
 def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where, signal):
     write_numbers(tmp_path, numbers=RECORDS)
     text = MODEL + KEEPS.replace("WHERE", repr(where)).replace("SIGNAL", f"signal.{signal}")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from deep_cases import deep_but
 from elasticcb.errors import CallbackError, JobFailedError
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
@@ -215,7 +216,7 @@ def test_early_stopping_ends_training_when_the_metric_stalls(train):
     assert "EarlyStopping" in summary.stopped_early
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", deep_but([1, 2], 2))
 def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(train, tmp_path, servers):
     _, display = train(
         # From the third epoch on the model is made worse.
@@ -292,7 +293,7 @@ def test_model_checkpoint_keeps_the_best_model_and_it_goes_on_where_it_was(train
     assert all(np.abs(momentum.numpy()).max() > 0 for momentum in model.optimizer.momentums)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", deep_but([1, 2], 2))
 def test_model_checkpoint_every_so_many_steps_counts_the_batches_of_all_workers(train, tmp_path, workers):
     train(
         "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}-batch-{batch}-{loss:.3f}.keras', save_freq=15)",

@@ -385,7 +385,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
 TestTaskQueueKeepsItsPromises = TaskQueueMachine.TestCase
 # ELASTICCB_EXAMPLES=10000 makes it a run of minutes; task_queue_walks.py goes faster.
 TestTaskQueueKeepsItsPromises.settings = settings(
-    max_examples=int(os.environ.get("ELASTICCB_EXAMPLES", 250)),
+    max_examples=int(os.environ.get("ELASTICCB_EXAMPLES", 100)),
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,
