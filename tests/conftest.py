@@ -9,11 +9,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before anything imports Keras or TensorFlow; processes that tests start inherit it.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# No test fails for the time that it takes.
+hypothesis.settings.register_profile("elasticcb", deadline=None)
+hypothesis.settings.load_profile("elasticcb")
 
 # A shell makes what it starts in the background ignore SIGINT, and so would the jobs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

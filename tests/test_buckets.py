@@ -11,7 +11,7 @@ from elasticcb.sharding.bucket_map import BUCKETS, BucketMap, bucket_of, even
 sizes = st.integers(1, 40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(sizes, min_size=1, max_size=6))
 def test_servers_stay_level_and_no_map_that_is_level_moves_fewer_buckets(steps):
     buckets = even(steps[0])

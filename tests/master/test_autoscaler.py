@@ -116,7 +116,7 @@ def test_it_looks_again_when_the_load_is_another_and_after_a_long_time():
     assert job.run(1200) == []  # twice as long after a search that changed nothing
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     least=st.integers(1, 6),
     more=st.integers(0, 30),

@@ -25,7 +25,7 @@ variables = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(variables, max_size=8), st.integers(1, 5), st.booleans())
 def test_every_element_is_held_exactly_once(specs, num_ps, split):
     counts = [np.zeros(spec.elements, int) for spec in specs]
@@ -44,7 +44,7 @@ def test_every_element_is_held_exactly_once(specs, num_ps, split):
     assert all(number == 1 for number in whole)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(variables, max_size=8), st.integers(1, 4), st.booleans(), st.booleans())
 def test_unpacking_what_was_packed_gives_the_same_arrays(specs, num_ps, split, trainable):
     arrays = [np.arange(spec.elements).reshape(spec.shape).astype(dtype_of(spec.dtype)) for spec in specs]
@@ -55,7 +55,7 @@ def test_unpacking_what_was_packed_gives_the_same_arrays(specs, num_ps, split, t
         assert np.array_equal(other, array if spec.trainable is trainable else np.zeros_like(array))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.builds(
