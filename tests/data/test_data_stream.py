@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticcb.data import Reader, RecordStream, Source, make_dataset, open_reader
@@ -88,7 +88,6 @@ def test_records_of_different_lengths_are_allowed_where_the_spec_leaves_them_ope
     lengths=st.lists(st.integers(0, 3), max_size=30),
     size=st.integers(1, 7),
 )
-@settings(deadline=None)
 def test_stacked_chunks_hold_all_records_in_order(lengths: list[int], size: int) -> None:
     records = [np.full(length, i) for i, length in enumerate(lengths)]
     chunks = list(stack_records(records, tf.TensorSpec((None,), tf.int64), "given", 0, size))

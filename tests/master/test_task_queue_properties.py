@@ -387,7 +387,6 @@ TestTaskQueueKeepsItsPromises = TaskQueueMachine.TestCase
 TestTaskQueueKeepsItsPromises.settings = settings(
     max_examples=int(os.environ.get("ELASTICCB_EXAMPLES", 100)),
     stateful_step_count=60,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow],
 )
