@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from contestants import CONTESTANTS, ELASTIC, KERAS, MORE, STRATEGIES, Contestant, cluster_arguments
+from contestants import CONTESTANTS, ELASTIC, KERAS, MORE, STRATEGIES, Contestant, update_options
 from gate import FOLDER_VARIABLE, PARENT_VARIABLE, Gate
 from process_tree import ProcessTree
 from report import machine, publish
@@ -249,7 +249,7 @@ def _arguments() -> argparse.Namespace:
     arguments.workloads = _listed(parser, "workloads", arguments.workloads, WORKLOADS)
     arguments.batch_sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     keys = _listed(parser, "contestants", arguments.contestants, known)
-    taken = cluster_arguments() if any(known[key].needs for key in keys) else set()
+    taken = update_options() if any(known[key].needs for key in keys) else set()
     arguments.contestants = [known[key] for key in keys if taken.issuperset(known[key].needs)]
     if left_out := [key for key in keys if not taken.issuperset(known[key].needs)]:
         _say(f"Left out, for this release of ElasticCB lacks their arguments: {', '.join(left_out)}")

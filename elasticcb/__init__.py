@@ -14,17 +14,29 @@ if TYPE_CHECKING:
     from elasticcb.api.remote import PerWorkerDataset, RemoteValue
     from elasticcb.api.restartable import handle_restartable_error
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
+    from elasticcb.settings import (
+        CheckpointOptions,
+        EmbeddingOptions,
+        NetworkOptions,
+        RecoveryOptions,
+        UpdateOptions,
+    )
     from elasticcb.sidecar import SidecarEvaluator
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointOptions",
     "Cluster",
     "DatasetFactory",
+    "EmbeddingOptions",
     "Mode",
+    "NetworkOptions",
     "PerWorkerDataset",
+    "RecoveryOptions",
     "RemoteValue",
     "SidecarEvaluator",
+    "UpdateOptions",
     "evaluate",
     "fit",
     "handle_restartable_error",
@@ -32,11 +44,16 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CheckpointOptions": "settings",
     "Cluster": "api.cluster",
     "DatasetFactory": "data.batch_sources.dataset_fn",
+    "EmbeddingOptions": "settings",
+    "NetworkOptions": "settings",
     "PerWorkerDataset": "api.remote",
+    "RecoveryOptions": "settings",
     "RemoteValue": "api.remote",
     "SidecarEvaluator": "sidecar",
+    "UpdateOptions": "settings",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",
     "handle_restartable_error": "api.restartable",

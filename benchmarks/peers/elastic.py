@@ -36,7 +36,9 @@ def main() -> None:
     workload, batch_size, arguments = sys.argv[1:]
     size = int(batch_size)
     model = compiled_model(workload, legacy=False)
-    with elasticcb.Cluster(**json.loads(arguments)) as cluster:
+    given = json.loads(arguments)
+    given["updates"] = elasticcb.UpdateOptions(**given["updates"])
+    with elasticcb.Cluster(**given) as cluster:
         cluster.fit(model, lambda: dataset(size), steps_per_epoch=1_000_000_000, callbacks=[Steps()], verbose=0)
 
 

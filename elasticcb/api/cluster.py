@@ -12,22 +12,27 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import (
-    capped_epochs,
-    cluster_arguments,
-    frequency,
-    job_folder,
-    with_keras_callbacks,
-)
+from elasticcb.api.arguments import capped_epochs, cluster_settings, frequency, with_keras_callbacks
 from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
+from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.settings import Command, EmbeddingSettings, JobSettings, TrainingSettings
+from elasticcb.settings import (
+    CheckpointOptions,
+    Command,
+    EmbeddingOptions,
+    JobSettings,
+    NetworkOptions,
+    RecoveryOptions,
+    TrainingSettings,
+    UpdateOptions,
+)
+from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
 
 class Cluster:
@@ -42,53 +47,28 @@ class Cluster:
         kind: "local": processes of this machine; "inprocess": threads of this process, for debugging; "external":
             started by hand, by the commands that `start` shows; "ray": on the nodes of a Ray cluster. These must see
             `directory` under the same path.
-        ray_address: of the Ray cluster, "HOST:PORT"; "" takes that of RAY_ADDRESS, or the cluster of this machine. A
-            program that has called `ray.init` uses the one that it is connected to.
         directory: for logs, and for arrays on their way to the workers; None takes `job_dir`, or makes one that is
             removed at the end.
         job_dir: folder by which the program goes on when it is run again after it was killed: its fits that had ended
             give back what they had, the one that was under way is resumed. `close` makes the program begin anew.
         use_async: apply each gradient when it comes; False waits for `grads_to_wait` of them.
         grads_to_wait: gradients per update, in synchronous mode.
-        sync_version_tolerance: how many versions old a gradient may be, in synchronous mode.
-        get_model_steps: batches between pulls of the weights.
-        max_staleness: batches that a worker may compute ahead of the servers' answers, in asynchronous mode, so that
-            pushes and pulls run beside the computation.
-        wire_dtype: "same", or "bfloat16" for gradients that travel rounded to 16 bits.
-        embedding_threshold_bytes: the rows of a `keras.layers.Embedding` of at least so many bytes live on the servers,
-            and only those that a batch needs travel.
-        embedding_memory_bytes: what the embedding tables of one server may hold, with slots; 0: no limit.
-        embedding_when_full: "error", "evict" (the rows not used for longest go) or "initial" (new ids keep their
-            initial value).
-        embedding_min_count: from which time on that training meets it an id has a row of its own.
-        embedding_max_age: rows that training did not meet for so many versions go; 0: never.
         checkpoint_dir: where checkpoints of servers are written, at the end of `fit`; "": none are.
-        checkpoint_steps: model versions between more of them.
         non_finite: "stop": a NaN or an infinity in loss or gradients ends `fit` with an error; "skip": its batch
             is passed over.
         callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
-        checkpoint_interval: seconds between the files by which a parameter server that is killed comes back; 0: none
-            are written, and a lost server ends the call.
-        ps_replicas: 1: each server hands its updates to the next one before it answers, so that one that is killed
-            loses none.
-        max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones.
-        lease_seconds: a worker without progress for so long is killed and replaced; one that computes a batch, after
-            twelve times as long.
-        silence_seconds: a parameter server that is not heard of for so long is killed and replaced; with "external", a
-            worker, too. None: 30, or `lease_seconds` where that is less.
-        host: address for the master to listen on; "": 127.0.0.1, or with Ray its node's.
-        port: of the master; 0 takes any free one.
-        metrics_port: on which the master serves metrics to Prometheus; 0 takes any free one, and the log names it;
-            None: none are served.
-        tls: encrypt what the processes say, and let in only those with a certificate of a CA that is made for this
-            cluster; needs `elasticcb[tls]`.
-        tls_cert, tls_key, tls_ca: the same with certificates of your own: PEM files with that of the processes, its
-            key, and the CA that has signed them (docs/security.md).
-        tls_name: that the certificates are for; "": the addresses that the processes listen on.
         log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
+        updates: `elasticcb.UpdateOptions`: how weights and gradients travel.
+        checkpoint: `elasticcb.CheckpointOptions`: when what servers hold is written.
+        embedding: `elasticcb.EmbeddingOptions`: embedding tables.
+        network: `elasticcb.NetworkOptions`: addresses, ports, TLS.
+        recovery: `elasticcb.RecoveryOptions`: when a process is given up, and what follows.
+
+    docs/python_api.md has the fields of these.
 
     Raises:
-        UsageError: a number is out of range, a name is unknown, or certificates can't be used.
+        UsageError: a number is out of range, a name is unknown, arguments contradict each other, or certificates can't
+            be used; with all that is wrong.
 
     Example:
 
@@ -103,79 +83,26 @@ class Cluster:
         num_ps: int = 1,
         *,
         kind: str = "local",
-        ray_address: str = "",
         directory: str | os.PathLike[str] | None = None,
         job_dir: str | os.PathLike[str] | None = None,
         use_async: bool = True,
         grads_to_wait: int = 1,
-        sync_version_tolerance: int = 0,
-        get_model_steps: int = 1,
-        max_staleness: int = 0,
-        wire_dtype: str = "same",
-        embedding_threshold_bytes: int = EmbeddingSettings.threshold_bytes,
-        embedding_memory_bytes: int = 0,
-        embedding_when_full: str = "error",
-        embedding_min_count: int = 1,
-        embedding_max_age: int = 0,
         checkpoint_dir: str | os.PathLike[str] = "",
-        checkpoint_steps: int = 0,
         non_finite: str = "stop",
         callback_errors: str = "stop",
-        checkpoint_interval: float = 10.0,
-        ps_replicas: int = 0,
-        max_worker_restarts: int = 10,
-        max_ps_restarts: int = 10,
-        lease_seconds: float = TrainingSettings.lease_seconds,
-        silence_seconds: float | None = None,
-        host: str = "",
-        port: int = 0,
-        metrics_port: int | None = None,
-        tls: bool = False,
-        tls_cert: str | os.PathLike[str] = "",
-        tls_key: str | os.PathLike[str] = "",
-        tls_ca: str | os.PathLike[str] = "",
-        tls_name: str = "",
         log_level: str = "INFO",
+        updates: UpdateOptions | None = None,
+        checkpoint: CheckpointOptions | None = None,
+        embedding: EmbeddingOptions | None = None,
+        network: NetworkOptions | None = None,
+        recovery: RecoveryOptions | None = None,
+        **others: Any,
     ) -> None:
-        self._arguments = cluster_arguments(
-            num_workers=num_workers,
-            num_ps=num_ps,
-            kind=kind,
-            ray_address=ray_address,
-            use_async=use_async,
-            grads_to_wait=grads_to_wait,
-            sync_version_tolerance=sync_version_tolerance,
-            get_model_steps=get_model_steps,
-            max_staleness=max_staleness,
-            wire_dtype=wire_dtype,
-            embedding_threshold_bytes=embedding_threshold_bytes,
-            embedding_memory_bytes=embedding_memory_bytes,
-            embedding_when_full=embedding_when_full,
-            embedding_min_count=embedding_min_count,
-            embedding_max_age=embedding_max_age,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_steps=checkpoint_steps,
-            non_finite=non_finite,
-            callback_errors=callback_errors,
-            checkpoint_interval=checkpoint_interval,
-            ps_replicas=ps_replicas,
-            max_worker_restarts=max_worker_restarts,
-            max_ps_restarts=max_ps_restarts,
-            lease_seconds=lease_seconds,
-            silence_seconds=silence_seconds,
-            host=host,
-            port=port,
-            metrics_port=metrics_port,
-            tls=tls,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            tls_name=tls_name,
-            log_level=log_level,
-        )
-        self._folder = job_folder(job_dir, checkpoint_interval)
-        self._processes = ClusterProcesses(self._arguments.cluster, directory or job_dir, log_level)
-        self._jobs = KerasJobs(self._arguments, self._processes)
+        given = {name: value for name, value in locals().items() if name in (*EVERYDAY, *GROUPS)}
+        self._settings = cluster_settings(given, others, job_dir)
+        self._folder = None if job_dir is None else JobFolder(job_dir)
+        self._processes = ClusterProcesses(self._settings.cluster, directory or job_dir, log_level)
+        self._jobs = KerasJobs(self._settings, self._processes)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()
         self._closed = False
@@ -406,7 +333,7 @@ class Cluster:
         Raises:
             UsageError: the model is not built, or has no optimizer.
         """
-        if not self._arguments.training.use_async:
+        if not self._settings.training.use_async:
             raise UsageError(
                 "`place` was called on a cluster with use_async=False. Functions hand over gradients at any time, and "
                 "never wait for each other: make the Cluster with use_async=True."
@@ -442,8 +369,8 @@ class Cluster:
                     command=Command.CALL,
                     name="functions",
                     directory=self._processes.directory,
-                    training=TrainingSettings(non_finite=self._arguments.training.non_finite),
-                    cluster=self._arguments.cluster,
-                    log_level=self._arguments.log_level,
+                    training=TrainingSettings(non_finite=self._settings.training.non_finite),
+                    cluster=self._settings.cluster,
+                    log_level=self._settings.log_level,
                 ),
             )

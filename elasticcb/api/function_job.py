@@ -71,7 +71,7 @@ class FunctionJob:
         self._queue = TaskQueue(
             records_per_task=1,
             minibatch_size=1,
-            lease_seconds=settings.training.lease_seconds,
+            lease_seconds=settings.cluster.lease_seconds,
             max_losses=_MOST_LOSSES,
         )
         self._error: Exception | None = None  # the first one, until it is raised by `raise_error`

@@ -15,7 +15,6 @@ from typing import Any, cast
 import keras
 
 from elasticcb.api import data as data_of
-from elasticcb.api.arguments import ClusterArguments
 from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
@@ -41,12 +40,12 @@ class KerasJobs:
     """Calls of Keras's methods as jobs of a cluster, one after another.
 
     Args:
-        arguments: of the cluster.
+        settings: of all calls.
         processes: of the cluster.
     """
 
-    def __init__(self, arguments: ClusterArguments, processes: ClusterProcesses) -> None:
-        self._arguments = arguments
+    def __init__(self, settings: JobSettings, processes: ClusterProcesses) -> None:
+        self._settings = settings
         self._processes = processes
 
     @contextlib.contextmanager
@@ -99,16 +98,14 @@ class KerasJobs:
         """
         master = self._processes.start()
         folder = call.folder if call.fit is None else call.fit.folder
-        settings = JobSettings(
+        settings = dataclasses.replace(
+            self._settings,
             command=command,
             name=folder.name,
             directory=str(folder),
-            training=dataclasses.replace(self._arguments.training, **self._of_batches(sources), **training),
-            checkpoint=self._arguments.checkpoint if command is Command.TRAIN else CheckpointSettings(),
-            cluster=self._arguments.cluster,
-            embedding=self._arguments.embedding,
+            training=dataclasses.replace(self._settings.training, **self._of_batches(sources), **training),
+            checkpoint=self._settings.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             callback_params=params,
-            log_level=self._arguments.log_level,
         )
         try:
             return self._run(settings, call, master, model, sources, callbacks), master.take_predictions()
@@ -166,7 +163,7 @@ class KerasJobs:
     def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
         """Settings of a job whose tasks are ranges of batches."""
         sizes = [source.num_batches for source in sources.values()]
-        tasks = self._arguments.cluster.num_workers * _TASKS_PER_WORKER
+        tasks = self._settings.cluster.num_workers * _TASKS_PER_WORKER
         known = [size for size in sizes if size is not None]
         per_task = min(max(max(known, default=0) // tasks, 1), _MOST_BATCHES_PER_TASK)
         if None in sizes:

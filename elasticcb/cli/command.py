@@ -12,10 +12,10 @@ from click.core import ParameterSource
 
 from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given_flags import Given
-from elasticcb.cli.option import Kind, Option
-from elasticcb.cli.options import BY_NAME, JOB, normalize, options_of
+from elasticcb.cli.options import BY_NAME, normalize, options_of, options_of_role
 from elasticcb.cli.values import Params
 from elasticcb.settings import Command
+from elasticcb.settings.definition import JOB, Kind, Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +46,23 @@ def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozens
         return function
 
     return decorate
+
+
+def role_options(role: str) -> Callable[[F], F]:
+    """Gives the click command of a process that is started by hand the settings that it takes itself."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options_of_role(role)):
+            described: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "default": option.default}
+            function = click.option(f"--{option.name}", type=_role_type(option), **described)(function)
+        return function
+
+    return decorate
+
+
+def _role_type(option: Setting) -> click.ParamType:
+    limits: dict[str, Any] = {"min": option.minimum, "max": option.maximum}
+    return click.IntRange(**limits) if option.kind is Kind.INTEGER else click.STRING
 
 
 def given_values(context: click.Context) -> Given:
@@ -80,7 +97,7 @@ class _JobOption(click.RichOption):
             return super().process_value(ctx, self.default)
 
 
-def _click_option(option: Option) -> Callable[[F], F]:
+def _click_option(option: Setting) -> Callable[[F], F]:
     kinds: dict[Kind, Any] = {
         Kind.INTEGER: click.INT,
         Kind.NUMBER: click.FLOAT,

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from elasticcb.cli.option import Kind
 from elasticcb.cli.options import BY_NAME, CANONICAL, normalize
 from elasticcb.cli.values import CoreLoader
 from elasticcb.errors import UsageError
+from elasticcb.settings.definition import Kind
 
 _NULL = "tag:yaml.org,2002:null"
 

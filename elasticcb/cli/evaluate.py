@@ -8,6 +8,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.follow import FollowSettings, follow
+from elasticcb.cli.from_flags import values_of
 from elasticcb.cli.job import build_settings, run_job, show_folder
 from elasticcb.settings import Command
 
@@ -30,7 +31,7 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     if not given["follow"]:
         run_job(Command.EVALUATE, given, context.obj)
         return
-    limits = FollowSettings(enabled=True, timeout=given["follow_timeout"], max_evaluations=given["max_evaluations"])
+    limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
     settings = build_settings(Command.EVALUATE, given)
     show_folder(settings)
     follow(settings, limits)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from elasticcb.errors import ElasticCBError, JobInterrupted
 from elasticcb.settings import JobSettings
+from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting
 
 if TYPE_CHECKING:
     from elasticcb.cli.progress import Display
@@ -20,12 +21,28 @@ RESULTS = "evaluations.jsonl"  # in the job's folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowSettings:
+class FollowSettings(Section):
     """Whether `evaluate` follows a folder of checkpoints, and how long."""
 
-    enabled: bool = False
-    timeout: float = 0.0  # seconds without a new checkpoint; 0: no limit
-    max_evaluations: int = 0  # 0: no limit
+    PANEL = CHECKPOINTS
+    COMMANDS = EVALUATE
+
+    enabled: bool = setting(
+        False,
+        "Evaluate each checkpoint in --checkpoint_dir_for_init, then each new one as it comes. `--follow` alone is "
+        "true.",
+        name="follow",
+    )
+    timeout: float = setting(
+        0.0,
+        "With --follow: end after so long without a new checkpoint; 0: no limit.",
+        name="follow_timeout",
+        unit="SECONDS",
+        minimum=0,
+    )
+    max_evaluations: int = setting(
+        0, "With --follow: end after so many checkpoints; 0: no limit.", unit="CHECKPOINTS", minimum=0
+    )
 
 
 def follow(settings: JobSettings, limits: FollowSettings) -> None:

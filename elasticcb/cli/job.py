@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import Session
 from elasticcb.cli.exits import exit_code
+from elasticcb.cli.from_flags import SaidByFlags, settings_from
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes.checks import read_cluster_spec
 from elasticcb.cli.kubernetes.pod_master import keep_in_pod
-from elasticcb.cli.option import Kind
-from elasticcb.cli.options import options_of
+from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.submit import is_to_be_submitted, submit
 from elasticcb.cli.validation import validate
@@ -23,35 +23,11 @@ from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.kubernetes import runs_in_pod
 from elasticcb.cluster.supervisor import keep_master
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
-from elasticcb.settings import (
-    JOURNAL_FILE,
-    CallbackErrors,
-    CheckpointSettings,
-    ClusterKind,
-    ClusterSettings,
-    Command,
-    DataSettings,
-    EmbeddingSettings,
-    JobSettings,
-    KubernetesSettings,
-    ModelSettings,
-    NonFinite,
-    TrainingSettings,
-    WhenFull,
-    WireDtype,
-    WorkerRange,
-)
+from elasticcb.settings import JOURNAL_FILE, ClusterKind, Command, JobSettings
+from elasticcb.settings.checks import completed
 
 if TYPE_CHECKING:
     from elasticcb.cluster.fork_server import ForkServer
-
-_ENUMS = {
-    "cluster": ClusterKind,
-    "non_finite": NonFinite,
-    "callback_errors": CallbackErrors,
-    "wire_dtype": WireDtype,
-    "embedding_when_full": WhenFull,
-}
 
 
 def run_job(command: Command, given: Given, session: Session) -> None:
@@ -150,52 +126,31 @@ def build_settings(command: Command, given: Given) -> JobSettings:
         UsageError: with all that is wrong.
     """
     origins = validate(command, given)
-    sections: dict[str, dict[str, Any]] = defaultdict(dict)
-    for option in options_of([command]):
-        value = given[option.name]
-        if option.name not in given or value is None:
-            continue  # the settings' own default
-        if option.name == "output" and command is Command.PREDICT and not names_predictions(given):
-            continue
-        if option.kind in (Kind.FOLDER, Kind.FILE):
-            value = given.folder(option.name)
-        elif option.kind is Kind.DATA:
-            value = origins[option.name]
-        elif option.name in _ENUMS:
-            value = _ENUMS[option.name](value)
-        elif option.name == "autoscale":
-            value = WorkerRange.of(value)
-        if option.name == "cluster_spec":
-            value = read_cluster_spec(value)
-        section, _, field = option.field.rpartition(".")
-        sections[section][field] = value
-    kubernetes = sections.pop("cluster.kubernetes", {})
-    # `elasticcb master` sets the kind of cluster by itself.
-    if given["cluster"] is not None:
-        sections["cluster"]["kind"] = ClusterKind(given["cluster"])
-    if given["cluster"] == ClusterKind.KUBERNETES.value:  # others may hear what pods say to each other
-        sections["cluster"].setdefault("tls", not given["tls_cert"])
-    if given["lease_seconds"] and given["lease_seconds"] < ClusterSettings.silence_seconds:
-        sections["cluster"].setdefault("silence_seconds", given["lease_seconds"])
-    if "autoscale" in given:
-        sections["cluster"].setdefault("num_workers", sections["cluster"]["autoscale"].least)
-    job = sections.pop("", {})
-    if "output" in job and command is Command.PREDICT:
-        job["output_format"] = prediction_format(given)
-    job.setdefault("name", _default_name(given["model_def"]))
-    if "directory" not in job:
-        job["directory"] = str(new_folder(given.working_directory / JOBS, command, job["name"]))
-    Path(job["directory"]).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return JobSettings(
-        command=command,
-        model=ModelSettings(**sections["model"]),
-        data=DataSettings(**sections["data"]),
-        training=TrainingSettings(**sections["training"]),
-        checkpoint=CheckpointSettings(**sections["checkpoint"]),
-        cluster=ClusterSettings(**sections["cluster"], kubernetes=KubernetesSettings(**kubernetes)),
-        embedding=EmbeddingSettings(**sections["embedding"]),
-        **job,
+    settings = completed(settings_from(command, given), SaidByFlags(given))
+    data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
+    pods = replace(settings.cluster.kubernetes, cluster_spec=_cluster_spec(given))
+    name = settings.name or _default_name(settings.model.definition)
+    directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))
+    Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if command is Command.PREDICT:
+        wanted = names_predictions(given)
+        settings = replace(
+            settings,
+            output=settings.output if wanted else "",
+            output_format=prediction_format(given) if wanted else settings.output_format,
+        )
+    return replace(
+        settings,
+        name=name,
+        directory=directory,
+        data=replace(settings.data, **data),
+        cluster=replace(settings.cluster, kubernetes=pods),
     )
+
+
+def _cluster_spec(given: Given) -> dict[str, Any]:
+    path = given.folder("cluster_spec")
+    return read_cluster_spec(path) if path else {}
 
 
 def _default_name(definition: str) -> str:

@@ -9,9 +9,8 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.job import run_job
-from elasticcb.cli.option import ALL
-from elasticcb.cli.options import JOB
 from elasticcb.settings import ClusterKind, Command
+from elasticcb.settings.definition import ALL, JOB
 
 
 @click.command(context_settings=CONTEXT)
@@ -39,5 +38,6 @@ def master(context: click.Context, /, job_command: str, **values: Any) -> None:
       elasticcb worker --master 10.0.0.1:50001
     """
     given = given_values(context)
-    external = {**given.values, "cluster": ClusterKind.EXTERNAL.value}
-    run_job(Command(job_command), dataclasses.replace(given, values=external), context.obj)
+    values = {**given.values, "cluster": ClusterKind.EXTERNAL.value}
+    external = dataclasses.replace(given, values=values, explicit=given.explicit | {"cluster"})
+    run_job(Command(job_command), external, context.obj)

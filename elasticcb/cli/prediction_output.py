@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 
 from elasticcb.cli.given_flags import Given
-from elasticcb.predictions.formats import ENDINGS, FORMATS, format_of
+from elasticcb.predictions.formats import ENDINGS, format_of
 from elasticcb.settings import Command
+from elasticcb.settings.choices import PREDICTION_FORMATS
 from elasticcb.storage.remote_files import is_url
 from elasticcb.storage.writable import problem_of_folder
 
@@ -42,7 +43,7 @@ def check_prediction_output(command: Command, given: Given) -> Iterator[str]:
     if not format:
         yield (
             f"{flag} does not say in which format to write. Expected a file that ends with {', '.join(ENDINGS)}; or "
-            f"add --output_format, one of {', '.join(FORMATS)}."
+            f"add --output_format, one of {', '.join(PREDICTION_FORMATS)}."
         )
     elif format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         yield f"{flag} needs the Python module pyarrow. Install it with: pip install 'elasticcb[parquet]'"

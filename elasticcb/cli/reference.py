@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticcb.cli.option import ALL
-from elasticcb.cli.options import OPTIONS, PANELS
+from elasticcb.cli.options import OPTIONS
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
+from elasticcb.settings.definition import ALL, PANELS
 
 _MEANINGS = {
     ExitCode.DONE: "The job did what it should.",

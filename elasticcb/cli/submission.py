@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticcb.settings.definition import KUBERNETES, Kind, Section, setting
+
 
 @dataclass(frozen=True, kw_only=True)
-class SubmissionSettings:
+class SubmissionSettings(Section):
     """What becomes of the manifests of a job."""
 
-    yaml: str = ""  # file that they are written to, instead of being submitted
-    dry_run: bool = False  # the API server only checks them
+    PANEL = KUBERNETES
+
+    yaml: str = setting(
+        "",
+        "Write the manifests of the job into a file, for kubectl, and submit nothing.",
+        kind=Kind.FILE,
+    )
+    dry_run: bool = setting(False, "Have the API server check all, and start nothing. `--dry_run` alone is true.")

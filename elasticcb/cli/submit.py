@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from elasticcb.cli.from_flags import settings_from
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.kubernetes.checks import LOCAL_FILES, check_paths, read_cluster_spec
 from elasticcb.cli.kubernetes.follow import follow_job
-from elasticcb.cli.kubernetes.options import KUBERNETES_OPTIONS
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.child import common_environment
@@ -51,7 +51,7 @@ def submit(command: Command, given: Given) -> int:
         KubernetesError: the API server refused it; what was made is gone again.
     """
     validate_flags(command, given, check_paths)
-    settings = kubernetes_settings(given)
+    settings = kubernetes_settings(command, given)
     name = given["job_name"] or unlike_others(given["model_def"])
     directory = given["job_dir"] or f"{_PRIVATE_FOLDER}/{name}"
     plan = PodPlan(name, settings, common_environment(given["log_level"]), TOKEN_VARIABLE)
@@ -81,17 +81,11 @@ def submit(command: Command, given: Given) -> int:
     return follow_job(api, name)
 
 
-def kubernetes_settings(given: Given) -> KubernetesSettings:
+def kubernetes_settings(command: Command, given: Given) -> KubernetesSettings:
     """Of flags that were checked."""
-    prefix = "cluster.kubernetes."
-    values = {
-        option.field.removeprefix(prefix): given[option.name]
-        for option in KUBERNETES_OPTIONS
-        if option.field.startswith(prefix) and given[option.name] is not None and option.name in given
-    }
-    if "cluster_spec" in values:
-        values["cluster_spec"] = read_cluster_spec(given.folder("cluster_spec"))
-    return KubernetesSettings(**values)
+    settings = settings_from(command, given).cluster.kubernetes
+    path = given.folder("cluster_spec")
+    return replace(settings, cluster_spec=read_cluster_spec(path)) if path else settings
 
 
 def unlike_others(definition: str) -> str:

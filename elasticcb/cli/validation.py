@@ -5,47 +5,24 @@ No check imports TensorFlow or runs the user's code.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from elasticcb.cli.from_flags import SaidByFlags, settings_from
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.kubernetes.checks import check_kubernetes
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
-from elasticcb.cli.option import Kind
-from elasticcb.cli.options import BY_NAME, OPTIONS
+from elasticcb.cli.options import BY_NAME, OPTIONS, options_of
 from elasticcb.cli.origins import resolve_origin
 from elasticcb.cli.prediction_output import check_prediction_file, check_prediction_output, names_predictions
-from elasticcb.cli.replicas import check_replicas
-from elasticcb.cluster.ray import check_ray
+from elasticcb.cluster.prerequisites import missing_for
 from elasticcb.errors import UsageError
-from elasticcb.security.certificates import check_installed
-from elasticcb.security.tls import FILES, TLS, tls_files
-from elasticcb.settings import ClusterKind, Command, WorkerRange
+from elasticcb.settings import Command, WorkerRange
+from elasticcb.settings.checks import in_words, problems_of
+from elasticcb.settings.definition import Kind
 from elasticcb.storage.remote_files import is_url, problem_of
 from elasticcb.storage.writable import problem_of_folder
-
-# What a command can't do without, and why.
-NEEDED: dict[Command, dict[str, str]] = {
-    Command.TRAIN: {
-        "model_zoo": "the folder that holds the model file",
-        "model_def": "the model in the zoo, e.g. mnist.custom_model",
-        "training_data": "the records to train on",
-    },
-    Command.EVALUATE: {
-        "model_zoo": "the folder that holds the model file",
-        "model_def": "the model in the zoo, e.g. mnist.custom_model",
-        "validation_data": "the records to evaluate on",
-        "checkpoint_dir_for_init": "the checkpoint with the trained weights",
-    },
-    Command.PREDICT: {
-        "model_zoo": "the folder that holds the model file",
-        "model_def": "the model in the zoo, e.g. mnist.custom_model",
-        "prediction_data": "the records to predict",
-        "checkpoint_dir_for_init": "the checkpoint with the trained weights",
-    },
-}
 
 
 def validate(command: Command, given: Given) -> dict[str, str]:
@@ -60,7 +37,7 @@ def validate(command: Command, given: Given) -> dict[str, str]:
     origins, found = _check_files(command, given)
     problems.extend(found)
     if problems:
-        raise UsageError(_join(command, problems))
+        raise UsageError(in_words(command.value, problems))
     return origins
 
 
@@ -73,14 +50,7 @@ def validate_flags(command: Command, given: Given, check_paths: Callable[[Given]
     problems = [problem for check in _FLAG_CHECKS for problem in check(command, given)]
     problems.extend(check_paths(given))
     if problems:
-        raise UsageError(_join(command, problems))
-
-
-def _join(command: Command, problems: list[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-    return f"`{command.value}` can't start, for {len(problems)} reasons:\n{listed}"
+        raise UsageError(in_words(command.value, problems))
 
 
 # ---------------------------------------------------------------- flags by themselves
@@ -91,9 +61,9 @@ def _check_readable(command: Command, given: Given) -> Iterator[str]:
 
 
 def _check_needed(command: Command, given: Given) -> Iterator[str]:
-    for name, what in NEEDED[command].items():
-        if given[name] is None:
-            yield f"--{name} is missing: {what}. `{command.value}` needs it."
+    for option in OPTIONS:
+        if command in option.needed and given[option.name] is None:
+            yield f"--{option.name} is missing: {option.what}. `{command.value}` needs it."
 
 
 def _check_meaning(command: Command, given: Given) -> Iterator[str]:
@@ -122,22 +92,12 @@ def _expected(name: str) -> str:
 
 
 def _check_limits(command: Command, given: Given) -> Iterator[str]:
-    for option in OPTIONS:
+    for option in options_of([command]):
         value = given[option.name]
-        if option.kind not in (Kind.INTEGER, Kind.NUMBER) or command not in option.commands or value is None:
-            continue
-        if option.minimum is not None and value < option.minimum:
-            expected = f"at least {option.minimum:g}"
-        elif option.maximum is not None and value > option.maximum:
-            expected = f"at most {option.maximum:g}"
-        elif option.above is not None and not value > option.above:
-            expected = f"more than {option.above:g}"
-        elif not math.isfinite(value):
-            expected = "a finite number"
-        else:
-            continue
-        because = f" {option.because}" if option.because else ""
-        yield f"{given.flag(option.name, with_value=True)} can't be. Expected {expected}.{because}"
+        if option.kind in (Kind.INTEGER, Kind.NUMBER) and value is not None:
+            expected = option.beyond_limits(value)
+            if expected:
+                yield f"{given.flag(option.name, with_value=True)} can't be. {expected}"
 
 
 def _check_names(command: Command, given: Given) -> Iterator[str]:
@@ -157,88 +117,18 @@ def _check_names(command: Command, given: Given) -> Iterator[str]:
 
 
 def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
-    if command is Command.TRAIN:
-        yield from _check_evaluation(given)
-        yield from _check_mode(given)
-        yield from _check_autoscale(given)
-        yield from _check_checkpoints(given)
-        yield from check_replicas(given)
-    if command is Command.EVALUATE:
-        yield from _check_follow(given)
-    if "silence_seconds" in given and 0 < given["lease_seconds"] < given["silence_seconds"]:
-        lease, silence = (given.flag(name, with_value=True) for name in ("lease_seconds", "silence_seconds"))
-        yield (
-            f"{lease} is shorter than {silence}: while a parameter server that hangs is missed and replaced, workers "
-            "make no progress, and would be killed for it. Raise --lease_seconds, or lower --silence_seconds."
-        )
+    yield from problems_of(settings_from(command, given), SaidByFlags(given))
 
 
-def _check_evaluation(given: Given) -> Iterator[str]:
-    if given["evaluation_steps"] and not given["validation_data"]:
-        yield (
-            f"{given.flag('evaluation_steps', with_value=True)} asks for evaluation, but there is nothing to "
-            "evaluate on. Add --validation_data, or leave out --evaluation_steps."
-        )
-
-
-def _check_mode(given: Given) -> Iterator[str]:
-    if given["use_async"]:
-        for name in ("grads_to_wait", "sync_version_tolerance"):
-            if name in given:
-                yield (
-                    f"{given.flag(name, with_value=True)} has a meaning in synchronous mode only, and "
-                    f"this job is asynchronous. Add --use_async=false, or leave out --{name}."
-                )
-        return
-    if given["max_staleness"]:
-        yield (
-            f"{given.flag('max_staleness', with_value=True)} has a meaning in asynchronous mode only. Leave it out, or "
-            "leave out --use_async=false; --sync_version_tolerance says how old gradients may be in synchronous mode."
-        )
-    steps, wait = given["get_model_steps"], given["grads_to_wait"]
-    tolerance = given["sync_version_tolerance"]
-    if wait < 1:
-        return  # told already
-    age = (steps - 1) // wait
-    if age > tolerance:
-        yield (
-            f"{given.flag('get_model_steps', with_value=True)} makes weights {age} versions old even with "
-            f"one worker, but {given.flag('sync_version_tolerance', with_value=True)} rejects "
-            f"gradients older than {tolerance}. Lower --get_model_steps, or raise --sync_version_tolerance."
-        )
-
-
-def _check_autoscale(given: Given) -> Iterator[str]:
-    if not given["autoscale"]:
-        return
-    flag = given.flag("autoscale", with_value=True)
+def _check_autoscale(command: Command, given: Given) -> Iterator[str]:
     try:
-        limits = WorkerRange.of(given["autoscale"])
+        WorkerRange.of(given["autoscale"] or "1..1")
     except UsageError as error:
-        yield f"{flag}: {error}"
-        return
-    if "num_workers" in given and not limits.least <= given["num_workers"] <= limits.most:
-        workers = given.flag("num_workers", with_value=True)
-        yield f"{workers}, with which the job begins, is not within {flag}. Give another number, or leave it out."
-    if given["cluster"] != ClusterKind.LOCAL.value:
-        yield (
-            f"{flag} starts and ends processes of this machine, which --cluster={given['cluster']} leaves to others. "
-            "Leave one of them out."
-        )
+        yield f"{given.flag('autoscale', with_value=True)}: {error}"
 
 
-def _check_checkpoints(given: Given) -> Iterator[str]:
-    if given["checkpoint_dir"] is None:
-        for name in ("checkpoint_steps", "keep_checkpoint_max"):
-            if name in given:
-                yield (
-                    f"{given.flag(name, with_value=True)} is about checkpoints, but there is no folder to "
-                    f"write them to. Add --checkpoint_dir, or leave out --{name}."
-                )
-
-
-def _check_follow(given: Given) -> Iterator[str]:
-    if not given["follow"]:
+def _check_follow(command: Command, given: Given) -> Iterator[str]:
+    if command is Command.EVALUATE and not given["follow"]:
         for name in ("follow_timeout", "max_evaluations"):
             if name in given:
                 yield (
@@ -298,29 +188,8 @@ def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
         )
 
 
-def _check_tls(command: Command, given: Given) -> Iterator[str]:
-    paths = {name: str(given.path(name) or "") for name in FILES} | {"tls_name": given["tls_name"] or ""}
-    try:
-        files = tls_files(paths)
-        if files is not None:
-            TLS.load(files)
-        elif given["tls"]:
-            check_installed()
-    except UsageError as error:
-        yield str(error)
-
-
-def _check_ray(command: Command, given: Given) -> Iterator[str]:
-    if given["cluster"] == ClusterKind.RAY.value:
-        try:
-            check_ray(given["ray_address"] or "")
-        except UsageError as error:
-            yield str(error)
-    elif "ray_address" in given:
-        yield (
-            f"{given.flag('ray_address', with_value=True)} has a meaning with --cluster=ray only. Add that, or leave "
-            "this out."
-        )
+def _check_machine(command: Command, given: Given) -> Iterator[str]:
+    yield from missing_for(settings_from(command, given).cluster)
 
 
 def _check_initial(command: Command, given: Given) -> Iterator[str]:
@@ -416,13 +285,14 @@ _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_limits,
     _check_names,
     _check_contradictions,
+    _check_autoscale,
+    _check_follow,
     check_prediction_output,
     check_kubernetes,
 )
 _FILE_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_folders,
     check_prediction_file,
-    _check_tls,
-    _check_ray,
+    _check_machine,
     _check_initial,
 )

@@ -244,7 +244,7 @@ class Job:
             max_batches=training.max_batches,
             shuffle_seed=training.shuffle_seed,
             max_retries=training.max_task_retries,
-            lease_seconds=training.lease_seconds,
+            lease_seconds=self._settings.cluster.lease_seconds,
             hold_epochs=self._holds_epochs,
             initial_epoch=self._initial_epoch,
             open_ended=self._host.open_ended,

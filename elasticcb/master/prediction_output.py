@@ -32,7 +32,7 @@ class PredictionOutput:
 
     Args:
         path: of the file.
-        format: of the file, one of `prediction_formats.FORMATS`.
+        format: of the file, one of `settings.choices.PREDICTION_FORMATS`.
         job_folder: where parts are written.
         sources: (name, number of records) of the data, in its order.
         output_names: of the model.

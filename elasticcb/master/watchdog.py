@@ -73,7 +73,7 @@ class Watchdog:
         settings = self._master.settings
         if role is Role.PS or not self._watched or settings is None:
             return self._silence
-        return max(self._silence, settings.training.lease_seconds)
+        return max(self._silence, settings.cluster.lease_seconds)
 
     def doubt(self, server: int) -> None:
         """A server does not answer somebody. It is replaced, unless it answers the master."""

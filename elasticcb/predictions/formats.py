@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import PurePath
 
 ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npz": "npz"}
-FORMATS = tuple(dict.fromkeys(ENDINGS.values()))
 
 
 def format_of(path: str) -> str:

@@ -13,10 +13,10 @@ import pytest
 import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
-from elasticcb.cli.option import ALL
 from elasticcb.cli.options import options_of
 from elasticcb.cli.reference import update
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
+from elasticcb.settings.definition import ALL
 
 REPOSITORY = Path(elasticcb.__file__).parent.parent
 

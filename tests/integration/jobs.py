@@ -21,7 +21,7 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
-    EmbeddingSettings,
+    EmbeddingOptions,
     JobSettings,
     ModelSettings,
     TrainingSettings,
@@ -146,7 +146,7 @@ def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAI
         "training": TrainingSettings,
         "checkpoint": CheckpointSettings,
         "cluster": ClusterSettings,
-        "embedding": EmbeddingSettings,
+        "embedding": EmbeddingOptions,
     }
     parts.setdefault("kind", ClusterKind.INPROCESS)
     values = {}

@@ -419,7 +419,7 @@ def test_function_that_kills_its_workers_fails_and_the_next_ones_get_new_process
 
         os._exit(3)
 
-    with elasticcb.Cluster(max_worker_restarts=0) as cluster:
+    with elasticcb.Cluster(recovery=elasticcb.RecoveryOptions(max_worker_restarts=0)) as cluster:
         value = cluster.schedule(die)
         with pytest.raises(JobFailedError, match=r"die\(\) could not be run: .*exit code 3"):
             cluster.join()

@@ -40,8 +40,12 @@ def native_model(optimizer: keras.optimizers.Optimizer, **options: object) -> ke
 
 
 def cluster(num_workers: int = 1, num_ps: int = 2, **options: object) -> elasticcb.Cluster:
-    given = {"kind": "inprocess", "log_level": "ERROR", "embedding_threshold_bytes": 1000, **options}
+    given = {"kind": "inprocess", "log_level": "ERROR", "embedding": tables(), **options}
     return elasticcb.Cluster(num_workers, num_ps, **given)
+
+
+def tables(**options: int) -> elasticcb.EmbeddingOptions:
+    return elasticcb.EmbeddingOptions(threshold_bytes=1000, **options)
 
 
 def tables_in(folder: Path) -> list[str]:
@@ -101,7 +105,7 @@ def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) 
     keras.utils.set_random_seed(1)
     model = model_of(Embedding(8), keras.optimizers.Adam(0.03))
     ids = IDS.astype("int64") * 10**12
-    with cluster(num_workers=2, max_staleness=max_staleness) as servers:
+    with cluster(num_workers=2, updates=elasticcb.UpdateOptions(max_staleness=max_staleness)) as servers:
         first = servers.fit(model, ids, LABELS, batch_size=16, epochs=4, verbose=0).history["loss"]
         held, rows = model.layers[1].rows()
         assert held.tolist() == np.unique(ids).tolist()
@@ -117,7 +121,7 @@ def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) 
 def test_rows_age_on_from_one_fit_to_the_next() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
     ids = np.arange(320).reshape(80, 4)
-    with cluster(embedding_max_age=30) as servers:
+    with cluster(embedding=tables(max_age=30)) as servers:
         for part in np.split(ids, 4):  # 10 versions each
             servers.fit(model, part, np.ones((20, 1)), batch_size=2, shuffle=False, verbose=0)
     # The last look for old rows was at version 39, and took those of the first versions.
@@ -147,7 +151,7 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
 def test_rows_that_the_caller_gives_count_as_trained_when_they_come() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
     ids = np.arange(160).reshape(40, 4)
-    with cluster(embedding_max_age=30) as servers:
+    with cluster(embedding=tables(max_age=30)) as servers:
         servers.fit(model, ids, np.ones((40, 1)), batch_size=1, shuffle=False, verbose=0)  # 40 versions
         model.layers[1].set_rows(ids.ravel())
         servers.fit(model, ids[:20], np.ones((20, 1)), batch_size=1, shuffle=False, verbose=0)
@@ -172,7 +176,7 @@ def test_synchronous_workers_make_one_update_of_rows() -> None:
 
 def test_gradients_rounded_for_the_way_still_train() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
-    with cluster(wire_dtype="bfloat16") as servers:
+    with cluster(updates=elasticcb.UpdateOptions(wire_dtype="bfloat16")) as servers:
         servers.fit(ours, IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
     plain.fit(IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
@@ -183,7 +187,7 @@ def test_gradients_rounded_for_the_way_still_train() -> None:
 def test_a_full_table_ends_the_job_with_words() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.1))
     with (
-        cluster(num_ps=1, embedding_memory_bytes=3000) as servers,
+        cluster(num_ps=1, embedding=tables(memory_bytes=3000)) as servers,
         pytest.raises(JobFailedError, match="embedding_memory_bytes"),
     ):
         servers.fit(model, IDS, LABELS, batch_size=32, verbose=0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import elasticcb
+from elasticcb import CheckpointOptions
 from elasticcb.checkpoint.manifest import verify
 from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import LastCheckpointError
@@ -122,7 +123,9 @@ def test_fit_gives_back_what_it_trained_without_its_last_checkpoint(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     before = model.get_weights()[0]
-    with elasticcb.Cluster(kind="inprocess", checkpoint_dir=str(folder), checkpoint_steps=2) as cluster:
+    with elasticcb.Cluster(
+        kind="inprocess", checkpoint_dir=str(folder), checkpoint=CheckpointOptions(steps=2)
+    ) as cluster:
         for _ in range(2):
             with pytest.warns(RuntimeWarning, match="last checkpoint is missing: .*checkpoints") as warned:
                 history = cluster.fit(model, x, x.sum(1), epochs=2, verbose=0)

@@ -1,5 +1,6 @@
 """`elasticcb.Cluster` where it is not used as it is meant to be, and what is left of it afterwards."""
 
+import inspect
 import os
 import signal
 import socket
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import elasticcb
+from elasticcb import CheckpointOptions, NetworkOptions, RecoveryOptions, UpdateOptions
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
+from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
 X = np.linspace(0, 1, 64, dtype="float32")[:, None]
 Y = 2 * X
@@ -56,36 +59,89 @@ def test_numbers_of_numpy_are_numbers(options, cluster):
     assert fit(cluster, **options).history["loss"]
 
 
+RESTARTS_OF_NUMPY = RecoveryOptions(max_worker_restarts=np.int64(1))
+
+
 def test_numbers_of_numpy_make_a_cluster():
-    with elasticcb.Cluster(np.int64(1), np.int64(1), kind="inprocess", max_worker_restarts=np.int64(1)) as cluster:
+    with elasticcb.Cluster(np.int64(1), np.int64(1), kind="inprocess", recovery=RESTARTS_OF_NUMPY) as cluster:
         assert fit(cluster).history["loss"]
 
 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        ("`port` must be a whole number between 0 and 65535", {"port": 70000}),
-        ("`checkpoint_steps` must be a whole number of at least 0", {"checkpoint_steps": -1}),
-        ("`use_async` must be True or False", {"use_async": "false"}),
-        ("`log_level` must be one of", {"log_level": "LOUD"}),
-        ("raise sync_version_tolerance", {"use_async": False, "get_model_steps": 3}),
-        ("`ps_replicas=1` can't be with `num_ps=1`", {"ps_replicas": 1}),
-        ("at most `lease_seconds`.* Received: silence_seconds=301, lease_seconds=300", {"silence_seconds": 301}),
-        ("Received: silence_seconds=6, lease_seconds=5", {"lease_seconds": 5, "silence_seconds": 6}),
-        ("`silence_seconds` must be more than 0", {"silence_seconds": 0}),
-        ("`lease_seconds` must be more than 0", {"lease_seconds": 0}),
+        ("NetworkOptions(port=70000) can't be. Expected at most 65535.", {"network": NetworkOptions(port=70000)}),
+        ("CheckpointOptions(steps=-1) can't be. Expected at least 0.", {"checkpoint": CheckpointOptions(steps=-1)}),
+        ("use_async='false' can't be. Expected True or False.", {"use_async": "false"}),
+        ("log_level='LOUD' can't be. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
+        (
+            "raise UpdateOptions.sync_version_tolerance.",
+            {"use_async": False, "updates": UpdateOptions(get_model_steps=3)},
+        ),
+        ("Add use_async=False, or leave out grads_to_wait.", {"grads_to_wait": 2}),
+        ("updates=3 can't be. Expected an elasticcb.UpdateOptions, such as", {"updates": 3}),
+        (
+            "RecoveryOptions(ps_replicas=1) can't be with num_ps=1: the next server",
+            {"recovery": RecoveryOptions(ps_replicas=1)},
+        ),
+        (
+            "RecoveryOptions(lease_seconds=300.0) is shorter than RecoveryOptions(silence_seconds=301): while",
+            {"recovery": RecoveryOptions(silence_seconds=301)},
+        ),
+        (
+            "RecoveryOptions(lease_seconds=5) is shorter than RecoveryOptions(silence_seconds=6)",
+            {"recovery": RecoveryOptions(lease_seconds=5, silence_seconds=6)},
+        ),
+        ("silence_seconds=0) can't be. Expected more than 0.", {"recovery": RecoveryOptions(silence_seconds=0)}),
+        ("lease_seconds=0) can't be. Expected more than 0.", {"recovery": RecoveryOptions(lease_seconds=0)}),
+        (
+            "ray_address='a:1') has a meaning with kind='ray' only.",
+            {"network": NetworkOptions(ray_address="a:1")},
+        ),
     ],
 )
 def test_cluster_says_what_cannot_be(words, given):
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError) as caught:
         elasticcb.Cluster(**given)
+    assert words in str(caught.value)
+
+
+def test_cluster_says_all_that_cannot_be_at_once():
+    with pytest.raises(UsageError) as caught:
+        elasticcb.Cluster(0, kind="cloud", updates=UpdateOptions(max_staleness=-1), checkpoint_dir="s3://bucket")
+    words = str(caught.value)
+    assert words.startswith("`Cluster` can't start, for 4 reasons:\n  1. ")
+    for part in ("num_workers=0", "kind='cloud'", "UpdateOptions(max_staleness=-1)", "s3://bucket"):
+        assert part in words
+
+
+def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
+    with pytest.raises(UsageError) as caught:
+        elasticcb.Cluster(2, max_staleness=1, embedding_memory_bytes=9, tls=True)
+    words = str(caught.value)
+    assert "for 3 reasons" in words
+    assert "Cluster(updates=elasticcb.UpdateOptions(max_staleness=1))" in words
+    assert "Cluster(embedding=elasticcb.EmbeddingOptions(memory_bytes=9))" in words
+    assert "Cluster(network=elasticcb.NetworkOptions(tls=True))" in words
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_wokers'"):
+        elasticcb.Cluster(num_wokers=2)
+
+
+def test_arguments_of_every_day_are_those_of_the_settings():
+    taken = inspect.signature(elasticcb.Cluster).parameters
+    own = {name for name in taken if name not in GROUPS} - {"directory", "job_dir", "others"}
+    assert own == set(EVERYDAY)
+    assert len(taken) < 20
+    for name, setting in EVERYDAY.items():
+        assert taken[name].default == setting.initial
 
 
 def test_short_lease_needs_no_silence_beside_it():
-    with elasticcb.Cluster(kind="inprocess", lease_seconds=20) as cluster:
+    with elasticcb.Cluster(kind="inprocess", recovery=RecoveryOptions(lease_seconds=20)) as cluster:
         assert fit(cluster).history["loss"]
-    with pytest.raises(UsageError, match="at most `lease_seconds`"):  # a silence that is given stays as it is
-        elasticcb.Cluster(lease_seconds=20, silence_seconds=30)
+        assert cluster._settings.cluster.silence_seconds == 20
+    with pytest.raises(UsageError, match="is shorter than"):  # a silence that is given stays as it is
+        elasticcb.Cluster(recovery=RecoveryOptions(lease_seconds=20, silence_seconds=25))
 
 
 def test_validation_every_zero_epochs_is_refused_with_words(cluster):
@@ -148,7 +204,7 @@ def test_cluster_that_could_not_start_can_start_later():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        cluster = elasticcb.Cluster(kind="inprocess", port=taken.getsockname()[1])
+        cluster = elasticcb.Cluster(kind="inprocess", network=NetworkOptions(port=taken.getsockname()[1]))
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match="Can't listen"):
                 cluster.start()

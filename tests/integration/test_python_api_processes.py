@@ -100,7 +100,7 @@ def test_killed_server_is_replaced_and_fit_goes_on(cluster):
 
 
 def test_server_that_keeps_no_files_ends_the_call_with_words_and_the_next_call_works():
-    with elasticcb.Cluster(num_workers=1, checkpoint_interval=0) as cluster:
+    with elasticcb.Cluster(num_workers=1, checkpoint=elasticcb.CheckpointOptions(interval_seconds=0)) as cluster:
         with pytest.raises(JobFailedError, match=r"parameter server 0 .*SIGKILL"):
             cluster.fit(make(), X, Y, epochs=50, batch_size=10, verbose=0, callbacks=[KillsOnce("ps")])
         assert cluster.fit(make(), X, Y, batch_size=100, verbose=0).history["count"] == [len(X)]

@@ -63,7 +63,10 @@ SCRIPT = """
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
     with elasticcb.handle_restartable_error(), elasticcb.Cluster(
-        2, job_dir="job", checkpoint_interval=0.2, max_ps_restarts=0
+        2,
+        job_dir="job",
+        checkpoint=elasticcb.CheckpointOptions(interval_seconds=0.2),
+        recovery=elasticcb.RecoveryOptions(max_ps_restarts=0),
     ) as cluster:
         for number, epochs in enumerate((1, 3), start=1):
             present[0] = number
@@ -307,9 +310,9 @@ def test_training_that_was_stopped_stays_so_where_batches_have_no_index(tmp_path
 def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):
     with cluster(tmp_path), pytest.raises(UsageError, match="is used by another Cluster"):
         cluster(tmp_path).start()
-    with pytest.raises(UsageError, match="checkpoint_interval=0 was given"):
-        cluster(tmp_path, checkpoint_interval=0)
-    with pytest.raises(UsageError, match="must name a folder"):
+    with pytest.raises(UsageError, match=r"interval_seconds=0\) was given"):
+        cluster(tmp_path, checkpoint=elasticcb.CheckpointOptions(interval_seconds=0))
+    with pytest.raises(UsageError, match="Expected a folder, or None"):
         elasticcb.Cluster(job_dir="")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"can't be used: .*Name another folder"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import elasticcb
+from elasticcb import NetworkOptions
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import running_master
 from elasticcb.errors import ConnectionLostError, UsageError
@@ -114,7 +115,7 @@ def test_a_cluster_of_python_speaks_tls(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones((64, 4), "float32")
-    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, tls=True) as cluster:
+    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, network=NetworkOptions(tls=True)) as cluster:
         history = cluster.fit(model, x, x[:, :1], epochs=2, verbose=0)
     assert len(history.history["loss"]) == 2
     assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
@@ -122,6 +123,6 @@ def test_a_cluster_of_python_speaks_tls(tmp_path):
 
 def test_a_cluster_of_python_tells_mistakes_with_certificates():
     with pytest.raises(UsageError, match="tls_ca came without tls_cert and tls_key"):
-        elasticcb.Cluster(tls_ca="ca.pem")
-    with pytest.raises(UsageError, match=r"`tls` must be True or False\. Received: tls='yes'"):
-        elasticcb.Cluster(tls="yes")
+        elasticcb.Cluster(network=NetworkOptions(tls_ca="ca.pem"))
+    with pytest.raises(UsageError, match=r"NetworkOptions\(tls='yes'\) can't be. Expected True or False\."):
+        elasticcb.Cluster(network=NetworkOptions(tls="yes"))

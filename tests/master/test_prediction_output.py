@@ -15,7 +15,7 @@ from elasticcb.master.shards import Shard
 from elasticcb.model.metric_messages import flatten_outputs
 from elasticcb.predictions.columns import columns_of
 from elasticcb.predictions.files import check
-from elasticcb.predictions.formats import FORMATS
+from elasticcb.settings.choices import PREDICTION_FORMATS
 
 SOURCES = [("a", 5), ("b", 3)]
 # Of sources and the first record of each task; in no order, one of them twice.
@@ -135,7 +135,7 @@ def committed(folder, format="csv", target=None, rows=8):
     return output
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PREDICTION_FORMATS)
 def test_file_that_somebody_else_made_stays_and_the_predictions_are_in_the_job_folder(tmp_path, format):
     output = committed(tmp_path, format)
     output.path.write_text("of somebody else")

@@ -6,7 +6,7 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.watchdog import Watchdog
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 
 class Backend(ClusterBackend):
@@ -38,8 +38,7 @@ class Watched:
             name="job",
             directory="/nowhere",
             model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-            training=TrainingSettings(lease_seconds=300.0),
-            cluster=ClusterSettings(max_ps_restarts=max_ps_restarts),
+            cluster=ClusterSettings(max_ps_restarts=max_ps_restarts, lease_seconds=300.0),
         )
         self.master = Master(settings.cluster, self.backend, self.lines.append)
         self.master.begin_job(settings)

@@ -9,15 +9,14 @@ from typing import Any
 import yaml
 
 from elasticcb.cli.given_flags import Given
-from elasticcb.cli.kubernetes.options import KUBERNETES_OPTIONS
-from elasticcb.cli.option import Kind
-from elasticcb.cli.options import options_of
+from elasticcb.cli.options import KUBERNETES_OPTIONS, options_of
 from elasticcb.cluster import kubernetes_api
 from elasticcb.cluster.pod_flags import PARSERS, amount, job_name, parse_resources
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import FILES
 from elasticcb.settings import ClusterKind, Command
+from elasticcb.settings.definition import Kind
 from elasticcb.storage.remote_files import is_url
 
 PATCHED = ("all", "master", "worker", "ps")  # parts of a --cluster_spec

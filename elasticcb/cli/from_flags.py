@@ -1,0 +1,61 @@
+"""From flags to settings."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from elasticcb.cli.given_flags import Given
+from elasticcb.cli.options import BY_PATH, options_of
+from elasticcb.errors import UsageError
+from elasticcb.settings import Command, JobSettings, WorkerRange
+from elasticcb.settings.definition import Kind, build, nested
+
+READ_LATER = frozenset({"cluster_spec"})  # a file whose content is the setting
+
+
+def values_of(command: Command, given: Given, section: str = "") -> dict[str, Any]:
+    """What was given of the settings of a command, by path below `section`; paths of files and folders are absolute."""
+    values: dict[str, Any] = {}
+    prefix = f"{section}." if section else ""
+    for option in options_of([command]):
+        value = given[option.name]
+        if option.name not in given or value is None or option.name in READ_LATER or not option.path.startswith(prefix):
+            continue
+        if option.kind in (Kind.FOLDER, Kind.FILE):
+            value = given.folder(option.name)
+        elif option.hint is WorkerRange:
+            with contextlib.suppress(UsageError):  # `validate` tells
+                values[option.path.removeprefix(prefix)] = WorkerRange.of(value)
+            continue
+        values[option.path.removeprefix(prefix)] = value
+    return values
+
+
+def settings_from(command: Command, given: Given) -> JobSettings:
+    """The settings that flags stand for, before they are checked: without what follows from others."""
+    values = {path: value for path, value in values_of(command, given).items() if not path.startswith(_BESIDE)}
+    settings: JobSettings = build(JobSettings, {"command": command, **nested(values)})
+    return settings
+
+
+_BESIDE = ("follow.", "submission.")  # sections that are no matter of a job
+
+
+class SaidByFlags:
+    """How checks speak of settings that are given as flags."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+
+    def __contains__(self, path: str) -> bool:
+        return BY_PATH[path].name in self._given
+
+    def name(self, path: str) -> str:
+        return f"--{BY_PATH[path].name}"
+
+    def with_value(self, path: str) -> str:
+        return self._given.flag(BY_PATH[path].name, with_value=True)
+
+    def as_given(self, path: str, value: Any) -> str:
+        return f"{self.name(path)}={str(value).lower() if isinstance(value, bool) else value}"

@@ -1,0 +1,63 @@
+"""Settings: typed and frozen, in seconds and bytes, each defined once, sent to every process.
+
+Nothing below the command line sees flags. A new setting is a field of a section in job.py, training.py, cluster.py or
+kubernetes.py, and the line that reads it.
+"""
+
+from elasticcb.settings.choices import (
+    MOST_WORKERS,
+    CallbackErrors,
+    ClusterKind,
+    Command,
+    NonFinite,
+    WhenFull,
+    WireDtype,
+    WorkerRange,
+)
+from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
+from elasticcb.settings.job import (
+    CHECKPOINTS_FOLDER,
+    INDEX_FILE,
+    INITIAL_FOLDER,
+    JOB_FILE,
+    JOURNAL_FILE,
+    RECOVERY_FOLDER,
+    STATUS_FILE,
+    CheckpointOptions,
+    CheckpointSettings,
+    DataSettings,
+    JobSettings,
+    ModelSettings,
+)
+from elasticcb.settings.kubernetes import KubernetesSettings
+from elasticcb.settings.training import EmbeddingOptions, TrainingSettings, UpdateOptions
+
+__all__ = [
+    "CHECKPOINTS_FOLDER",
+    "INDEX_FILE",
+    "INITIAL_FOLDER",
+    "JOB_FILE",
+    "JOURNAL_FILE",
+    "MOST_WORKERS",
+    "RECOVERY_FOLDER",
+    "STATUS_FILE",
+    "CallbackErrors",
+    "CheckpointOptions",
+    "CheckpointSettings",
+    "ClusterKind",
+    "ClusterSettings",
+    "Command",
+    "DataSettings",
+    "EmbeddingOptions",
+    "JobSettings",
+    "KubernetesSettings",
+    "ModelSettings",
+    "NetworkOptions",
+    "NonFinite",
+    "RecoveryOptions",
+    "TrainingSettings",
+    "UpdateOptions",
+    "WhenFull",
+    "WireDtype",
+    "WorkerRange",
+]

@@ -1,0 +1,111 @@
+"""The arguments of `Cluster`: those of every day, and groups of the others, all of them fields of the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elasticcb.settings.choices import Command
+from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
+from elasticcb.settings.definition import Section, Setting, build, nested, settings_of, value_at
+from elasticcb.settings.job import CheckpointOptions, JobSettings
+from elasticcb.settings.training import EmbeddingOptions, UpdateOptions
+
+GROUPS: dict[str, type[Section]] = {
+    "updates": UpdateOptions,
+    "checkpoint": CheckpointOptions,
+    "embedding": EmbeddingOptions,
+    "network": NetworkOptions,
+    "recovery": RecoveryOptions,
+}
+_SETTINGS = settings_of(JobSettings)
+EVERYDAY = {setting.argument: setting for setting in _SETTINGS if setting.argument}
+GROUPED = {
+    group: tuple(setting for setting in _SETTINGS if setting.owner is owner and not setting.argument)
+    for group, owner in GROUPS.items()
+}
+_GROUP_OF = {setting.path: group for group, settings in GROUPED.items() for setting in settings}
+_BY_PATH = {setting.path: setting for setting in _SETTINGS}
+
+
+class Arguments:
+    """What a `Cluster` was given, as settings of all its calls.
+
+    Args:
+        given: arguments of every day, and groups, by name.
+
+    Attributes:
+        settings: a value that can't be is the default there.
+        problems: what is wrong with single values.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.problems: list[str] = []
+        self._given: dict[str, Any] = {}  # by path, what is not the default
+        values: dict[str, Any] = {}
+        for setting, value in self._values(given):
+            read, expected = setting.read(value)
+            if expected:
+                self.problems.append(f"{self.as_given(setting.path, value)} can't be. {expected}")
+            else:
+                values[setting.path] = read
+                if read != _default(setting):
+                    self._given[setting.path] = value
+        plain = {"command": Command.TRAIN, **nested(values)}
+        self.settings: JobSettings = build(JobSettings, plain)
+
+    def _values(self, given: Mapping[str, Any]) -> list[tuple[Setting, Any]]:
+        found = [(setting, given[name]) for name, setting in EVERYDAY.items() if name in given]
+        for name, group in GROUPS.items():
+            options = given.get(name)
+            if options is None:
+                continue
+            if isinstance(options, group):
+                found += [(setting, value_at(options, setting.field)) for setting in GROUPED[name]]
+            else:
+                self.problems.append(
+                    f"{name}={options!r} can't be. Expected an elasticcb.{group.__name__}, such as "
+                    f"elasticcb.{group.__name__}({GROUPED[name][0].field}={_default(GROUPED[name][0])!r})."
+                )
+        return found
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._given
+
+    def name(self, path: str) -> str:
+        return argument_name(_BY_PATH[path])
+
+    def with_value(self, path: str) -> str:
+        return self.as_given(path, self._given.get(path, _default(_BY_PATH[path])))
+
+    def as_given(self, path: str, value: Any) -> str:
+        setting = _BY_PATH[path]
+        if path in _GROUP_OF:
+            return f"{setting.owner.__name__}({setting.field}={value!r})"
+        return f"{setting.argument or setting.field}={value!r}"
+
+
+def argument_name(setting: Setting) -> str:
+    """How a program names a setting: "num_ps", "UpdateOptions.max_staleness"."""
+    if setting.path in _GROUP_OF:
+        return f"{setting.owner.__name__}.{setting.field}"
+    return setting.argument or setting.field
+
+
+def where_now(name: str, value: Any) -> str:
+    """What to write for a setting that `Cluster` takes in a group; "" when it is no such setting.
+
+    Args:
+        name: of its flag, or of its field.
+    """
+    for group, settings in GROUPED.items():
+        for setting in settings:
+            if name in (setting.name, setting.field):
+                options = f"elasticcb.{GROUPS[group].__name__}({setting.field}={value!r})"
+                return f"{name}={value!r} has its place in `{group}`: Cluster({group}={options})."
+    return ""
+
+
+def _default(setting: Setting) -> Any:
+    default = setting.initial
+    return default.value if hasattr(default, "value") else default

@@ -1,0 +1,163 @@
+"""Checks over several settings: settings in, mistakes out, as sentences. Command line and `Cluster` share them.
+
+What needs this machine (files, packages) is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from elasticcb.settings.choices import ClusterKind, WhenFull, WorkerRange
+from elasticcb.settings.job import JobSettings
+
+
+class Said(Protocol):
+    """What the user has given, and how to speak of it; settings are named by path."""
+
+    def __contains__(self, path: str) -> bool:
+        """Whether the user gave it."""
+
+    def name(self, path: str) -> str:
+        """As the user knows it: "--num_ps"."""
+
+    def with_value(self, path: str) -> str:
+        """As it was given, or would be: "--num_ps=0 (in /home/me/job.yaml)"."""
+
+    def as_given(self, path: str, value: Any) -> str:
+        """How it would be given another value: "--num_ps=2"."""
+
+
+Check = Callable[[JobSettings, Said], Iterator[str]]
+
+
+def problems_of(settings: JobSettings, said: Said) -> list[str]:
+    """All that settings contradict each other in."""
+    return [problem for check in CHECKS for problem in check(settings, said)]
+
+
+def completed(settings: JobSettings, said: Said) -> JobSettings:
+    """Settings that were checked, with those that follow from others where the user has not given them."""
+    cluster = settings.cluster
+    more: dict[str, Any] = {}
+    if "cluster.silence_seconds" not in said:
+        more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
+    if cluster.autoscale.most and "cluster.num_workers" not in said:
+        more["num_workers"] = cluster.autoscale.least
+    if cluster.kind is ClusterKind.KUBERNETES and "cluster.tls" not in said:
+        more["tls"] = not cluster.tls_cert  # others may hear what pods say to each other
+    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
+
+
+def in_words(what: str, problems: Sequence[str]) -> str:
+    """What stands in the way of `what`, all at once."""
+    if len(problems) == 1:
+        return problems[0]
+    listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return f"`{what}` can't start, for {len(problems)} reasons:\n{listed}"
+
+
+def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
+    if settings.training.evaluation_steps and not settings.data.validation:
+        steps, data = "training.evaluation_steps", "data.validation"
+        yield (
+            f"{said.with_value(steps)} asks for evaluation, but there is nothing to evaluate on. Add "
+            f"{said.name(data)}, or leave out {said.name(steps)}."
+        )
+
+
+def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
+    training, mode = settings.training, "training.use_async"
+    if training.use_async:
+        for path in ("training.grads_to_wait", "training.sync_version_tolerance"):
+            if path in said:
+                yield (
+                    f"{said.with_value(path)} has a meaning in synchronous mode only, and this job is asynchronous. "
+                    f"Add {said.as_given(mode, False)}, or leave out {said.name(path)}."
+                )
+        return
+    staleness, tolerance = "training.max_staleness", "training.sync_version_tolerance"
+    if training.max_staleness:
+        yield (
+            f"{said.with_value(staleness)} has a meaning in asynchronous mode only. Leave it out, or leave out "
+            f"{said.as_given(mode, False)}; {said.name(tolerance)} says how old gradients may be in synchronous mode."
+        )
+    if training.grads_to_wait < 1:
+        return  # told already
+    age = (training.get_model_steps - 1) // training.grads_to_wait
+    if age > training.sync_version_tolerance:
+        steps = "training.get_model_steps"
+        yield (
+            f"{said.with_value(steps)} makes weights {age} versions old even with one worker, but "
+            f"{said.with_value(tolerance)} rejects gradients older than {training.sync_version_tolerance}. Lower "
+            f"{said.name(steps)}, or raise {said.name(tolerance)}."
+        )
+
+
+def _autoscale(settings: JobSettings, said: Said) -> Iterator[str]:
+    cluster = settings.cluster
+    if cluster.autoscale == WorkerRange():
+        return
+    text, limits = said.with_value("cluster.autoscale"), cluster.autoscale
+    if "cluster.num_workers" in said and not limits.least <= cluster.num_workers <= limits.most:
+        workers = said.with_value("cluster.num_workers")
+        yield f"{workers}, with which the job begins, is not within {text}. Give another number, or leave it out."
+    if cluster.kind is not ClusterKind.LOCAL:
+        kind = said.as_given("cluster.kind", cluster.kind.value)
+        yield f"{text} starts and ends processes of this machine, which {kind} leaves to others. Leave one of them out."
+
+
+def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
+    if not settings.checkpoint.directory:
+        for path in ("checkpoint.steps", "checkpoint.keep_max"):
+            if path in said:
+                yield (
+                    f"{said.with_value(path)} is about checkpoints, but there is no folder to write them to. Add "
+                    f"{said.name('checkpoint.directory')}, or leave out {said.name(path)}."
+                )
+
+
+def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
+    if settings.cluster.ps_replicas == 1:
+        for path, why in _conflicts_with_replicas(settings):
+            yield f"{said.with_value('cluster.ps_replicas')} can't be with {said.with_value(path)}: {why}"
+
+
+def _conflicts_with_replicas(settings: JobSettings) -> Iterator[tuple[str, str]]:
+    embedding = settings.embedding
+    if settings.cluster.num_ps < 2:
+        yield "cluster.num_ps", "the next server keeps the replica of a server. Start at least 2."
+    if not settings.training.use_async:
+        why = "in synchronous mode all servers start anew when one is lost. Leave one of them out."
+        yield "training.use_async", why
+    if not settings.checkpoint.interval_seconds:
+        why = "a replica holds what the files lack that are written then. Give it some seconds."
+        yield "checkpoint.interval_seconds", why
+    forgets = "a replica does not know which rows a server has let go since it wrote its files. Leave one of them out."
+    if embedding.min_count > 1:
+        yield "embedding.min_count", forgets
+    if embedding.max_age:
+        yield "embedding.max_age", forgets
+    if embedding.memory_bytes and embedding.when_full is not WhenFull.ERROR:
+        yield "embedding.when_full", forgets
+
+
+def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
+    silence, lease = "cluster.silence_seconds", "cluster.lease_seconds"
+    if silence in said and 0 < settings.cluster.lease_seconds < settings.cluster.silence_seconds:
+        yield (
+            f"{said.with_value(lease)} is shorter than {said.with_value(silence)}: while a parameter server that hangs "
+            f"is missed and replaced, workers make no progress, and would be killed for it. Raise {said.name(lease)}, "
+            f"or lower {said.name(silence)}."
+        )
+
+
+def _ray(settings: JobSettings, said: Said) -> Iterator[str]:
+    address = "cluster.ray_address"
+    if settings.cluster.kind is not ClusterKind.RAY and address in said:
+        kind = said.as_given("cluster.kind", ClusterKind.RAY.value)
+        yield f"{said.with_value(address)} has a meaning with {kind} only. Add that, or leave this out."
+
+
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence, _ray)

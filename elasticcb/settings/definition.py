@@ -1,0 +1,228 @@
+"""What a setting is: a field of a section, which says all that flags, arguments, checks and tables tell of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import os
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from elasticcb.settings.choices import Command
+
+TRAIN = frozenset({Command.TRAIN})
+TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
+EVALUATE = frozenset({Command.EVALUATE})
+PREDICT = frozenset({Command.PREDICT})
+ALL = TRAIN | EVALUATE | PREDICT
+
+MODEL = "Model file"
+DATA = "Data"
+TRAINING = "Training"
+EMBEDDING = "Embedding tables"
+TASKS = "Batches and tasks"
+CHECKPOINTS = "Checkpoints and export"
+CLUSTER = "Cluster"
+KUBERNETES = "Kubernetes"
+JOB = "Job"
+PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, KUBERNETES, JOB)
+
+
+class Kind(Enum):
+    """What a value is; the name shown to the user when a setting has no better one."""
+
+    TEXT = "TEXT"
+    NAME = "NAME"  # of something in the model file
+    INTEGER = "INTEGER"
+    NUMBER = "NUMBER"
+    TRUTH = "true|false"
+    CHOICE = "CHOICE"
+    PARAMS = "K=V;K2=V2"
+    FOLDER = "FOLDER"
+    FILE = "FILE"
+    DATA = "DATA"
+
+
+_KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS}
+
+
+class Section:
+    """A frozen dataclass of settings. A class may be made of several, each of which has a subject."""
+
+    PANEL: ClassVar[str] = ""  # of the help that its flags stand in
+    COMMANDS: ClassVar[frozenset[Command]] = ALL  # that take them
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field of a section, with its flag.
+
+    Args:
+        default: of the field; `dict` for an empty one.
+        help: what it does; `--name` is another setting.
+        more: fields of `Setting`, where they do not follow from the field and its section.
+    """
+    described = {"setting": {"help": help, **more}}
+    if default is dict:
+        return field(default_factory=dict, metadata=described)
+    return field(default=default, metadata=described)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of the settings, as flags, the keys of config files, arguments, checks and the docs have it."""
+
+    path: str  # "section.field", or "field"
+    owner: type  # class that defines the field
+    hint: Any  # type of the field
+    initial: Any  # its default; None where it is made anew each time
+    kind: Kind
+    panel: str
+    commands: frozenset[Command]  # that take it
+    help: str
+    name: str  # of the flag, and in config files
+    aliases: tuple[str, ...] = ()  # of the flag
+    unit: str = ""  # what help writes behind the flag
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None  # like `minimum`, but not this number itself
+    because: str = ""  # why the limit, as a sentence
+    default_text: str = ""  # where the default is worked out, not stored
+    needed: frozenset[Command] = frozenset()  # commands that can't do without it
+    what: str = ""  # it is, for a message that it is missing
+    roles: tuple[str, ...] = ()  # whose commands, for processes started by hand, take it, too
+    argument: str = ""  # of `Cluster`, where it is one by itself
+
+    @property
+    def field(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def default(self) -> Any:
+        """The default as it is written on the command line; None where it is empty or worked out."""
+        default = self.initial.value if isinstance(self.initial, Enum) else self.initial
+        if isinstance(default, bool):
+            return str(default).lower()
+        return None if default == "" or dataclasses.is_dataclass(default) else default
+
+    @property
+    def metavar(self) -> str:
+        return self.unit or "|".join(self.choices) or self.kind.value
+
+    def beyond_limits(self, value: float) -> str:
+        """What was expected instead of a number, as sentences; "" when it can be."""
+        if self.minimum is not None and value < self.minimum:
+            expected = f"at least {self.minimum:g}"
+        elif self.maximum is not None and value > self.maximum:
+            expected = f"at most {self.maximum:g}"
+        elif self.above is not None and not value > self.above:
+            expected = f"more than {self.above:g}"
+        elif not math.isfinite(value):
+            expected = "a finite number"
+        else:
+            return ""
+        return f"Expected {expected}.{' ' if self.because else ''}{self.because}"
+
+    def read(self, value: Any) -> tuple[Any, str]:
+        """A value of a Python program as the field has it, and what was expected instead of it; "" when it can be."""
+        if value is None and self.initial is None:
+            return value, ""
+        if self.kind is Kind.CHOICE:
+            text = value.value if isinstance(value, Enum) else value
+            expected = f"Expected one of {', '.join(map(repr, self.choices))}."
+            return text, "" if text in self.choices else expected
+        if self.kind is Kind.TRUTH:
+            return value, "" if isinstance(value, bool) else "Expected True or False."
+        if self.kind in (Kind.INTEGER, Kind.NUMBER):
+            whole = self.kind is Kind.INTEGER
+            try:
+                number: float = operator.index(value) if whole else float(operator.pos(value))
+            except (TypeError, ValueError):
+                return value, f"Expected a {'whole ' if whole else ''}number."
+            return number, "Expected a number." if isinstance(value, bool) else self.beyond_limits(number)
+        if self.kind in (Kind.FILE, Kind.FOLDER) and isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        text_like = self.kind is not Kind.PARAMS and not dataclasses.is_dataclass(self.initial)
+        return value, "Expected text." if text_like and not isinstance(value, str) else ""
+
+
+@cache
+def settings_of(section: type, prefix: str = "") -> tuple[Setting, ...]:
+    """All settings of a section and of the sections in it, in the order in which they are defined.
+
+    Args:
+        prefix: of their paths, with a dot.
+    """
+    return tuple(_walk(section, prefix))
+
+
+def _walk(section: type, prefix: str) -> Iterator[Setting]:
+    hints, fields = get_type_hints(section), {each.name: each for each in dataclasses.fields(section)}
+    for owner in (each for each in section.__mro__ if issubclass(each, Section)):
+        for name in (each for each in getattr(owner, "__annotations__", ()) if each in fields):
+            hint, described = hints[name], fields[name].metadata.get("setting")
+            if isinstance(hint, type) and issubclass(hint, Section):
+                yield from _walk(hint, f"{prefix}{name}.")
+            elif described is not None:
+                default = fields[name].default
+                found = {
+                    "name": name,
+                    "kind": _kind(hint),
+                    "panel": owner.PANEL,
+                    "commands": owner.COMMANDS,
+                    "choices": _choices(hint),
+                    **described,
+                }
+                initial = None if default is dataclasses.MISSING else default
+                yield Setting(path=f"{prefix}{name}", owner=owner, hint=hint, initial=initial, **found)
+
+
+def _kind(hint: Any) -> Kind:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (each for each in get_args(hint) if each is not type(None))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return Kind.CHOICE
+    return _KIND_OF.get(get_origin(hint) or hint, Kind.TEXT)
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    return tuple(each.value for each in hint) if isinstance(hint, type) and issubclass(hint, Enum) else ()
+
+
+def build(section: Any, values: Mapping[str, Any]) -> Any:
+    """A section from plain values by field, as JSON has them; sections in it are mappings, enums their text.
+
+    Raises:
+        KeyError, TypeError, ValueError: there is no such field, one is missing, or an enum lacks the value.
+    """
+    hints = get_type_hints(section)
+    return section(**{name: _read(hints[name], value) for name, value in values.items()})
+
+
+def _read(hint: Any, value: Any) -> Any:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return build(hint, value)
+    return value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} as {"a": {"b": 1}}, for `build`."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return found
+
+
+def value_at(settings: Any, path: str) -> Any:
+    return operator.attrgetter(path)(settings)

@@ -1,0 +1,260 @@
+"""The settings of a job, typed and frozen, in seconds and bytes: each is defined here, once.
+
+Flags, the keys of config files, the arguments of `Cluster`, checks and the tables of the docs follow from these fields.
+`JobSettings.to_json` travels from the master to the workers and the parameter servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticcb.errors import UsageError
+from elasticcb.settings.choices import PREDICTION_FORMATS, Command
+from elasticcb.settings.cluster import ClusterSettings
+from elasticcb.settings.definition import (
+    ALL,
+    CHECKPOINTS,
+    DATA,
+    EVALUATE,
+    JOB,
+    MODEL,
+    PREDICT,
+    TRAIN,
+    TRAIN_AND_EVALUATE,
+    Kind,
+    Section,
+    build,
+    setting,
+)
+from elasticcb.settings.training import EmbeddingOptions, TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Section):
+    """Where the model file is, and what its names are."""
+
+    PANEL = MODEL
+
+    zoo: str = setting(
+        "",
+        "Folder that holds model files. Needed.",
+        name="model_zoo",
+        kind=Kind.FOLDER,
+        needed=ALL,
+        what="the folder that holds the model file",
+    )
+    definition: str = setting(
+        "",  # the job has a program instead
+        "The model in the zoo: path of the file with dots, then the function that returns the Keras model, or the "
+        "keras.Model subclass; e.g. mnist.custom_model. Needed.",
+        name="model_def",
+        unit="FOLDER.FILE.NAME",
+        needed=ALL,
+        what="the model in the zoo, e.g. mnist.custom_model",
+    )
+    params: dict[str, Any] = setting(
+        dict,
+        'Arguments for the function of --model_def, e.g. "units=64;rate=1e-3". Values are read as numbers, true, false '
+        "or null where they look so, else as text.",
+        name="model_params",
+    )
+    loss: str = setting(
+        "loss", "Name of the loss function in the model file.", kind=Kind.NAME, commands=TRAIN_AND_EVALUATE
+    )
+    optimizer: str = setting("optimizer", "Name of the function that returns the Keras optimizer.", kind=Kind.NAME)
+    feed: str = setting("feed", "Name of the function that turns raw records into features and labels.", kind=Kind.NAME)
+    eval_metrics_fn: str = setting(
+        "eval_metrics_fn",
+        "Name of the function that returns the evaluation metrics.",
+        kind=Kind.NAME,
+        commands=TRAIN_AND_EVALUATE,
+    )
+    callbacks: str = setting(
+        "callbacks", "Name of the function that returns the list of Keras callbacks.", kind=Kind.NAME
+    )
+    custom_data_reader: str = setting(
+        "custom_data_reader", "Name of the function that returns a data reader of your own.", kind=Kind.NAME
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Section):
+    """Origins of records: a path, glob, folder, list of those joined by commas, or URL; "" is none."""
+
+    PANEL = DATA
+
+    training: str = setting(
+        "",
+        "Records to train on: a file, folder, glob, URL, or several of these with commas between; with a data reader "
+        "of your own, whatever it understands. Needed.",
+        name="training_data",
+        kind=Kind.DATA,
+        commands=TRAIN,
+        needed=TRAIN,
+        what="the records to train on",
+    )
+    validation: str = setting(
+        "",
+        "Records to evaluate on. `evaluate` needs it; without it `train` runs no evaluation.",
+        name="validation_data",
+        kind=Kind.DATA,
+        commands=TRAIN_AND_EVALUATE,
+        needed=EVALUATE,
+        what="the records to evaluate on",
+    )
+    prediction: str = setting(
+        "",
+        "Records to predict. Needed.",
+        name="prediction_data",
+        kind=Kind.DATA,
+        commands=PREDICT,
+        needed=PREDICT,
+        what="the records to predict",
+    )
+    reader_params: dict[str, Any] = setting(
+        dict, 'Arguments for the data reader, e.g. "header=true;encoding=latin-1".', name="data_reader_params"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Section):
+    """When what parameter servers hold is written."""
+
+    PANEL = CHECKPOINTS
+    COMMANDS = TRAIN
+
+    steps: int = setting(
+        0,
+        "Write a checkpoint every so many model versions; 0: only at the end.",
+        name="checkpoint_steps",
+        unit="VERSIONS",
+        minimum=0,
+    )
+    interval_seconds: float = setting(
+        10.0,
+        "Parameter servers write down what changed every so many seconds, in the job's folder; one that is killed "
+        "comes back with that. 0: never, and a lost server ends the job.",
+        name="checkpoint_interval",
+        unit="SECONDS",
+        minimum=0,
+    )
+    keep_max: int = setting(
+        3,
+        "Keep the newest so many checkpoints; 0: all.",
+        name="keep_checkpoint_max",
+        unit="CHECKPOINTS",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings(CheckpointOptions):
+    """When and where checkpoints are written, and which one to start from."""
+
+    directory: str = setting(
+        "",
+        "Folder to write checkpoints to, or its URL (s3://, gs://, sftp://, …); without it none are written.",
+        name="checkpoint_dir",
+        kind=Kind.FOLDER,
+        argument="checkpoint_dir",
+    )
+    directory_for_init: str = setting(
+        "",
+        "Start from the newest checkpoint in this folder or URL, or from this very checkpoint. `evaluate` and "
+        "`predict` need it.",
+        name="checkpoint_dir_for_init",
+        kind=Kind.FOLDER,
+        commands=ALL,
+        needed=EVALUATE | PREDICT,
+        what="the checkpoint with the trained weights",
+    )
+
+
+# In the job's folder.
+RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
+INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: where records begin, by which data need no second scan
+JOB_FILE = "job.json"  # the settings of training
+CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
+INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder
+STATUS_FILE = "status.json"  # of a job that is over
+JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of another
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(Section):
+    """Everything that a process of the job needs to know."""
+
+    PANEL = JOB
+
+    command: Command
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    training: TrainingSettings = TrainingSettings()
+    embedding: EmbeddingOptions = EmbeddingOptions()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    output: str = setting(
+        "",
+        "`train`: folder of the exported SavedModel; without it nothing is exported. An earlier SavedModel there is "
+        "replaced. `predict`: file of the predictions, a new one.",
+        panel=CHECKPOINTS,
+        kind=Kind.FOLDER,
+        unit="PATH",
+        commands=TRAIN | PREDICT,
+    )
+    output_format: str = setting(
+        "",
+        "Format of the predictions: CSV, JSON lines, Parquet (needs pyarrow) or NumPy.",
+        panel=CHECKPOINTS,
+        kind=Kind.CHOICE,
+        choices=PREDICTION_FORMATS,
+        default_text="by the ending of --output",
+        commands=PREDICT,
+    )
+    cluster: ClusterSettings = ClusterSettings()
+    name: str = setting(
+        "",
+        "Name of the job, in logs and in the job's folder.",
+        name="job_name",
+        unit="NAME",
+        default_text="from --model_def",
+    )
+    directory: str = setting(
+        "",  # absolute
+        "Folder for the job's logs and results.",
+        name="job_dir",
+        kind=Kind.FOLDER,
+        default_text="jobs/COMMAND-NAME-TIME",
+    )
+    log_level: str = setting(
+        "INFO",
+        "What is logged. DEBUG also shows the traceback of an error, as ELASTICCB_DEBUG=1 does.",
+        kind=Kind.CHOICE,
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        argument="log_level",
+    )
+    callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=_plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSettings:
+        """Raises `UsageError` when `text` comes from another release's settings."""
+        try:
+            settings: JobSettings = build(cls, json.loads(text))
+            return settings
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"These job settings can't be read ({error}). All processes of a job must run the same "
+                "release of elasticcb."
+            ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy, as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{value!r} (of type {type(value).__name__}) can't be a setting")

@@ -1,0 +1,157 @@
+"""The settings of training: its loop, how weights and gradients travel, and embedding tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticcb.settings.choices import CallbackErrors, NonFinite, WhenFull, WireDtype
+from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions(Section):
+    """How weights and gradients travel between workers and parameter servers."""
+
+    PANEL = TRAINING
+    COMMANDS = TRAIN
+
+    sync_version_tolerance: int = setting(
+        0,
+        "Synchronous mode: how many versions old a gradient may be; older ones are computed again.",
+        unit="VERSIONS",
+        minimum=0,
+    )
+    get_model_steps: int = setting(1, "A worker fetches the weights every so many batches.", unit="BATCHES", minimum=1)
+    max_staleness: int = setting(
+        0,
+        "Asynchronous mode: how many batches a worker may compute ahead of the servers' answers, so that pushes and "
+        "pulls run beside the computation; 0: strictly pull, compute, push.",
+        unit="BATCHES",
+        minimum=0,
+    )
+    wire_dtype: WireDtype = setting(
+        WireDtype.SAME, "How gradients travel: as they are, or those of float32 rounded to bfloat16."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(UpdateOptions):
+    """The loop over tasks and batches."""
+
+    num_epochs: int = setting(1, "Passes over the training data.", unit="EPOCHS", minimum=1)
+    max_step: int = setting(
+        0,
+        "Stop after so many model versions (gradient pushes taken); 0: no limit.",
+        unit="VERSIONS",
+        minimum=0,
+    )
+    evaluation_steps: int = setting(
+        0,
+        "Evaluate every so many model versions; 0: at the end of each epoch. The end of training is always evaluated.",
+        unit="VERSIONS",
+        minimum=0,
+    )
+    use_async: bool = setting(
+        True,
+        "true: each gradient is applied as it comes. false: synchronous, the mean of --grads_to_wait gradients is "
+        "applied.",
+        argument="use_async",
+    )
+    grads_to_wait: int = setting(
+        1,
+        "Synchronous mode: gradients per update; may be more than there are workers.",
+        unit="GRADIENTS",
+        minimum=1,
+        argument="grads_to_wait",
+    )
+    non_finite: NonFinite = setting(
+        NonFinite.STOP,
+        "When a loss or a gradient holds NaN or infinity: stop the job, or skip and count the batch.",
+        argument="non_finite",
+    )
+    callback_errors: CallbackErrors = setting(
+        CallbackErrors.STOP,
+        "When a hook of a callback raises: stop the job, or show the error once, count it and go on.",
+        panel=JOB,
+        commands=ALL,
+        argument="callback_errors",
+    )
+    # None: in order
+    shuffle_seed: int | None = setting(0, "Seed of the order of tasks in each epoch.", unit="SEED")
+    log_loss_steps: int = setting(
+        100, "Log the loss every so many model versions; 0: never.", unit="VERSIONS", minimum=0
+    )
+    minibatch_size: int = setting(64, "Records per batch.", unit="RECORDS", minimum=1, panel=TASKS, commands=ALL)
+    num_minibatches_per_task: int = setting(
+        8,
+        "Batches per task, the unit that a worker takes and that is done again after a failure.",
+        unit="BATCHES",
+        minimum=1,
+        panel=TASKS,
+        commands=ALL,
+    )
+    max_task_retries: int = setting(
+        3,
+        "How often a failed task is tried again before the job fails.",
+        unit="TIMES",
+        minimum=0,
+        panel=TASKS,
+        commands=ALL,
+    )
+    initial_epoch: int = 0  # epochs before it are taken as done
+    validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
+
+    @property
+    def records_per_task(self) -> int:
+        return self.minibatch_size * self.num_minibatches_per_task
+
+    @property
+    def max_batches(self) -> int:
+        """Training batches that `max_step` versions take; 0: no limit."""
+        return self.max_step * (1 if self.use_async else self.grads_to_wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions(Section):
+    """Embedding tables: variables whose rows parameter servers hold by id."""
+
+    PANEL = EMBEDDING
+    COMMANDS = TRAIN
+
+    threshold_bytes: int = setting(
+        2 << 20,
+        "The rows of a keras.layers.Embedding of at least so many bytes live on the servers, and only those that a "
+        "batch needs travel.",
+        name="embedding_threshold_bytes",
+        unit="BYTES",
+        minimum=0,
+        commands=ALL,
+    )
+    memory_bytes: int = setting(
+        0,
+        "What the embedding tables of one parameter server may hold, with the optimizer's slots; 0: no limit.",
+        name="embedding_memory_bytes",
+        unit="BYTES",
+        minimum=0,
+    )
+    when_full: WhenFull = setting(
+        WhenFull.ERROR,
+        "When that is reached: the job fails, the rows that were not used for longest go, or new ids keep their "
+        "initial value.",
+        name="embedding_when_full",
+    )
+    min_count: int = setting(
+        1,
+        "An id of an elasticcb.layers.Embedding gets a row when training meets it for this time; until then it has its "
+        "initial value.",
+        name="embedding_min_count",
+        unit="TIMES",
+        minimum=1,
+    )
+    max_age: int = setting(
+        0,
+        "Rows of an elasticcb.layers.Embedding that training did not meet for so many versions go; 0: never.",
+        name="embedding_max_age",
+        unit="VERSIONS",
+        minimum=0,
+    )
