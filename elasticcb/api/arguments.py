@@ -11,7 +11,7 @@ import keras
 
 from elasticcb.cluster.prerequisites import missing_for
 from elasticcb.errors import UsageError
-from elasticcb.settings import CheckpointSettings, JobSettings
+from elasticcb.settings import ClusterKind, JobSettings
 from elasticcb.settings.arguments import Arguments, where_now
 from elasticcb.settings.checks import completed, in_words, problems_of
 from elasticcb.storage.remote_files import is_url
@@ -37,23 +37,28 @@ def cluster_settings(
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
-    problems += [*missing_for(settings.cluster), *_folder_problems(settings.checkpoint, job_dir)]
+    problems += [*missing_for(settings.cluster), *_unsupported(settings), *_job_dir(settings, job_dir)]
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, arguments)
 
 
-def _folder_problems(checkpoint: CheckpointSettings, job_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-    if is_url(checkpoint.directory):
+def _unsupported(settings: JobSettings) -> Iterator[str]:
+    if settings.cluster.kind is ClusterKind.KUBERNETES:
+        yield "kind='kubernetes' is for the command line: run `elasticcb train --cluster=kubernetes`."
+    if is_url(settings.checkpoint.directory):
         yield (
-            f"checkpoint_dir={checkpoint.directory!r} is a URL. Expected a folder of this machine: a Cluster can't "
-            "write to remote ones. `elasticcb train --checkpoint_dir` can; here, copy the folder after `fit`."
+            f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a folder of this machine: a Cluster "
+            "can't write to remote ones. `elasticcb train --checkpoint_dir` can; here, copy the folder after `fit`."
         )
+
+
+def _job_dir(settings: JobSettings, job_dir: str | os.PathLike[str] | None) -> Iterator[str]:
     if job_dir is None:
         return
     if not os.fspath(job_dir):
         yield "job_dir='' can't be. Expected a folder, or None."
-    elif not checkpoint.interval_seconds:
+    elif not settings.checkpoint.interval_seconds:
         yield (
             f"job_dir={os.fspath(job_dir)!r} keeps what servers write down every so many seconds, and "
             "CheckpointOptions(interval_seconds=0) was given, which writes nothing. Leave out one of them."

@@ -1,19 +1,22 @@
-"""The tables of docs/cli.md, made from the tables of the code.
+"""The tables of docs/cli.md and docs/python_api.md, made from the settings and the tables of the code.
 
-`python -m elasticcb.cli.reference docs/cli.md` brings the page up to date; a test fails while it is not.
+`python -m elasticcb.cli.reference docs/cli.md docs/python_api.md` brings the pages up to date; a test fails while they
+are not.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 
-from elasticcb.cli.options import OPTIONS
+from elasticcb.cli.options import BY_NAME, OPTIONS
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
-from elasticcb.settings.definition import ALL, PANELS
+from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, argument_name
+from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting
 
 _MEANINGS = {
     ExitCode.DONE: "The job did what it should.",
@@ -51,7 +54,43 @@ def _commands(commands: frozenset[Command]) -> str:
     return ", ".join(command.value for command in Command if command in commands)
 
 
-TABLES: dict[str, Callable[[], str]] = {"options": options_tables, "exit codes": exit_codes_table}
+def arguments_tables() -> str:
+    """The arguments of `Cluster`: those of every day, then each group, as Markdown."""
+    everyday = sorted(EVERYDAY.values(), key=lambda setting: setting.panel != CLUSTER)
+    parts = [_arguments_table("argument", everyday)]
+    for group, owner in GROUPS.items():
+        title = f"### `{group}=elasticcb.{owner.__name__}(…)`\n\n{(owner.__doc__ or '').splitlines()[0]}"
+        parts.append(f"{title}\n\n{_arguments_table('field', GROUPED[group])}")
+    return "\n\n".join(parts)
+
+
+def _arguments_table(what: str, settings: Sequence[Setting]) -> str:
+    rows = []
+    for setting in settings:
+        initial = setting.initial.value if isinstance(setting.initial, Enum) else setting.initial
+        default = _in_python(setting.default_text) or f"`{initial!r}`"
+        name = setting.argument or setting.field
+        choices = " or ".join(f"`{choice!r}`" for choice in setting.choices)
+        text = f"{choices}. {setting.help}" if choices else setting.help
+        rows.append(f"| `{name}` | {default} | {_in_python(text)} |")
+    return "\n".join([f"| {what} | default | what it does |", "|---|---|---|", *rows])
+
+
+def _in_python(text: str) -> str:
+    """A text about flags, with the arguments instead."""
+
+    def argument(found: re.Match[str]) -> str:
+        name = argument_name(BY_NAME[found[1]])
+        return f"`{name}={found[2]!r}`" if found[2] else f"`{name}`"
+
+    return re.sub(r"--(\w+)(?:=(\w+))?", argument, text)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options_tables,
+    "exit codes": exit_codes_table,
+    "arguments of Cluster": arguments_tables,
+}
 
 
 def update(page: str) -> str:
@@ -59,12 +98,11 @@ def update(page: str) -> str:
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-        if len(pattern.findall(page)) != 1:
-            raise ValueError(f"The page needs the marks {start.strip()} and {end.strip()}, once each.")
-        page = page.replace(pattern.findall(page)[0], start + table() + end)
+        for found in pattern.findall(page):
+            page = page.replace(found, start + table() + end)
     return page
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -52,7 +52,7 @@ class NetworkOptions(Section):
     tls: bool = setting(
         False,
         "Encrypt what the processes say, and let in only those with a certificate of a CA that is made for this job "
-        "(in `tls` in its folder). `--tls` alone is true.",
+        "(in `tls` in its folder).",
     )
     tls_cert: str = setting(
         "",

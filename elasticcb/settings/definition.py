@@ -129,7 +129,10 @@ class Setting:
         return f"Expected {expected}.{' ' if self.because else ''}{self.because}"
 
     def read(self, value: Any) -> tuple[Any, str]:
-        """A value of a Python program as the field has it, and what was expected instead of it; "" when it can be."""
+        """A value of a Python program as the field has it, and what was expected instead of it; "" when it can be.
+
+        Choices become their text, and paths absolute.
+        """
         if value is None and self.initial is None:
             return value, ""
         if self.kind is Kind.CHOICE:
@@ -145,8 +148,9 @@ class Setting:
             except (TypeError, ValueError):
                 return value, f"Expected a {'whole ' if whole else ''}number."
             return number, "Expected a number." if isinstance(value, bool) else self.beyond_limits(number)
-        if self.kind in (Kind.FILE, Kind.FOLDER) and isinstance(value, os.PathLike):
-            value = os.fspath(value)
+        if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
+            path = os.fspath(value)
+            return (path if "://" in path else os.path.abspath(path)), ""
         text_like = self.kind is not Kind.PARAMS and not dataclasses.is_dataclass(self.initial)
         return value, "Expected text." if text_like and not isinstance(value, str) else ""
 

@@ -14,7 +14,7 @@ import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
 from elasticcb.cli.options import options_of
-from elasticcb.cli.reference import update
+from elasticcb.cli.reference import TABLES, update
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
 from elasticcb.settings.definition import ALL
 
@@ -107,8 +107,10 @@ def test_how_a_command_ends_gives_the_exit_code(error, code, capsys, monkeypatch
         assert text.endswith("File model.py\n")
 
 
-def test_the_reference_in_the_docs_is_that_of_the_code():
-    page = (REPOSITORY / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert page == update(page), "run: python -m elasticcb.cli.reference docs/cli.md"
-    for code in ExitCode:
-        assert f"| {code.value} | `{code.name}` |" in page
+def test_the_tables_in_the_docs_are_those_of_the_code():
+    marks = []
+    for name in ("cli.md", "python_api.md"):
+        page = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+        assert page == update(page), "run: python -m elasticcb.cli.reference docs/cli.md docs/python_api.md"
+        marks += re.findall(r"^<!-- (?!end of)(.+) -->$", page, re.MULTILINE)
+    assert sorted(marks) == sorted(TABLES)
