@@ -13,11 +13,10 @@ from elasticcb.cli.exits import exit_code
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.job_folders import JOBS, new_folder
-from elasticcb.cli.kubernetes.checks import read_cluster_spec
 from elasticcb.cli.kubernetes.pod_master import keep_in_pod
 from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
-from elasticcb.cli.submit import is_to_be_submitted, submit
+from elasticcb.cli.submit import is_to_be_submitted, kubernetes_settings, submit
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.fork_server import can_fork
 from elasticcb.cluster.kubernetes import runs_in_pod
@@ -128,7 +127,6 @@ def build_settings(command: Command, given: Given) -> JobSettings:
     origins = validate(command, given)
     settings = completed(settings_from(command, given), SaidByFlags(given))
     data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
-    pods = replace(settings.cluster.kubernetes, cluster_spec=_cluster_spec(given))
     name = settings.name or _default_name(settings.model.definition)
     directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))
     Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,13 +142,8 @@ def build_settings(command: Command, given: Given) -> JobSettings:
         name=name,
         directory=directory,
         data=replace(settings.data, **data),
-        cluster=replace(settings.cluster, kubernetes=pods),
+        cluster=replace(settings.cluster, kubernetes=kubernetes_settings(command, given)),
     )
-
-
-def _cluster_spec(given: Given) -> dict[str, Any]:
-    path = given.folder("cluster_spec")
-    return read_cluster_spec(path) if path else {}
 
 
 def _default_name(definition: str) -> str:
