@@ -10,8 +10,13 @@ from elasticcb.settings import (
     JobSettings,
     ModelSettings,
     NonFinite,
+    RecoveryOptions,
     TrainingSettings,
+    UpdateOptions,
 )
+from elasticcb.settings.arguments import Arguments
+from elasticcb.settings.checks import completed, problems_of
+from elasticcb.settings.definition import settings_of
 
 SETTINGS = JobSettings(
     command=Command.TRAIN,
@@ -44,6 +49,47 @@ def test_settings_arrive_as_they_were_sent():
 def test_settings_of_another_release_are_refused_in_words(text):
     with pytest.raises(UsageError, match="same release"):
         JobSettings.from_json(text)
+
+
+def test_single_values_are_checked_by_the_limits_of_their_fields():
+    given = {
+        "num_workers": 1.5,
+        "use_async": "false",
+        "kind": "cloud",
+        "checkpoint_dir": 3,
+        "updates": UpdateOptions(max_staleness=-1),
+        "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
+    }
+    assert sorted(Arguments(given).problems) == [
+        "RecoveryOptions(lease_seconds=inf) can't be. Expected a finite number.",
+        "RecoveryOptions(ps_replicas=2) can't be. Expected at most 1.",
+        "UpdateOptions(max_staleness=-1) can't be. Expected at least 0.",
+        "checkpoint_dir=3 can't be. Expected text.",
+        "kind='cloud' can't be. Expected one of 'local', 'inprocess', 'external', 'kubernetes', 'ray'.",
+        "num_workers=1.5 can't be. Expected a whole number.",
+        "use_async='false' can't be. Expected True or False.",
+    ]
+
+
+def test_contradictions_are_told_by_the_names_of_arguments():
+    arguments = Arguments({"num_ps": 2, "use_async": False, "recovery": RecoveryOptions(ps_replicas=1)})
+    assert arguments.problems == []
+    (problem,) = problems_of(arguments.settings, arguments)
+    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be with use_async=False: in synchronous mode all")
+
+
+def test_silence_follows_a_shorter_lease_unless_it_is_given():
+    arguments = Arguments({"recovery": RecoveryOptions(lease_seconds=20)})
+    assert completed(arguments.settings, arguments).cluster.silence_seconds == 20
+    arguments = Arguments({"recovery": RecoveryOptions(lease_seconds=20, silence_seconds=5)})
+    assert completed(arguments.settings, arguments).cluster.silence_seconds == 5
+
+
+def test_every_setting_says_what_it_does():
+    for each in settings_of(JobSettings):
+        assert each.help.endswith((".", "…"))
+        assert f"{each.field}: {each.help}" in each.owner.__doc__
+    assert "max_staleness: Asynchronous mode" in UpdateOptions.__doc__
 
 
 def test_a_task_holds_whole_batches():

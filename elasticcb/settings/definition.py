@@ -57,6 +57,11 @@ class Section:
     PANEL: ClassVar[str] = ""  # of the help that its flags stand in
     COMMANDS: ClassVar[frozenset[Command]] = ALL  # that take them
 
+    def __init_subclass__(cls) -> None:
+        fields = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
+        texts = [f"    {name}: {each.metadata['setting']['help']}" for name, each in fields.items() if each.metadata]
+        cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nAttributes:", *texts])
+
 
 def setting(default: Any, help: str, **more: Any) -> Any:
     """A field of a section, with its flag.
