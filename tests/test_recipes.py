@@ -18,23 +18,24 @@ class Copy:
     """A copy of the package that a recipe changes.
 
     Attributes:
+        folder: that it is in.
         touched: the files that were changed or made, as "elasticcb/…".
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.touched: set[str] = set()
         shutil.copytree(ROOT / "elasticcb", folder / "elasticcb", ignore=shutil.ignore_patterns("__pycache__"))
 
     def make(self, path: str, text: str) -> None:
-        file = self._folder / path
+        file = self.folder / path
         assert not file.exists()
         file.write_text(textwrap.dedent(text).lstrip())
         self.touched.add(path)
 
     def insert(self, path: str, before: str, text: str) -> None:
         """Puts lines before the only place of `before`."""
-        file = self._folder / path
+        file = self.folder / path
         content = file.read_text()
         assert content.count(before) == 1, f"{path} has {before!r} {content.count(before)} times"
         file.write_text(content.replace(before, text + before))
@@ -42,9 +43,9 @@ class Copy:
 
     def run(self, code: str) -> str:
         """What a program prints that imports the copy."""
-        program = self._folder / "program.py"
+        program = self.folder / "program.py"
         program.write_text(textwrap.dedent(code))
-        done = subprocess.run([sys.executable, str(program)], cwd=self._folder, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, str(program)], cwd=self.folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -154,3 +155,52 @@ def test_a_callback(copy):
     )
     assert printed == "True 1\n"
     assert copy.touched == files_of("A callback")
+
+
+def test_a_setting(copy):
+    copy.insert(
+        "elasticcb/settings/cluster.py",
+        "    ps_replicas: int = setting(",
+        '    toy_limit: int = setting(7, "What toys may do.", unit="TOYS", minimum=1, maximum=9, because="Toys are few.")\n',
+    )
+    (copy.folder / "job.yaml").write_text("toy_limit: 10\n")
+    printed = copy.run(
+        """
+        import contextlib
+        import os
+        import sys
+
+        os.environ["COLUMNS"] = "300"
+        import elasticcb
+        from elasticcb.cli.main import main
+        from elasticcb.cli.reference import arguments_tables, options_tables
+        from elasticcb.errors import UsageError
+        from elasticcb.settings import ClusterSettings, Command, JobSettings
+
+        settings = JobSettings(command=Command.TRAIN, cluster=ClusterSettings(toy_limit=8))
+        assert JobSettings.from_json(settings.to_json()) == settings
+        with contextlib.redirect_stderr(sys.stdout):
+            for flags in ("--help", "--toy-limit=0", "--config=job.yaml"):
+                main(["train", flags])
+        for options in ({"recovery": elasticcb.RecoveryOptions(toy_limit=0)}, {"toy_limit": 3}):
+            try:
+                elasticcb.Cluster(**options)
+            except UsageError as error:
+                print(error)
+        elasticcb.Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=9))
+        print(options_tables(), arguments_tables())
+        """
+    )
+    help_line = next(line for line in printed.splitlines() if "--toy_limit" in line)
+    for words in ("TOYS", "What toys may do.", "[default: 7]"):
+        assert words in help_line
+    for words in (
+        "--toy_limit=0 can't be. Expected at least 1. Toys are few.",
+        f"--toy_limit=10 (in {copy.folder}/job.yaml) can't be. Expected at most 9. Toys are few.",
+        "RecoveryOptions(toy_limit=0) can't be. Expected at least 1. Toys are few.",
+        "toy_limit=3 has its place in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
+        "| `--toy_limit` | `TOYS` | `7` | all | What toys may do. |",
+        "| `toy_limit` | `7` | What toys may do. |",
+    ):
+        assert words in printed
+    assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}
