@@ -161,7 +161,7 @@ def test_a_setting(copy):
     copy.insert(
         "elasticcb/settings/cluster.py",
         "    ps_replicas: int = setting(",
-        '    toy_limit: int = setting(7, "What toys may do.", unit="TOYS", minimum=1, maximum=9, because="Toys are few.")\n',
+        '    toy_limit: int = setting(7, "Toys.", unit="TOYS", minimum=1, maximum=9, because="Toys are few.")\n',
     )
     (copy.folder / "job.yaml").write_text("toy_limit: 10\n")
     printed = copy.run(
@@ -192,15 +192,15 @@ def test_a_setting(copy):
         """
     )
     help_line = next(line for line in printed.splitlines() if "--toy_limit" in line)
-    for words in ("TOYS", "What toys may do.", "[default: 7]"):
+    for words in ("TOYS", "Toys.", "[default: 7]"):
         assert words in help_line
     for words in (
         "--toy_limit=0 can't be. Expected at least 1. Toys are few.",
         f"--toy_limit=10 (in {copy.folder}/job.yaml) can't be. Expected at most 9. Toys are few.",
         "RecoveryOptions(toy_limit=0) can't be. Expected at least 1. Toys are few.",
         "toy_limit=3 has its place in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
-        "| `--toy_limit` | `TOYS` | `7` | all | What toys may do. |",
-        "| `toy_limit` | `7` | What toys may do. |",
+        "| `--toy_limit` | `TOYS` | `7` | all | Toys. |",
+        "| `toy_limit` | `7` | Toys. |",
     ):
         assert words in printed
     assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}
