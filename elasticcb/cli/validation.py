@@ -5,7 +5,6 @@ No check imports TensorFlow or runs the user's code.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,23 +93,9 @@ def _expected(name: str) -> str:
 def _check_limits(command: Command, given: Given) -> Iterator[str]:
     for option in options_of([command]):
         value = given[option.name]
-        if option.kind in (Kind.INTEGER, Kind.NUMBER) and value is not None:
-            expected = option.beyond_limits(value)
-            if expected:
-                yield f"{given.flag(option.name, with_value=True)} can't be. {expected}"
-
-
-def _check_names(command: Command, given: Given) -> Iterator[str]:
-    name = given["job_name"]
-    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        yield (
-            f"{given.flag('job_name', with_value=True)} can't name a folder. Expected letters, digits, dots, "
-            "dashes and underscores, beginning with a letter or a digit."
-        )
-    host = given["host"]
-    if host and ("/" in host or any(letter.isspace() for letter in host)):
-        flag = given.flag("host", with_value=True)
-        yield f"{flag} is no address. Expected one like 0.0.0.0, without a port."
+        expected = "" if value is None else option.beyond_limits(value)
+        if expected:
+            yield f"{given.flag(option.name, with_value=True)} can't be. {expected}"
 
 
 # ---------------------------------------------------------------- flags that contradict each other
@@ -283,7 +268,6 @@ _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_meaning,
     _check_empty,
     _check_limits,
-    _check_names,
     _check_contradictions,
     _check_autoscale,
     _check_follow,

@@ -20,6 +20,8 @@ class NetworkOptions(Section):
         "",
         "Address to listen on; one that the other machines reach, where there are some.",
         unit="ADDRESS",
+        pattern=r"[^/\s]+",
+        expected="an address like 0.0.0.0, without a port",
         default_text="127.0.0.1; with --cluster=ray its node's",
         roles=("ps",),
     )

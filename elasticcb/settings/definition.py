@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -96,6 +97,8 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None  # like `minimum`, but not this number itself
+    pattern: str = ""  # of texts
+    expected: str = ""  # what the pattern allows, in words
     because: str = ""  # why the limit, as a sentence
     default_text: str = ""  # where the default is worked out, not stored
     needed: frozenset[Command] = frozenset()  # commands that can't do without it
@@ -119,8 +122,11 @@ class Setting:
     def metavar(self) -> str:
         return self.unit or "|".join(self.choices) or self.kind.value
 
-    def beyond_limits(self, value: float) -> str:
-        """What was expected instead of a number, as sentences; "" when it can be."""
+    def beyond_limits(self, value: Any) -> str:
+        """What was expected instead of a value of the right type, as sentences; "" when it can be."""
+        if isinstance(value, str) or self.kind not in (Kind.INTEGER, Kind.NUMBER):
+            fits = not self.pattern or not value or re.fullmatch(self.pattern, value)
+            return "" if fits else f"Expected {self.expected}."
         if self.minimum is not None and value < self.minimum:
             expected = f"at least {self.minimum:g}"
         elif self.maximum is not None and value > self.maximum:
@@ -156,8 +162,7 @@ class Setting:
         if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
             return (path if "://" in path else os.path.abspath(path)), ""
-        text_like = self.kind is not Kind.PARAMS and not dataclasses.is_dataclass(self.initial)
-        return value, "Expected text." if text_like and not isinstance(value, str) else ""
+        return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
 
 
 @cache

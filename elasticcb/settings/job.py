@@ -219,6 +219,8 @@ class JobSettings(Section):
         "Name of the job, in logs and in the job's folder.",
         name="job_name",
         unit="NAME",
+        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+        expected="letters, digits, dots, dashes and underscores, beginning with a letter or a digit: it names a folder",
         default_text="from --model_def",
     )
     directory: str = setting(
