@@ -249,8 +249,11 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
     null, file = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for number, opened in enumerate((null, file, file)):
         os.dup2(opened, number)
-    os.close(null)
-    os.close(file)
+    # As by exec: who holds the other end of `watch` keeps all from ending.
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in (control, watch):
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(int(name))
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
     show_process_as([sys.executable, "-c", "zygote", *sys.argv[1:]], environment)
