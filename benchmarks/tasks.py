@@ -65,7 +65,7 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSettings(zoo=folder, definition="model.custom_model")
         settings = JobSettings(command=Command.TRAIN, name="tasks", directory=folder, model=model, data=DataSettings())
-    master.begin_job(settings)
+    master.desk.begin_job(settings)
     clients = [
         subprocess.Popen(
             [sys.executable, __file__, "--client", master.address, str(first), str(workers // CLIENTS)],
@@ -74,25 +74,23 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
         )
         for first in range(0, workers, workers // CLIENTS)
     ]
-    with master.changed:
-        master.queue = make_queue(tasks)
-        master.cluster = Cluster([], [], False)
-        master.changed.notify_all()
+    queue = make_queue(tasks)
+    with master.desk.state() as state:
+        state.queue, state.cluster = queue, Cluster([], [], False)
+        state.wake()
     for client in clients:
         client.stdout.readline()  # type: ignore[union-attr]
     used, started = time.process_time(), time.perf_counter()
     finish = started + seconds
-    queue = master.queue
     while time.perf_counter() < finish and not queue.training_done:
-        with master.changed:
-            master.wait()
+        with master.desk.state():
+            master.desk.wait_a_tick()
             queue.take_milestones()
     elapsed, used = time.perf_counter() - started, time.process_time() - used
     done = sum(queue.accounting.records_trained.values()) // RECORDS
-    with master.changed:
+    with master.desk.state() as state:
         queue.stop_training("the time is over")
-        queue.finish()
-        master.changed.notify_all()
+        state.finish()
     latencies = [float(client.communicate()[0]) for client in clients]
     master.stop()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

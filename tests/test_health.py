@@ -29,13 +29,15 @@ def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():
         address = master.health_address
         assert lines == [f"Health checks are answered at {address}."]
         master.start()
-        master.begin_job(SETTINGS)
+        master.desk.begin_job(SETTINGS)
         assert check(address, "") == SERVING
         assert check(address, "elasticcb.Master") == NOT_SERVING
-        master.queue = TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=5)
+        with master.desk.state() as state:
+            state.queue = TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=5)
         assert check(address, "elasticcb.Master") == NOT_SERVING
-        master.cluster = Cluster([], [], False)
-        with master.changed:  # while it is busy
+        with master.desk.state() as state:
+            state.cluster = Cluster([], [], False)
+        with master.desk.state():  # while it is busy
             assert check(address, "elasticcb.Master") == SERVING
         with pytest.raises(grpc.RpcError) as caught:
             check(address, "elasticcb.ParameterServer")

@@ -16,6 +16,7 @@ from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.job_state import JobState
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
@@ -64,7 +65,7 @@ class FunctionJob:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
         self.failed = False  # it can't go on
-        self._master = master
+        self._desk, self._doubt = master.desk, master.watchdog.doubt
         self._placed = placed
         self._start = None if placed is None else placed.start()
         self._servers: Servers | None = None  # until they are there; with a model only
@@ -80,9 +81,9 @@ class FunctionJob:
         self._inbox: list[_Scheduled] = []
         self._dependents: dict[int, list[_Scheduled]] = {}
         self._over = False
+        self._learning_rate = 0.0  # the base rate that the servers have
         self._ready = threading.Event()
-        master.begin_job(settings, b"" if placed is None else placed.program())
-        master.datasets = datasets
+        self._desk.begin_job(settings, b"" if placed is None else placed.program(), datasets)
         self._thread = threading.Thread(target=self._run, name="functions", daemon=True)
         self._thread.start()
 
@@ -99,11 +100,11 @@ class FunctionJob:
                 raise value.error
         value = RemoteValue(self, self.owner.next_number(), name)
         rate = None if self._placed is None else self._placed.learning_rate
-        with self._master.changed:
+        with self._desk.state() as state:
             self.raise_error()
             self._open[value.number] = value
             self._inbox.append(_Scheduled(value, function_data, arguments, needed, rate))
-            self._master.changed.notify_all()
+            state.wake()
         return value
 
     def _pickled_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -120,8 +121,8 @@ class FunctionJob:
 
     def join(self) -> None:
         """Waits for all functions; raises as `raise_error`."""
-        with self._master.changed:
-            self._master.changed.wait_for(self.done)
+        with self._desk.state():
+            self._desk.wait_for(lambda state: self.done())
         self.collect()
         self.raise_error()
 
@@ -134,7 +135,7 @@ class FunctionJob:
 
     def raise_error(self) -> None:
         """Raises what the first failing function raised, or why the job failed; once."""
-        with self._master.changed:
+        with self._desk.state():
             error, self._error, self._told = self._error, None, False
         if error is not None:
             raise error
@@ -145,8 +146,8 @@ class FunctionJob:
 
     def end(self) -> None:
         """Waits for all functions, and ends the job; raises an error that the caller does not know of."""
-        with self._master.changed:
-            self._master.changed.wait_for(self.done)
+        with self._desk.state():
+            self._desk.wait_for(lambda state: self.done())
         self.collect()
         self._finish()
         self._thread.join()
@@ -160,10 +161,10 @@ class FunctionJob:
         self._thread.join(_ABANDON_SECONDS)
 
     def _finish(self) -> None:
-        with self._master.changed:
-            self._over = self._master.over = True
+        with self._desk.state() as state:
+            self._over = state.over = True
             self._queue.finish()
-            self._master.changed.notify_all()
+            state.wake()
 
     # ------------------------------------------------------------ the thread that drives the job
 
@@ -173,7 +174,7 @@ class FunctionJob:
             while not self._over:
                 self._turn()
             if not self.failed:
-                self._master.wait_until(lambda: not self._master.roster.busy(Role.WORKER), _LEAVE_SECONDS)
+                self._desk.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
         except Exception as error:
             self._fail(error)
         finally:
@@ -182,37 +183,37 @@ class FunctionJob:
                 self._servers.close()
 
     def _begin(self) -> None:
-        master, placed = self._master, self._placed
+        desk, placed = self._desk, self._placed
         cluster = Cluster((), (), False)
         if placed is not None:
-            with master.changed:
-                while not self._over and not master.roster.complete(Role.PS, master.job):
-                    master.tend()
-                    master.wait()
+            with desk.state() as state:
+                while not self._over and not state.roster.complete(Role.PS, state.number):
+                    desk.tend()
+                    desk.wait_a_tick()
             if self._over:
                 return
-            self._servers = Servers(master, placed.variables, placed.may_split, placed.start, logger.warning)
+            self._servers = Servers(desk, self._doubt, placed.variables, placed.may_split, placed.start, logger.warning)
             assert self._start is not None
             self._servers.control.initialize(self._start)
             self._start = None
             self._learning_rate = self._servers.control.learning_rate
             self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
             cluster = Cluster(self._servers.places, placed.variables, placed.may_split)
-        with master.changed:
-            master.queue, master.cluster = self._queue, cluster
-            master.changed.notify_all()
+        with desk.state() as state:
+            state.queue, state.cluster = self._queue, cluster
+            state.wake()
         self._ready.set()
 
     def _turn(self) -> None:
-        master = self._master
-        with master.changed:
-            master.tend()
-            if not self._inbox and not master.results:
-                master.wait()
+        with self._desk.state() as state:
+            self._desk.tend()
+            if not self._inbox and not state.results:
+                self._desk.wait_a_tick()
             inbox, self._inbox = self._inbox, []
-            results, master.results = master.results, {}
-            self._take(results)
-        if master.lost_ps and self._servers is not None:
+            results, state.results = state.results, {}
+            self._take(state, results)
+            lost = bool(state.lost_ps)
+        if lost and self._servers is not None:
             self._servers.restore_lost()
         for scheduled in inbox:
             rate = scheduled.learning_rate
@@ -220,26 +221,26 @@ class FunctionJob:
                 assert self._servers is not None
                 self._servers.control.set_learning_rate(rate)
                 self._learning_rate = rate
-            with master.changed:
+            with self._desk.state() as state:
                 if scheduled.value.number in self._open:  # else it was cancelled
-                    self._hand_out_or_wait(scheduled)
-                    master.changed.notify_all()
+                    self._hand_out_or_wait(state, scheduled)
+                    state.wake()
 
-    def _hand_out_or_wait(self, scheduled: _Scheduled) -> None:
+    def _hand_out_or_wait(self, state: JobState, scheduled: _Scheduled) -> None:
         scheduled.missing = {value.number for value in scheduled.needed if not value.done()}
         for number in scheduled.missing:
             self._dependents.setdefault(number, []).append(scheduled)
         if not scheduled.missing:
-            self._hand_out(scheduled)
+            self._hand_out(state, scheduled)
 
-    def _hand_out(self, scheduled: _Scheduled) -> None:
+    def _hand_out(self, state: JobState, scheduled: _Scheduled) -> None:
         number = scheduled.value.number
         values = {value.number: value.data or b"" for value in scheduled.needed}
         call = FunctionCall(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(caller_path()))
-        self._master.calls[number] = pickle.dumps(call)
+        state.calls[number] = pickle.dumps(call)
         self._queue.add_function(number)
 
-    def _take(self, results: dict[int, bytes]) -> None:
+    def _take(self, state: JobState, results: dict[int, bytes]) -> None:
         failed: RemoteValue | None = None
         for number, data in results.items():
             value = self._open.pop(number)
@@ -252,11 +253,11 @@ class FunctionJob:
             for scheduled in self._dependents.pop(number, []):
                 scheduled.missing.discard(number)
                 if not scheduled.missing and failed is None:
-                    self._hand_out(scheduled)
+                    self._hand_out(state, scheduled)
         if failed is not None:
-            self._cancel(failed)
+            self._cancel(state, failed)
         if results:
-            self._master.changed.notify_all()
+            state.wake()
 
     def _error_of(self, name: str, result: Result) -> FunctionError:
         error = FunctionError(
@@ -267,7 +268,7 @@ class FunctionJob:
                 error.__cause__ = pickling.loads(result.cause, self.model)
         return error
 
-    def _cancel(self, failed: RemoteValue) -> None:
+    def _cancel(self, state: JobState, failed: RemoteValue) -> None:
         """All functions that don't run yet, since `failed` raised an error."""
         if self._error is None:
             self._error = failed.error
@@ -276,14 +277,14 @@ class FunctionJob:
         for number in [number for number in self._open if number not in running]:
             value = self._open.pop(number)
             value.settle(error=FunctionError(f"{value.name}() was cancelled, since {failed.name}() failed before it."))
-            self._master.calls.pop(number, None)
+            state.calls.pop(number, None)
         self._inbox.clear()
         self._dependents.clear()
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ElasticCBError) and error.user_traceback:
             error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
-        with self._master.changed:
+        with self._desk.state() as state:
             error = self._with_names(error)
             self.failed = True
             if self._open or not self._over:
@@ -291,7 +292,7 @@ class FunctionJob:
             for value in self._open.values():
                 value.settle(error=error)
             self._open.clear()
-            self._master.changed.notify_all()
+            state.wake()
 
     def _with_names(self, error: Exception) -> Exception:
         """An error of the job, with the name of the function that ended it, or of the first that is not done."""

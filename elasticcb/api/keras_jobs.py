@@ -73,9 +73,12 @@ class KerasJobs:
     def _start(self, fit: KeptFit | None) -> None:
         if fit is not None and fit.has_begun:
             logger.warning("%s", fit.story)
-            if not fit.has_ended and self._processes.start().roster.next_id > 1:
-                # Servers know the pushes of the run before by the ids of its workers, which these may have, too.
-                self._processes.stop()
+            if not fit.has_ended:
+                with self._processes.start().desk.state() as state:
+                    is_used = state.roster.next_id > 1
+                if is_used:
+                    # Servers know the pushes of the run before by the ids of its workers, which these may have, too.
+                    self._processes.stop()
         self._processes.start()
 
     def run(
@@ -108,7 +111,9 @@ class KerasJobs:
             callback_params=params,
         )
         try:
-            return self._run(settings, call, master, model, sources, callbacks), master.take_predictions()
+            summary = self._run(settings, call, master, model, sources, callbacks)
+            with master.desk.state() as state:
+                return summary, state.take_predictions()
         except JobInterrupted:
             self._processes.stop()
             raise KeyboardInterrupt from None

@@ -62,7 +62,7 @@ class ClusterProcesses:
             self._backend.prepare()
             self._master = Master(self._settings, self._backend, _say, self._backend.access)
             self._master.start()
-            self._master.start_processes()
+            self._master.desk.start_processes()
             return self._master
         except BaseException:
             self.close()

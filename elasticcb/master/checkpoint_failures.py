@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 
 from elasticcb.errors import CheckpointError
-from elasticcb.master.cluster_state import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -16,15 +15,15 @@ class CheckpointFailures:
     """Counts them, and tells the user of the first one, and of the end.
 
     Args:
-        totals: of the job, for the count.
+        count: is called for each.
         say: shows a line to the user.
 
     Attributes:
         newest: why the last checkpoint could not be written; None: it could, or there was none.
     """
 
-    def __init__(self, totals: Totals, say: Callable[[str], None]) -> None:
-        self._totals, self._say = totals, say
+    def __init__(self, count: Callable[[], None], say: Callable[[str], None]) -> None:
+        self._count, self._say = count, say
         self._lock = threading.Lock()
         self.newest: CheckpointError | None = None
 
@@ -33,7 +32,8 @@ class CheckpointFailures:
         logger.warning("%s", error, exc_info=error)
         with self._lock:
             is_first, self.newest = self.newest is None, error
-            self._totals.checkpoints_failed += not again
+        if not again:
+            self._count()
         if is_first:
             self._say(f"{error} The job continues without this checkpoint, and tries again when the next one is due.")
 

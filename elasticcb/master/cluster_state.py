@@ -55,3 +55,27 @@ class Totals:
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training went on
     stragglers: list[int] = field(default_factory=list)  # places of workers that ever were
+
+
+@dataclass
+class Wish:
+    """That there be another number of parameter servers.
+
+    Attributes:
+        servers, before: how many there are to be, and were.
+        attempts: that failed.
+        waits_for: what has to come before it, in words; "": nothing.
+        moved: what was done, in words; "" before.
+        error: why it was not.
+    """
+
+    servers: int
+    before: int
+    attempts: int = 0
+    waits_for: str = ""
+    moved: str = ""
+    error: str = ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.moved or self.error)

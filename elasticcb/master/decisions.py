@@ -49,6 +49,11 @@ class Outcome:
     task: Task | None = None
     duplicate: bool = False
 
+    @property
+    def counts(self) -> bool:
+        """Whether what the report brought is to be counted."""
+        return self.accepted and not self.duplicate and self.task is not None
+
 
 class MilestoneKind(str, Enum):
     """What a queue can have reached."""

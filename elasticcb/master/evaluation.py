@@ -78,6 +78,9 @@ class EvaluationRounds:
         merge: joins the states that the tasks of a round sent for one metric; by default they are added
             up. With a function of one's own the states of all tasks are kept until the round is merged.
         first_id: of rounds; workers and servers may know those of an earlier master.
+
+    Attributes:
+        collection: what the tasks of the running round have brought.
     """
 
     def __init__(
@@ -94,10 +97,7 @@ class EvaluationRounds:
         self._pending: RoundReason | None = None
         self._pending_epoch: int | None = None
         self._training_ended = False
-        self._tasks: set[int] = set()
-        self._sums: dict[str, _Sums] = {}
-        self._states: dict[str, dict[int, list[Array]]] = {}
-        self._outputs: dict[int, Sequence[Outputs]] = {}  # by task
+        self.collection = Collection(merge)
 
     @property
     def running(self) -> Round | None:
@@ -167,30 +167,9 @@ class EvaluationRounds:
         """
         if self._running is None or round_id != self._running.id:
             return Collected(False, f"round {round_id} is not running")
-        if task_id in self._tasks:
+        if not self.collection.add(task_id, states, batches):
             return Collected(False, f"task {task_id} was counted in round {round_id} before")
-        self._check(task_id, states, batches)
-        self._tasks.add(task_id)
-        for name, arrays in states.items():
-            if self._merge is None:
-                self._sums.setdefault(name, _Sums()).add(arrays)
-            else:
-                self._states.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
-        if batches:
-            self._outputs[task_id] = batches
         return Collected(True, f"task {task_id} is counted in round {round_id}")
-
-    def merged(self) -> Merged:
-        """The metrics over all tasks that were collected in the running round."""
-        if self._merge is None:
-            states = {name: sums.result() for name, sums in self._sums.items()}
-        else:
-            states = {
-                name: list(self._merge(name, [by_task[task] for task in sorted(by_task)]))
-                for name, by_task in self._states.items()
-            }
-        batches = [batch for task in sorted(self._outputs) for batch in self._outputs[task]]
-        return Merged(states, batches, len(self._tasks))
 
     def finish(self, version: int) -> RoundDecision:
         """Ends the running round; the answer holds the next one if one became due meanwhile.
@@ -199,8 +178,7 @@ class EvaluationRounds:
             version: of the model now, which the next round will see.
         """
         self._running = None
-        self._tasks = set()
-        self._sums, self._states, self._outputs = {}, {}, {}
+        self.collection = Collection(self._merge)
         if self._pending is None:
             return RoundDecision(None, "no other round is due")
         return self._ask(self._pending, version)
@@ -215,6 +193,48 @@ class EvaluationRounds:
         self._last_version = self._steps_from = version
         self._pending = self._pending_epoch = None
         return RoundDecision(self._running, f"{reason.value}, version {version}")
+
+
+class Collection:
+    """What the tasks of one round bring, each once.
+
+    Args:
+        merge: as for `EvaluationRounds`.
+    """
+
+    def __init__(self, merge: Merge | None) -> None:
+        self._merge = merge
+        self._tasks: set[int] = set()
+        self._sums: dict[str, _Sums] = {}
+        self._states: dict[str, dict[int, list[Array]]] = {}
+        self._outputs: dict[int, Sequence[Outputs]] = {}  # by task
+
+    def add(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> bool:
+        """Whether it was taken, for the first time. Raises as `EvaluationRounds.collect`."""
+        if task_id in self._tasks:
+            return False
+        self._check(task_id, states, batches)
+        self._tasks.add(task_id)
+        for name, arrays in states.items():
+            if self._merge is None:
+                self._sums.setdefault(name, _Sums()).add(arrays)
+            else:
+                self._states.setdefault(name, {})[task_id] = [np.asarray(array) for array in arrays]
+        if batches:
+            self._outputs[task_id] = batches
+        return True
+
+    def merged(self) -> Merged:
+        """The metrics over all tasks."""
+        if self._merge is None:
+            states = {name: sums.result() for name, sums in self._sums.items()}
+        else:
+            states = {
+                name: list(self._merge(name, [by_task[task] for task in sorted(by_task)]))
+                for name, by_task in self._states.items()
+            }
+        batches = [batch for task in sorted(self._outputs) for batch in self._outputs[task]]
+        return Merged(states, batches, len(self._tasks))
 
     def _check(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> None:
         known = {*self._sums, *self._states}

@@ -102,9 +102,12 @@ class Memory:
             del self.states[epoch]
 
 
-def states_entry(epoch: int, states: Mapping[str, Sequence[Array]]) -> list[Any]:
-    """The metric states of a training task, for "states" of an entry."""
-    return [[epoch, [[name, [_plain(array) for array in arrays]] for name, arrays in states.items()]]]
+def _plain_states(states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> list[Any]:
+    """Metric states of training tasks, each behind its epoch, as JSON values."""
+    return [
+        [epoch, [[name, [_plain(array) for array in arrays]] for name, arrays in by_name.items()]]
+        for epoch, by_name in states
+    ]
 
 
 class Journal:
@@ -161,8 +164,10 @@ class Journal:
             self._latest["queue"] = queue
 
     def add(self, **entry: Any) -> None:
-        """Writes an entry; of the queue, whose sources may be thousands, what has changed. Raises `JobFailedError`
-        when that is not possible."""
+        """Writes an entry; of the queue, whose sources may be thousands, what has changed. "states" are the metric
+        states of training tasks, each behind its epoch. Raises `JobFailedError` when that is not possible."""
+        if "states" in entry:
+            entry["states"] = _plain_states(entry["states"])
         if "queue" in entry:
             known = self._latest.get("queue", {})
             entry["queue"] = {k: value for k, value in entry["queue"].items() if k not in known or known[k] != value}
@@ -174,16 +179,16 @@ class Journal:
         """Whether it should be rewritten."""
         return self._size > _LARGE_BYTES
 
-    def rewrite(self, states: Sequence[Any]) -> None:
+    def rewrite(self, states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> None:
         """Replaces all entries by one, and forces it onto the disk.
 
         Args:
-            states: those of all epochs that are not ended, as `states_entry` gives them.
+            states: metric states of all epochs that are not ended, each behind its epoch.
         """
         unfinished = self._path.with_name(f".tmp-{self._path.name}")
         try:
             file = unfinished.open("wb", buffering=0)
-            self._size = self._write(file, {**self._latest, "states": states})
+            self._size = self._write(file, {**self._latest, "states": _plain_states(states)})
             os.fsync(file.fileno())
             unfinished.rename(self._path)
         except OSError as error:

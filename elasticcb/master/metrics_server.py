@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticcb.errors import ConnectionLostError
+from elasticcb.master.observation import Observation
 from elasticcb.rpc.health_names import LIVE_PATH, READY_PATH
-
-if TYPE_CHECKING:
-    from elasticcb.master.master import Master
 
 
 class MetricsServer:
     """Answers scrapes from now on, in threads of its own, and the checks at `LIVE_PATH` and `READY_PATH`.
 
     Args:
-        master: whose present job the metrics are of.
+        observe: gives the job that the metrics are of.
+        ready: whether the servers hold the model, and tasks are handed out; it waits for no lock.
         host: interface to listen on.
         port: 0 takes any free one.
 
@@ -26,14 +25,14 @@ class MetricsServer:
     Raises `ConnectionLostError` when the port is taken.
     """
 
-    def __init__(self, master: Master, host: str, port: int) -> None:
+    def __init__(self, observe: Callable[[], Observation], ready: Callable[[], bool], host: str, port: int) -> None:
         # Only now: most jobs serve none.
         from prometheus_client import CollectorRegistry, start_http_server
 
         from elasticcb.master.prometheus import JobCollector
 
         registry = CollectorRegistry()
-        registry.register(JobCollector(master))
+        registry.register(JobCollector(observe))
         try:
             self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
         except OSError as error:
@@ -42,7 +41,7 @@ class MetricsServer:
                 "is free."
             ) from error
         self._metrics = self._server.get_app()
-        self._checks: dict[str, Callable[[], bool]] = {LIVE_PATH: lambda: True, READY_PATH: lambda: master.ready}
+        self._checks: dict[str, Callable[[], bool]] = {LIVE_PATH: lambda: True, READY_PATH: ready}
         self._server.set_app(self._answer)
         self.address = f"{host}:{self._server.server_port}"
 
@@ -50,7 +49,7 @@ class MetricsServer:
         check = self._checks.get(environ["PATH_INFO"])
         if check is None:
             return self._metrics(environ, start_response)  # type: ignore[misc]
-        good = check()  # it waits for no lock
+        good = check()
         start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
         return [b"ok\n" if good else b"not ready\n"]
 

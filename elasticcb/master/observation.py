@@ -4,23 +4,19 @@ the copies."""
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.cluster_state import Recoveries, Totals
+from elasticcb.master.job_state import JobState
 from elasticcb.master.roster import Member, PlaceState, Role
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats
 from elasticcb.settings import JobSettings
 from elasticcb.status import JobStatus
-
-if TYPE_CHECKING:
-    from elasticcb.master.master import Master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,39 +80,41 @@ class Observation:
         return replace(total, refused_calls=dict(refused))
 
 
-def observe(master: Master) -> Observation:
-    """The job as it is now."""
+def observe(state: JobState, refused: Mapping[str, int], now: float) -> Observation:
+    """A job as it is `now`, in seconds.
+
+    Args:
+        refused: calls by the master, by reason in words.
+    """
     own = os.getpid(), host_name()
-    refused = master.refused_calls()
-    with master.changed:
-        queue, roster = master.queue, master.roster
+    queue, roster = state.queue, state.roster
 
-        def place(role: Role, index: int, state: PlaceState) -> Place:
-            member = roster.at(role, index)
-            separate = member is not None and (member.pid, member.host) != own
-            return Place(
-                role=role,
-                index=index,
-                state=state,
-                member=member,
-                stats=master.stats.get(member.id) if member is not None and separate else None,
-                straggles=member is not None and member.id in master.paces.stragglers,
-            )
-
-        return Observation(
-            settings=master.settings,
-            status=None if master.describe is None else master.describe(time.monotonic()),
-            tasks={} if queue is None else queue.counts(),
-            ready=master.ready,
-            restoring=len(master.lost_ps),
-            accounting=Accounting() if queue is None else queue.accounting,
-            records_per_epoch=0 if queue is None else queue.records_per_epoch,
-            totals=replace(master.totals),
-            recoveries=replace(master.recoveries),
-            planned={role: roster.size(role) for role in Role},
-            lost={role: roster.lost_count(role) for role in Role},
-            replaced={role: roster.replaced_count(role) for role in Role},
-            places=[place(role, index, state) for (role, index), state in roster.places().items()],
-            stats=[*master.stats.values()],
-            refused_calls=refused,
+    def place(role: Role, index: int, place_state: PlaceState) -> Place:
+        member = roster.at(role, index)
+        separate = member is not None and (member.pid, member.host) != own
+        return Place(
+            role=role,
+            index=index,
+            state=place_state,
+            member=member,
+            stats=state.crew.stats.get(member.id) if member is not None and separate else None,
+            straggles=member is not None and member.id in state.paces.stragglers,
         )
+
+    return Observation(
+        settings=state.settings,
+        status=None if state.describe is None else state.describe(state, now),
+        tasks={} if queue is None else queue.counts(),
+        ready=state.ready,
+        restoring=len(state.lost_ps),
+        accounting=Accounting() if queue is None else queue.accounting,
+        records_per_epoch=0 if queue is None else queue.records_per_epoch,
+        totals=replace(state.totals),
+        recoveries=replace(state.recoveries),
+        planned={role: roster.size(role) for role in Role},
+        lost={role: roster.lost_count(role) for role in Role},
+        replaced={role: roster.replaced_count(role) for role in Role},
+        places=[place(role, index, there) for (role, index), there in roster.places().items()],
+        stats=[*state.crew.stats.values()],
+        refused_calls=refused,
+    )

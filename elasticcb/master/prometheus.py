@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elasticcb.master.observation import Observation, observe
+from elasticcb.master.observation import Observation
 from elasticcb.master.roster import PlaceState, Role
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, STALENESS, Histogram, resident_bytes
 from elasticcb.rpc.admission import Refusal
-
-if TYPE_CHECKING:
-    from elasticcb.master.master import Master
 
 _Value = float | int
 _Labelled = Mapping[Any, _Value]  # by the values of the labels, a tuple
 
 
 class JobCollector(Collector):
-    """Reads the present job of `master` at each scrape."""
+    """Shows the job that `observe` sees at each scrape."""
 
-    def __init__(self, master: Master) -> None:
-        self._master = master
+    def __init__(self, observe: Callable[[], Observation]) -> None:
+        self._observe = observe
 
     def collect(self) -> Iterator[Metric]:
-        seen = observe(self._master)
+        seen = self._observe()
         yield from _job(seen)
         yield from _tasks(seen)
         yield from _processes(seen)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticcb.master.master import Master
+from elasticcb.master.desk import Desk
+from elasticcb.master.job_state import JobState
 from elasticcb.master.roster import Role
 from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
@@ -28,7 +29,7 @@ class Report:
     """Watches a job for its display.
 
     Args:
-        master: the job's state.
+        desk: of the job.
         settings: of the job.
         display: `update(JobStatus)`, `message(text)`.
 
@@ -42,8 +43,8 @@ class Report:
         saved_model_inputs: of the exported model's signature.
     """
 
-    def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
-        self._master = master
+    def __init__(self, desk: Desk, settings: JobSettings, display: Any) -> None:
+        self._desk = desk
         self._settings = settings
         self._display = display
         self._started = time.monotonic()
@@ -62,41 +63,42 @@ class Report:
     def show(self) -> None:
         """Updates the display, unless that was done a moment ago.
 
-        Don't call it holding `master.changed`: a terminal that is held up must not hold up the workers.
+        Don't call it within a block of the state: a terminal that is held up must not hold up the workers.
         """
         now = time.monotonic()
+        is_due = now >= self._next_status
+        with self._desk.state() as state:
+            version, loss = state.version, state.loss
+            status = self.status(state, now) if is_due else None
         trains = self._settings.command is Command.TRAIN
-        if trains and self._first_step is None and self._master.version > self.start_version:
+        if trains and self._first_step is None and version > self.start_version:
             self._first_step = now - self._started
-        self._log_loss()
-        if now >= self._next_status:
+        self._log_loss(version, loss)
+        if status is not None:
             self._next_status = now + _STATUS_SECONDS
-            with self._master.changed:
-                status = self.status(now)
             self._display.update(status)
 
-    def _log_loss(self) -> None:
-        steps, version = self._settings.training.log_loss_steps, self._master.version
-        if steps and self._master.loss is not None and version // steps > self._logged_version // steps:
+    def _log_loss(self, version: int, loss: float | None) -> None:
+        steps = self._settings.training.log_loss_steps
+        if steps and loss is not None and version // steps > self._logged_version // steps:
             self._logged_version = version
-            logger.info("Version %d: training loss %.6g", version, self._master.loss)
+            logger.info("Version %d: training loss %.6g", version, loss)
 
-    def status(self, now: float) -> JobStatus:
-        """How the job looks at `now`, in seconds. Hold `master.changed`."""
-        master = self._master
-        workers = master.roster.up(Role.WORKER)
+    def status(self, state: JobState, now: float) -> JobStatus:
+        """How the job looks at `now`, in seconds."""
+        workers = state.roster.up(Role.WORKER)
         return JobStatus(
             command=self._settings.command,
-            phase="evaluating" if master.rounds.running is not None else self.phase,
-            version=master.version,
-            loss=master.loss,
+            phase="evaluating" if state.rounds.running is not None else self.phase,
+            version=state.version,
+            loss=state.loss,
             metrics=self.metrics,
             workers_up=len(workers),
-            workers_planned=master.roster.size(Role.WORKER),
-            stragglers=tuple(each.index for each in workers if each.id in master.paces.stragglers),
-            ps_up=len(master.roster.up(Role.PS)),
-            ps_planned=master.roster.size(Role.PS),
-            **({} if master.queue is None else self._progress(master.queue, now)),
+            workers_planned=state.roster.size(Role.WORKER),
+            stragglers=tuple(each.index for each in workers if each.id in state.paces.stragglers),
+            ps_up=len(state.roster.up(Role.PS)),
+            ps_planned=state.roster.size(Role.PS),
+            **({} if state.queue is None else self._progress(state.queue, now)),
         )
 
     def _progress(self, queue: TaskQueue, now: float) -> dict[str, Any]:
@@ -135,9 +137,9 @@ class Report:
         seconds = now - points[0][0]
         return (done - points[0][1]) / seconds if seconds > 0 else 0.0
 
-    def summary(self, queue: TaskQueue, refused_calls: Mapping[str, int]) -> Summary:
+    def summary(self, state: JobState, queue: TaskQueue, refused_calls: Mapping[str, int]) -> Summary:
         """The exact accounting of a job that is over."""
-        master, roster, accounting = self._master, self._master.roster, queue.accounting
+        roster, accounting = state.roster, queue.accounting
         exported = callback_params(self._settings)["saved_model_path"]
         exported = exported if os.path.isdir(exported) else ""
         return Summary(
@@ -148,19 +150,19 @@ class Report:
             records_predicted=accounting.records_predicted,
             records_repeated=accounting.records_repeated,
             tasks_retried=accounting.tasks_retried,
-            gradients_rejected=master.totals.gradients_rejected,
-            batches_skipped=master.totals.batches_skipped,
-            callback_errors=master.totals.callback_errors,
+            gradients_rejected=state.totals.gradients_rejected,
+            batches_skipped=state.totals.batches_skipped,
+            callback_errors=state.totals.callback_errors,
             refused_calls=refused_calls,
             workers_lost=roster.lost_count(Role.WORKER),
             workers_replaced=roster.replaced_count(Role.WORKER),
-            stragglers=tuple(sorted(master.totals.stragglers)),
+            stragglers=tuple(sorted(state.totals.stragglers)),
             tasks_split=accounting.tasks_split,
             servers_lost=roster.lost_count(Role.PS),
             servers_replaced=roster.replaced_count(Role.PS),
-            longest_server_recovery=max(master.recoveries.seconds, default=0.0),
-            updates_lost=master.recoveries.updates_lost,
-            version=master.version,
+            longest_server_recovery=max(state.recoveries.seconds, default=0.0),
+            updates_lost=state.recoveries.updates_lost,
+            version=state.version,
             metrics=self.metrics,
             stopped_early=queue.stop_reason or "",
             seconds_to_first_step=self._first_step,
@@ -168,7 +170,7 @@ class Report:
             saved_model_inputs=self.saved_model_inputs if exported else (),
             predictions_path=self.predictions_path,
             checkpoint_path=self.checkpoint_path,
-            checkpoints_failed=master.totals.checkpoints_failed,
+            checkpoints_failed=state.totals.checkpoints_failed,
             job_directory=self._settings.directory,
             log_files=tuple(map(str, sorted(Path(self._settings.directory, "logs").glob("*.log")))),
         )

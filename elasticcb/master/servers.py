@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.cluster_state import ServerPlace
-from elasticcb.master.master import Master
+from elasticcb.master.desk import Desk
 from elasticcb.master.ps_admin import PSControl, Restored, Source
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
 from elasticcb.master.roster import Role
@@ -28,7 +28,8 @@ class Servers:
     """The servers of one job.
 
     Args:
-        master: the servers have registered with it for the job.
+        desk: of the job, for which the servers have registered.
+        doubt: is told of a server that does not answer.
         variables, may_split: the model's weights, and whether they may be cut between servers.
         source: gives what a server begins with that has no recovery files.
         say: shows a line to the user.
@@ -43,7 +44,8 @@ class Servers:
 
     def __init__(
         self,
-        master: Master,
+        desk: Desk,
+        doubt: Callable[[int], None],
         variables: Sequence[VariableSpec],
         may_split: bool,
         source: Callable[[], Source],
@@ -52,22 +54,25 @@ class Servers:
         places: Sequence[ServerPlace] = (),
         buckets: BucketMap | None = None,
     ) -> None:
-        self._master, self._source, self._say = master, source, say
+        self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
         self._restoring = threading.Lock()
-        self._has_replicas = master.settings is not None and bool(master.settings.cluster.ps_replicas)
-        with master.changed:
+        with desk.state() as state:
+            settings = state.settings
             self._places = list(places)
             if not places:
-                master.lost_ps.clear()  # they hold no model yet, neither do others
-                self._places = [ServerPlace(member.address, member.id) for member in master.roster.up(Role.PS)]
+                state.lost_ps.clear()  # they hold no model yet, neither do others
+                self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
+        self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
+        self._synchronous = settings is not None and not settings.training.use_async
+        self._patience = desk.cluster.patience_seconds
         self.control = PSControl(
             [place.address for place in self._places],
             variables,
             may_split,
-            synchronous=master.settings is not None and not master.settings.training.use_async,
-            patience_seconds=master.patience_seconds,
-            access=master.access,
+            synchronous=self._synchronous,
+            patience_seconds=self._patience,
+            access=desk.access,
             ids=[place.id for place in self._places],
             find=self._find,
             run=run,
@@ -91,9 +96,9 @@ class Servers:
         with self._restoring:
             for index in range(len(self._places)):
                 self._restore(index)
-            with self._master.changed:  # new ones that are lost hold nothing yet
-                for index in [index for index in self._master.lost_ps if index >= len(self._places)]:
-                    del self._master.lost_ps[index]
+            with self._desk.state() as state:  # new ones that are lost hold nothing yet
+                for index in [index for index in state.lost_ps if index >= len(self._places)]:
+                    del state.lost_ps[index]
 
     def resize(self, servers: int) -> Moved:
         """Has the model on another number of servers, which are up, and those that are too many leave.
@@ -102,29 +107,30 @@ class Servers:
             ElasticCBError: a server was lost, or a worker stands still; nothing has changed.
             JobFailedError: the job can't go on.
         """
-        master = self._master
+        desk = self._desk
         with self._restoring:
-            with master.changed:
-                members = [master.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
+            with desk.state() as state:
+                members = [state.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
             if None in members:
                 raise ConnectionLostError("A parameter server is missing.")
             places = [ServerPlace(member.address, member.id) for member in members if member is not None]
-            links = [Link(index, *place, master.patience_seconds, master.access) for index, place in enumerate(places)]
+            links = [Link(index, *place, self._patience, desk.access) for index, place in enumerate(places)]
             move = ServerMove(self.control, links, servers, lambda worker: self._is_up(worker))
 
             def commit() -> None:
-                with master.changed:
-                    owners = move.buckets.to_bytes().hex()
-                    master.note(servers=places[:servers], buckets=owners, map_version=move.buckets.version)
-                    if master.error is not None:
-                        raise master.error
+                owners = move.buckets.to_bytes().hex()
+                with desk.state() as state:
+                    state.note(servers=places[:servers], buckets=owners, map_version=move.buckets.version)
+                with desk.state() as state:  # what is noted is written down by now, or that has failed
+                    if state.error is not None:
+                        raise state.error
 
             def carry_out() -> Moved:
                 moved = move.run(commit)
                 self._places = places[:servers]
                 addresses, ids = zip(*self._places, strict=True)
                 self.control.follow(Places(addresses, ids, move.buckets))
-                master.ps_have_moved(self._places, move.buckets)
+                desk.servers_have_moved(self._places, move.buckets)
                 with contextlib.suppress(ConnectionLostError):  # another will take its place, and write them
                     move.write_down()
                 return moved
@@ -136,25 +142,25 @@ class Servers:
                 for link in links:
                     link.close()
         give_up = time.monotonic() + _LEAVE_SECONDS
-        with master.changed:
-            while master.roster.leaving(Role.PS) and time.monotonic() < give_up:
-                master.tend()
-                master.wait()
+        with desk.state() as state:
+            while state.roster.leaving(Role.PS) and time.monotonic() < give_up:
+                desk.tend()
+                desk.wait_a_tick()
         return moved
 
     def _is_up(self, worker: int) -> bool:
-        with self._master.changed:
-            return self._master.roster.member(worker) is not None
+        with self._desk.state() as state:
+            return state.roster.member(worker) is not None
 
     def _while_tending(self, function: Callable[[], Moved]) -> Moved:
         """Does it in another thread, and looks after processes meanwhile."""
-        master = self._master
+        desk = self._desk
         with ThreadPoolExecutor(1, thread_name_prefix="scaling") as pool:
             future = pool.submit(function)
-            with master.changed:
+            with desk.state():
                 while not future.done():
-                    master.tend()
-                    master.wait()
+                    desk.tend()
+                    desk.wait_a_tick()
             return future.result()
 
     def adopt(self, version: int) -> None:
@@ -166,20 +172,20 @@ class Servers:
             self._set_place(index, place)
             held.append(max(version, restored.version))
             lost = _lost(version, restored)
-            self._master.recoveries.updates_lost += lost
+            with self._desk.state() as state:
+                state.recoveries.updates_lost += lost
             self._say(
                 f"Parameter server {index} goes on from {restored.source}; {lost} updates of its part of the model are "
                 "lost."
             )
-        settings = self._master.settings
-        if settings is not None and not settings.training.use_async:  # they follow the first one, version by version
+        if self._synchronous:  # they follow the first one, version by version
             for index in [index for index, own in enumerate(held) if own < max(held)]:
                 self._set_place(index, self._give_back(index, max(held), 0)[0])
         self.control.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:
         """For the client, to whom a process gave no answer."""
-        self._master.doubt(unreachable)
+        self._doubt(unreachable)
         with self._restoring:
             self._restore(index)
             return self._places[index]
@@ -188,14 +194,15 @@ class Servers:
         begun = time.monotonic()
         if self._wait_until_up(index).id == self._places[index].id:
             return
-        with self._master.changed:
-            version, running = self._master.version, self._master.rounds.running
-            since = self._master.lost_ps.get(index, begun)
+        with self._desk.state() as state:
+            version, running = state.version, state.rounds.running
+            since = state.lost_ps.get(index, begun)
         place, restored = self._give_back(index, version, 0 if running is None else running.id)
         self._set_place(index, place)
         seconds, lost = time.monotonic() - since, _lost(version, restored)
-        self._master.recoveries.seconds.append(seconds)
-        self._master.recoveries.updates_lost += lost
+        with self._desk.state() as state:
+            state.recoveries.seconds.append(seconds)
+            state.recoveries.updates_lost += lost
         self._say(
             f"Parameter server {index} is back after {seconds:.1f} s, from {restored.source}; {lost} updates of its "
             f"part of the model are lost."
@@ -208,7 +215,7 @@ class Servers:
             place, begun = self._wait_until_up(index), time.monotonic()
             if place.id != tried:
                 tried, since = place.id, begun
-            elif begun - since > self._master.patience_seconds:
+            elif begun - since > self._patience:
                 raise ConnectionLostError(f"Parameter server {index} at {place.address} runs, but does not answer.")
             rate = self.learning_rate()
             try:
@@ -222,12 +229,13 @@ class Servers:
     def _neighbour_of(self, index: int) -> str:
         """Where the server is that keeps what the recovery files of this one lack; "" when it is lost, too."""
         place = self._places[self.control.neighbour(index)]
-        with self._master.changed:
-            return place.address if self._master.roster.member(place.id) is not None else ""
+        with self._desk.state() as state:
+            return place.address if state.roster.member(place.id) is not None else ""
 
     def _set_place(self, index: int, place: ServerPlace) -> None:
         self._places[index] = place
-        self._master.ps_is_back(index, place)
+        with self._desk.state() as state:
+            state.server_is_back(index, place)
         self._introduce(index)
 
     def _introduce(self, index: int) -> None:
@@ -237,14 +245,13 @@ class Servers:
             self.control.set_neighbour(before, *self._places[before], self._places[index].address)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
-        master = self._master
-        with master.changed:
+        with self._desk.state() as state:
             while True:
-                master.tend()
-                member = master.roster.at(Role.PS, index)
-                if member is not None and master.roster.job_of(member.id) == master.job:
+                self._desk.tend()
+                member = state.roster.at(Role.PS, index)
+                if member is not None and state.has(member.id):
                     return ServerPlace(member.address, member.id)
-                master.wait()
+                self._desk.wait_a_tick()
 
     def close(self) -> None:
         """Ends the connections."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.batch_log import BatchEvent, Pass
+from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
-from elasticcb.master.observation import observe
+from elasticcb.master.observation import Observation
 from elasticcb.master.roster import Role
+from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.state_document import document
 from elasticcb.master.task import Lease, TaskType
 from elasticcb.model.metric_messages import from_metric_states, from_outputs
@@ -23,9 +25,6 @@ from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
 from elasticcb.rpc.calls import ERROR_KEY
-
-if TYPE_CHECKING:
-    from elasticcb.master.master import Master
 
 _TYPES = {
     TaskType.TRAINING: pb.TRAINING,
@@ -64,47 +63,58 @@ def _answered(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 class MasterServicer(Generated):
-    """Thin: everything is decided by the master.
+    """Thin: everything is decided elsewhere.
 
     Args:
+        calls: answers most of them.
+        scaling: takes wishes for another number of servers.
+        doubt: is told of a server that does not answer somebody.
+        observe: gives the present job.
         silence_seconds: after which a process is missed.
     """
 
-    def __init__(self, master: Master, silence_seconds: float) -> None:
-        self._master = master
+    def __init__(
+        self,
+        calls: Calls,
+        scaling: ServerScaling,
+        doubt: Callable[[int], None],
+        observe: Callable[[], Observation],
+        silence_seconds: float,
+    ) -> None:
+        self._calls, self._scaling, self._doubt, self._observe = calls, scaling, doubt, observe
         # The next call is the sign that the process lives.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
     @_answered
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
         if request.HasField("stats"):
-            self._master.note_stats(request.id, Stats.from_message(request.stats))
-        job, settings = self._master.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
-        lost = self._master.roster.lost_workers
+            self._calls.note_stats(request.id, Stats.from_message(request.stats))
+        job, settings = self._calls.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
+        lost = self._calls.lost_workers()
         if settings is None:
-            over = self._master.closing or self._master.is_released(request.id)
+            over = self._calls.closing or self._calls.is_released(request.id)
             return pb.GetSettingsResponse(over=over, lost_workers=lost)
         return pb.GetSettingsResponse(settings=settings.to_json(), job=job, lost_workers=lost)
 
     @_answered
     def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
-        return pb.GetProgramResponse(program=self._master.program_of(request.job, request.dataset))
+        return pb.GetProgramResponse(program=self._calls.program_of(request.job, request.dataset))
 
     @_answered
     def GetIndex(self, request: Any, context: Any) -> pb.GetIndexResponse:
-        return pb.GetIndexResponse(index=self._master.index_of(request.job, request.mode, request.file))
+        return pb.GetIndexResponse(index=self._calls.index_of(request.job, request.mode, request.file))
 
     @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
         role = _role(request.role)
-        member = self._master.register(role, request.index, request.address, request.pid, request.host, request.job)
+        member = self._calls.register(role, request.index, request.address, request.pid, request.host, request.job)
         return pb.RegisterResponse(id=member.id, index=member.index)
 
     @_answered
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:
         if request.unreachable:
-            self._master.doubt(request.unreachable)
-        cluster = self._master.wait_for_cluster(request.id, self._poll_seconds, request.map_version)
+            self._doubt(request.unreachable)
+        cluster = self._calls.wait_for_cluster(request.id, self._poll_seconds, request.map_version)
         if cluster is None:
             return pb.GetClusterResponse(ready=False)
         return pb.GetClusterResponse(
@@ -121,13 +131,16 @@ class MasterServicer(Generated):
 
     @_answered
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
-        decision = self._master.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
-        task = None if decision.lease is None else _to_message(decision.lease, self._master.calls)
-        return pb.GetTaskResponse(kind=_KINDS[decision.kind], task=task, reason=decision.reason)
+        decision = self._calls.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
+        answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
+        if decision.lease is not None:
+            payload = self._calls.call_of(decision.lease.task.function)
+            answer.task.CopyFrom(_to_message(decision.lease, payload))
+        return answer
 
     @_answered
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
-        answer = self._master.report_progress(
+        answer = self._calls.report_progress(
             request.worker_id,
             request.lease,
             request.records_done,
@@ -138,31 +151,31 @@ class MasterServicer(Generated):
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,
         )
-        self._master.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
+        self._calls.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
         if request.HasField("stats"):
-            self._master.note_stats(request.worker_id, Stats.from_message(request.stats))
-        split = self._master.split_for(request.worker_id)
+            self._calls.note_stats(request.worker_id, Stats.from_message(request.stats))
+        split = self._calls.split_for(request.worker_id)
         return pb.ReportProgressResponse(
             accepted=answer.accepted,
             reason=answer.reason,
-            over=self._master.closing,
-            leave=self._master.is_released(request.worker_id),
+            over=self._calls.closing,
+            leave=self._calls.is_released(request.worker_id),
             split=None if split is None else pb.Split(lease=split.lease, end=split.end),
         )
 
     @_answered
     def SplitTask(self, request: Any, context: Any) -> pb.SplitTaskResponse:
-        answer = self._master.split(request.worker_id, request.split.lease, request.split.end)
+        answer = self._calls.split(request.worker_id, request.split.lease, request.split.end)
         return pb.SplitTaskResponse(accepted=answer.accepted, reason=answer.reason)
 
     @_answered
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
         if not request.succeeded:
-            outcome = self._master.report_failed(
+            outcome = self._calls.report_failed(
                 request.worker_id, request.lease, request.error, request.traceback, request.fatal
             )
         else:
-            outcome = self._master.report_done(
+            outcome = self._calls.report_done(
                 request.worker_id,
                 request.lease,
                 request.version,
@@ -177,24 +190,24 @@ class MasterServicer(Generated):
 
     @_answered
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
-        self._master.stop_training(request.reason, request.worker_id)
+        self._calls.stop_training(request.reason, request.worker_id)
         return pb.StopTrainingResponse()
 
     @_answered
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         if request.id:
-            self._master.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
+            self._calls.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
         elif request.error:
-            self._master.not_started(_role(request.role), request.index, request.error, request.traceback)
+            self._calls.not_started(_role(request.role), request.index, request.error, request.traceback)
         return pb.LeaveResponse()
 
     @_answered
     def Scale(self, request: Any, context: Any) -> pb.ScaleResponse:
         answer = pb.ScaleResponse()
         if request.workers:
-            answer.before = self._master.scale(request.workers)
+            answer.before = self._calls.scale(request.workers)
         if request.servers:
-            wish = self._master.server_scaling.ask(request.servers, request.waiting, self._poll_seconds)
+            wish = self._scaling.ask(request.servers, request.waiting, self._poll_seconds)
             answer.done = wish is None or wish.done
             if wish is not None:
                 answer.moved, answer.error, answer.waits_for = wish.moved, wish.error, wish.waits_for
@@ -202,11 +215,11 @@ class MasterServicer(Generated):
 
     @_answered
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
-        return pb.StatusResponse(status=json.dumps(document(observe(self._master))))
+        return pb.StatusResponse(status=json.dumps(document(self._observe())))
 
     @_answered
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
-        self._master.interrupt()
+        self._calls.interrupt()
         return pb.StopResponse(pid=os.getpid(), host=host_name())
 
 
@@ -223,7 +236,7 @@ def _to_event(event: Any) -> BatchEvent:
     return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, logs)
 
 
-def _to_message(lease: Lease, calls: Mapping[int, bytes]) -> pb.Task:
+def _to_message(lease: Lease, payload: bytes) -> pb.Task:
     task = lease.task
     return pb.Task(
         id=task.id,
@@ -232,6 +245,5 @@ def _to_message(lease: Lease, calls: Mapping[int, bytes]) -> pb.Task:
         shard=pb.Shard(name=task.shard.name, start=task.shard.start, end=task.shard.end),
         epoch=task.epoch,
         evaluation_round=task.evaluation_round,
-        # It is gone when the task was given up meanwhile, and then nobody asks for what comes of it.
-        payload=calls.get(task.function, b""),
+        payload=payload,
     )

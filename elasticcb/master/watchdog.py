@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from elasticcb.clients.ps_link import SERVICE
-from elasticcb.errors import JobFailedError
+from elasticcb.master.desk import Desk
+from elasticcb.master.job_state import JobState
 from elasticcb.master.roster import Member, Role
 from elasticcb.rpc.calls import Connection
-
-if TYPE_CHECKING:
-    from elasticcb.master.master import Master
 
 _LONGEST_PAUSE_SECONDS = 1.0  # between two looks
 _ANSWER_SECONDS = 5.0  # for a server to say that it is alive
@@ -30,14 +27,14 @@ class Watchdog:
     the time of a lease, however long the user's code keeps its threads from running.
 
     Args:
-        master: whose processes these are.
+        desk: whose processes these are.
         silence_seconds: of processes; they give a sign of life after a third of it.
         watched: whether the backend tells of those that end. What they do before they are ready for the present job
             may take long then.
     """
 
-    def __init__(self, master: Master, silence_seconds: float, watched: bool) -> None:
-        self._master = master
+    def __init__(self, desk: Desk, silence_seconds: float, watched: bool) -> None:
+        self._desk = desk
         self._silence, self._watched = silence_seconds, watched
         self._looked = -math.inf
         self._doubted: set[int] = set()  # ids of servers that the master tries to reach
@@ -52,33 +49,32 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(min(_LONGEST_PAUSE_SECONDS, self._silence / 10)):
-            with self._master.changed:
-                self.look(time.monotonic())
+            self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Replaces who is missed at `now`, in seconds. Hold `changed`."""
-        master = self._master
+        """Replaces who is missed at `now`, in seconds."""
         since, self._looked = now - self._looked, now
-        if since > self._silence / 2:  # this process was stopped itself, and has heard nobody
-            master.roster.forgive(now)
-        if master.closing or master.over:
-            return
-        for role in Role:
-            seconds = self._seconds(role)
-            for member in master.roster.silent(now, seconds):
-                if member.role is role and (not self._watched or master.roster.job_of(member.id) == master.job):
-                    self._replace(member, f"silent for {seconds:g} s")
+        with self._desk.state() as state:
+            if since > self._silence / 2:  # this process was stopped itself, and has heard nobody
+                state.roster.forgive(now)
+            if state.closing or state.over:
+                return
+            for role in Role:
+                seconds = self._seconds(role, state)
+                for member in state.roster.silent(now, seconds):
+                    if member.role is role and (not self._watched or state.has(member.id)):
+                        self._desk.replace(member, f"silent for {seconds:g} s")
 
-    def _seconds(self, role: Role) -> float:
-        settings = self._master.settings
+    def _seconds(self, role: Role, state: JobState) -> float:
+        settings = state.settings
         if role is Role.PS or not self._watched or settings is None:
             return self._silence
         return max(self._silence, settings.cluster.lease_seconds)
 
     def doubt(self, server: int) -> None:
         """A server does not answer somebody. It is replaced, unless it answers the master."""
-        with self._master.changed:
-            member = self._master.roster.member(server)
+        with self._desk.state() as state:
+            member = state.roster.member(server)
             if (
                 self._thread.is_alive()
                 and member is not None
@@ -89,24 +85,21 @@ class Watchdog:
                 threading.Thread(target=self._reach, args=(member,), name="doubt", daemon=True).start()
 
     def _reach(self, member: Member) -> None:
-        master, begun = self._master, time.monotonic()
-        connection = Connection(member.address, str(member), access=master.access)
+        begun = time.monotonic()
+        connection = Connection(member.address, str(member), access=self._desk.access)
         answers = False
-        while not answers and not self._stopped.is_set() and master.roster.member(member.id) is not None:
+        while not answers and not self._stopped.is_set() and self._is_up(member):
             answers = connection.is_alive(SERVICE, _ANSWER_SECONDS)
             if not answers and time.monotonic() - begun >= self._silence:
-                with master.changed:
-                    if master.roster.member(member.id) is not None and not master.closing:
-                        self._replace(member, f"out of reach for {self._silence:g} s")
+                with self._desk.state() as state:
+                    if self._is_up(member) and not state.closing:
+                        self._desk.replace(member, f"out of reach for {self._silence:g} s")
                 break
             self._stopped.wait(0.0 if answers else _DOUBT_PAUSE_SECONDS)
         connection.close()
-        with master.changed:
+        with self._desk.state():
             self._doubted.discard(member.id)
 
-    def _replace(self, member: Member, reason: str) -> None:
-        try:
-            self._master.processes.replace(member, reason)
-        except JobFailedError as failure:
-            self._master.error = failure
-        self._master.changed.notify_all()
+    def _is_up(self, member: Member) -> bool:
+        with self._desk.state() as state:
+            return state.roster.member(member.id) is not None

@@ -193,11 +193,10 @@ def _resumed_by(settings: JobSettings) -> str:
 
 def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
     """Writes down how a job has ended."""
-    from elasticcb.master.observation import observe
     from elasticcb.master.state_document import document
 
     try:
-        path.write_text(json.dumps(document(observe(master), failure, over=True), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(document(master.observe(), failure, over=True), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         logger.warning("How the job ended can't be written down: %s", error)
 

@@ -44,7 +44,7 @@ EVENTS = {
     "opens what a move has brought": ("elasticcb.ps.migration", "Moves._open", "before"),
     "writes down what a move has brought": ("elasticcb.ps.migration", "Moves._open", "after"),
     # of the master
-    "has taken a report": ("elasticcb.master.master", "Master.report_done", "after"),
+    "has taken a report": ("elasticcb.master.calls", "Calls.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "introduces a server to its neighbour": ("elasticcb.master.servers", "Servers._introduce", "before"),
     "has closed the servers for a move": ("elasticcb.master.resharding", "ServerMove._close", "after"),

@@ -42,8 +42,9 @@ def begin_job(master: Master) -> None:
         model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
         cluster=ClusterSettings(num_workers=4, num_ps=1),
     )
-    master.begin_job(settings)
-    master.queue = TaskQueue(training=[("a", 400)], records_per_task=20, minibatch_size=10, lease_seconds=60.0)
+    master.desk.begin_job(settings)
+    with master.desk.state() as state:
+        state.queue = TaskQueue(training=[("a", 400)], records_per_task=20, minibatch_size=10, lease_seconds=60.0)
 
 
 class MasterFuzzer:

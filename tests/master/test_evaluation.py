@@ -118,7 +118,7 @@ def test_states_are_added_up_in_their_own_shapes_and_dtypes():
     number = started(rounds.requested(0)).id
     for task in range(3):
         rounds.collect(number, task, {"a": [np.full((2, 3), task, "float32"), np.array(task + 1, "int32")]})
-    merged = rounds.merged()
+    merged = rounds.collection.merged()
     assert merged.tasks == 3
     matrix, count = merged.states["a"]
     assert (matrix.dtype, count.dtype) == (np.float32, np.int32)
@@ -133,7 +133,7 @@ def test_task_is_counted_once():
     again = rounds.collect(number, 7, states(1))
     assert not again.accepted
     assert "before" in again.reason
-    assert rounds.merged().states["accuracy"][0] == 1
+    assert rounds.collection.merged().states["accuracy"][0] == 1
 
 
 def test_states_of_another_round_are_refused():
@@ -150,7 +150,7 @@ def test_a_new_round_begins_with_nothing():
     rounds = EvaluationRounds()
     for value in (5.0, 7.0):
         rounds.collect(started(rounds.requested(0)).id, 1, states(value))
-        assert rounds.merged().states["accuracy"][0] == value
+        assert rounds.collection.merged().states["accuracy"][0] == value
         rounds.finish(0)
 
 
@@ -162,7 +162,7 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
         number = started(rounds.requested(0)).id
         for task in order:
             rounds.collect(number, task, {"a": [values[task]]})
-        return float(rounds.merged().states["a"][0])
+        return float(rounds.collection.merged().states["a"][0])
 
     assert total(range(2000)) == total(reversed(range(2000)))
 
@@ -172,7 +172,7 @@ def test_outputs_stay_batches_in_the_order_of_tasks_whatever_their_shapes():
     number = started(rounds.requested(0)).id
     rounds.collect(number, 5, {}, [{"y": np.array([[4, 5]])}])
     rounds.collect(number, 2, {}, [{"y": np.array([[1], [2]])}, {"y": np.array([[3]])}])
-    assert [batch["y"].tolist() for batch in rounds.merged().batches] == [[[1], [2]], [[3]], [[4, 5]]]
+    assert [batch["y"].tolist() for batch in rounds.collection.merged().batches] == [[[1], [2]], [[3]], [[4, 5]]]
 
 
 def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks():
@@ -185,7 +185,7 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
     number = started(rounds.requested(0)).id
     for task, value in ((3, 4.0), (1, 1.0), (2, 9.0)):
         rounds.collect(number, task, states(value))
-    assert rounds.merged().states["accuracy"][0] == 9
+    assert rounds.collection.merged().states["accuracy"][0] == 9
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_i
     rounds.collect(number, 1, states(1, 2))
     with pytest.raises(WireError, match="Evaluation task 2"):
         rounds.collect(number, 2, other, outputs)
-    assert rounds.merged().tasks == 1
+    assert rounds.collection.merged().tasks == 1
     assert rounds.collect(number, 2, states(1, 2)).accepted
 
 
@@ -213,8 +213,8 @@ def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
     rounds.collect(number, 1, states(0, 0))
     rounds.collect(number, 2, states(1, 2), [{"auc": np.ones(3)}])
     rounds.collect(number, 3, states(0, 0))
-    assert rounds.merged().tasks == 3
-    np.testing.assert_array_equal(rounds.merged().batches[0]["auc"], np.ones(3))
+    assert rounds.collection.merged().tasks == 3
+    np.testing.assert_array_equal(rounds.collection.merged().batches[0]["auc"], np.ones(3))
     with pytest.raises(WireError, match="Evaluation task 4"):
         rounds.collect(number, 4, states(1, 2), [{"other": np.ones(3)}])
 
@@ -222,5 +222,5 @@ def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
 def test_round_without_tasks_merges_to_nothing():
     rounds = EvaluationRounds()
     started(rounds.requested(0))
-    merged = rounds.merged()
+    merged = rounds.collection.merged()
     assert (merged.states, merged.batches, merged.tasks) == ({}, [], 0)

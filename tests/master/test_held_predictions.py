@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from master_state import state_of
 from task_queues import make_queue, reached, records_of, take
 
 from elasticcb.cluster.external import ExternalCluster
@@ -109,39 +110,37 @@ def predicting_master(restarts, lines):
         cluster=ClusterSettings(num_workers=2, num_ps=1, max_worker_restarts=restarts),
     )
     master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
-    master.begin_job(settings)
-    master.queue = holding_queue()
-    workers = [master.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
+    master.desk.begin_job(settings)
+    state_of(master).queue = holding_queue()
+    workers = [master.calls.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
     for worker in 2 * workers:
-        lease = master.get_task(worker, (), 0.0).lease
-        assert master.report_done(worker, lease.id, 0, {}, [], 0, 0).accepted
+        lease = master.calls.get_task(worker, (), 0.0).lease
+        assert master.calls.report_done(worker, lease.id, 0, {}, [], 0, 0).accepted
     for worker in workers:
-        assert master.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
-    assert master.next_job(1, workers[0], 0.0) == (0, None)
-    master.tend()
+        assert master.calls.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
+    assert master.calls.next_job(1, workers[0], 0.0) == (0, None)
+    master.desk.tend()
     return master, workers
 
 
 def test_job_fails_when_tasks_come_back_and_all_workers_that_are_left_have_ended_their_callbacks():
     lines = []
     master, (_, second) = predicting_master(0, lines)
-    with master.changed:
-        master.processes.lost(second, "killed by SIGKILL")
+    master.desk.lost(second, "killed by SIGKILL")
     with pytest.raises(ClusterLostError, match=r"2 prediction tasks .*--max_worker_restarts"):
-        master.tend()
+        master.desk.tend()
 
 
 def test_tasks_that_come_back_wait_for_a_worker_that_is_expected():
     lines = []
     master, (_, second) = predicting_master(1, lines)
-    with master.changed:
-        master.processes.lost(second, "killed by SIGKILL")
-    master.tend()
-    third = master.register(Role.WORKER, 1, "", 3, "here").id
-    master.tend()
+    master.desk.lost(second, "killed by SIGKILL")
+    master.desk.tend()
+    third = master.calls.register(Role.WORKER, 1, "", 3, "here").id
+    master.desk.tend()
     for _ in range(2):
-        lease = master.get_task(third, (), 0.0).lease
-        assert master.report_done(third, lease.id, 0, {}, [], 0, 0).accepted
-    assert master.next_job(1, third, 0.0) == (0, None)
-    master.tend()
-    assert reached(master.queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
+        lease = master.calls.get_task(third, (), 0.0).lease
+        assert master.calls.report_done(third, lease.id, 0, {}, [], 0, 0).accepted
+    assert master.calls.next_job(1, third, 0.0) == (0, None)
+    master.desk.tend()
+    assert reached(state_of(master).queue) == [(MilestoneKind.PREDICTION_DONE, 0)]

@@ -7,7 +7,7 @@ import pytest
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.errors import JobFailedError
 from elasticcb.master.decisions import DecisionKind
-from elasticcb.master.journal import Journal, states_entry
+from elasticcb.master.journal import Journal
 from elasticcb.master.task_queue import TaskQueue
 
 
@@ -19,8 +19,8 @@ def test_journal_tells_what_was_written(tmp_path):
     journal = Journal(tmp_path / "journal.log")
     assert journal.memory.queue is None
     journal.add(run="abc", ended_epochs=0)
-    journal.add(queue={"format": 1}, version=5, states=states_entry(0, states(2)))
-    journal.add(queue={"format": 2}, version=7, states=states_entry(1, states(3)))
+    journal.add(queue={"format": 1}, version=5, states=[(0, states(2))])
+    journal.add(queue={"format": 2}, version=7, states=[(1, states(3))])
     journal.close()
     memory = Journal(tmp_path / "journal.log").memory
     assert (memory.run, memory.queue, memory.version) == ("abc", {"format": 2}, 7)
@@ -31,7 +31,7 @@ def test_journal_tells_what_was_written(tmp_path):
 
 def test_epoch_that_is_ended_takes_its_states_with_it(tmp_path):
     journal = Journal(tmp_path / "journal.log")
-    journal.add(states=[*states_entry(0, states(1)), *states_entry(1, states(2))])
+    journal.add(states=[(0, states(1)), (1, states(2))])
     journal.add(ended_epochs=1, callbacks=[["Best", {"best": 0.5}]], logs={"loss": 1.0})
     journal.close()
     memory = Journal(tmp_path / "journal.log").memory
@@ -63,7 +63,7 @@ def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
     for version in range(100):
         journal.add(run="abc", queue={"tasks": [version] * 50}, version=version)
     size = path.stat().st_size
-    journal.rewrite(states_entry(2, states(4)))
+    journal.rewrite([(2, states(4))])
     assert path.stat().st_size < size / 20
     journal.add(version=200)
     journal.close()

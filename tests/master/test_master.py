@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from master_state import state_of
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.external import ExternalCluster
@@ -31,12 +32,12 @@ def make_master(lines, backend=None):
         cluster=ClusterSettings(num_workers=1, num_ps=1),
     )
     master = Master(settings.cluster, backend or ExternalCluster(lines.append), lines.append)
-    master.begin_job(settings)
+    master.desk.begin_job(settings)
     return master
 
 
 def join(master):
-    return master.register(Role.WORKER, -1, "", 1, "here").id
+    return master.calls.register(Role.WORKER, -1, "", 1, "here").id
 
 
 def make_queue(lease_seconds=300.0):
@@ -47,9 +48,9 @@ def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
     master = make_master(lines)
     worker = join(master)
     kinds = []
-    waiting = threading.Thread(target=lambda: kinds.append(master.get_task(worker, (), 60.0).kind))
+    waiting = threading.Thread(target=lambda: kinds.append(master.calls.get_task(worker, (), 60.0).kind))
     waiting.start()
-    master.close()
+    master.desk.close()
     waiting.join()
     assert kinds == [DecisionKind.FINISHED]
 
@@ -57,54 +58,52 @@ def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
 def test_a_worker_that_waits_for_the_servers_learns_that_the_job_is_over(lines):
     master = make_master(lines)
     worker = join(master)
-    master.close()
+    master.desk.close()
     with pytest.raises(JobFailedError, match="ended before it began"):
-        master.wait_for_cluster(worker, 60.0)
+        master.calls.wait_for_cluster(worker, 60.0)
 
 
 def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
     master = make_master(lines)
     worker = join(master)
-    master.close()
-    master.leave(worker, "the server is gone", "", fatal=False)
-    assert master.roster.up(Role.WORKER) == []
-    assert master.roster.lost_count(Role.WORKER) == 0
+    master.desk.close()
+    master.calls.leave(worker, "the server is gone", "", fatal=False)
+    assert state_of(master).roster.up(Role.WORKER) == []
+    assert state_of(master).roster.lost_count(Role.WORKER) == 0
     assert lines == []
-    assert master.error is None
+    assert state_of(master).error is None
 
 
 def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
-    def begin():
-        master = make_master(lines)
-        master.queue, master.journal = make_queue(), Journal(tmp_path / "journal.log")
-        if master.journal.memory.queue is not None:
-            master.roster.next_id = master.journal.memory.next_id
-            master.recoveries.updates_lost = 2  # servers that began with files of others
-            master.resume(master.journal.memory)
-        return master
-
     for number in (1, 2, 3):
-        master = begin()
+        master, journal = make_master(lines), Journal(tmp_path / "journal.log")
+        state, memory = state_of(master), journal.memory
+        state.queue = make_queue()
+        master.desk.keep(journal)
+        if memory.queue is not None:
+            state.roster.next_id = memory.next_id
+            state.recoveries.updates_lost = 2  # servers that began with files of others
+            state.resume(memory)
         worker = join(master)
-        lease = master.get_task(worker, (), 0.0).lease
-        master.report_done(worker, lease.id, 5, {}, {}, gradients_rejected=2, batches_skipped=1)
-        master.warn(CallbackWarning("subject", "text", 3))
-        master.recoveries.seconds.append(4.0 - number)
-        master.recoveries.updates_lost += 7
-        with master.changed:
-            master.processes.lost(worker, "killed")
-        assert master.totals.gradients_rejected == 2 * number
-        assert (master.totals.batches_skipped, master.totals.callback_errors) == (number, 3 * number)
-        assert master.roster.lost_count(Role.WORKER) == number
-        assert (max(master.recoveries.seconds), master.recoveries.updates_lost) == (3.0, 9 * number - 2)
-        master.journal.close()
+        lease = master.calls.get_task(worker, (), 0.0).lease
+        master.calls.report_done(worker, lease.id, 5, {}, {}, gradients_rejected=2, batches_skipped=1)
+        master.desk.warn(CallbackWarning("subject", "text", 3))
+        state.recoveries.seconds.append(4.0 - number)
+        state.recoveries.updates_lost += 7
+        master.desk.lost(worker, "killed")
+        assert state.totals.gradients_rejected == 2 * number
+        assert (state.totals.batches_skipped, state.totals.callback_errors) == (number, 3 * number)
+        assert state.roster.lost_count(Role.WORKER) == number
+        assert (max(state.recoveries.seconds), state.recoveries.updates_lost) == (3.0, 9 * number - 2)
+        journal.close()
 
 
 def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_path):
     master = make_master(lines)
-    master.queue, master.journal, master.autoscales = make_queue(), Journal(tmp_path / "journal.log"), True
-    assert master.scale(3) == 1
-    assert not master.autoscales
+    master.desk.keep(Journal(tmp_path / "journal.log"))
+    state_of(master).queue, state_of(master).autoscales = make_queue(), True
+    assert master.calls.scale(3) == 1
+    assert not state_of(master).autoscales
     assert lines[-1] == "Autoscale: off, since the number of workers was set by hand."
     memory = Journal(tmp_path / "journal.log").memory
     assert (memory.workers, memory.autoscale) == (3, False)
@@ -112,8 +111,8 @@ def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_p
 
 def test_a_wish_for_servers_knows_what_it_waits_for(lines):
     master = make_master(lines)
-    master.queue = make_queue()
-    master.register(Role.PS, 0, "here:1", 2, "here")
+    state_of(master).queue = make_queue()
+    master.calls.register(Role.PS, 0, "here:1", 2, "here")
     scaling = master.server_scaling
     wish = scaling.ask(2, waiting=False, seconds=0.0)
     scaling.turn(None, "the evaluation round to end", lambda servers: "")
@@ -126,53 +125,53 @@ def test_a_wish_for_servers_knows_what_it_waits_for(lines):
 
 def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_worker_is_not(lines):
     master = make_master(lines)
-    worker, server = join(master), master.register(Role.PS, 0, "here:1", 2, "here").id
-    master.over = True
-    master.leave(server, "it was asked to end", "", fatal=False, asked=True)
-    master.leave(worker, "it was asked to end", "", fatal=False, asked=True)
-    assert master.error is None
-    assert master.roster.to_start() == [(Role.PS, 0)]
+    worker, server = join(master), master.calls.register(Role.PS, 0, "here:1", 2, "here").id
+    state_of(master).over = True
+    master.calls.leave(server, "it was asked to end", "", fatal=False, asked=True)
+    master.calls.leave(worker, "it was asked to end", "", fatal=False, asked=True)
+    assert state_of(master).error is None
+    assert state_of(master).roster.to_start() == [(Role.PS, 0)]
 
 
 def test_workers_that_run_functions_are_not_scaled(lines):
     master = make_master(lines)
-    master.queue = make_queue()
-    master.settings = replace(master.settings, command=Command.CALL)
+    state_of(master).queue = make_queue()
+    state_of(master).settings = replace(state_of(master).settings, command=Command.CALL)
     with pytest.raises(UsageError, match=r"Functions of Cluster\.schedule"):
-        master.scale(2)
-    assert master.roster.size(Role.WORKER) == 1
+        master.calls.scale(2)
+    assert state_of(master).roster.size(Role.WORKER) == 1
 
 
 def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
     master = make_master(lines)
-    master.queue = make_queue()
+    state_of(master).queue = make_queue()
     worker = join(master)
-    master.get_task(worker, (), 0.0)
-    master.leave(worker, "interrupted where it runs", "", fatal=False)
-    assert master.queue.leases() == []
+    master.calls.get_task(worker, (), 0.0)
+    master.calls.leave(worker, "interrupted where it runs", "", fatal=False)
+    assert state_of(master).queue.leases() == []
     assert "interrupted where it runs; restart 1 of" in lines[0]
 
 
 def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
     master = make_master(lines, InProcessCluster({"worker": lambda address, index: None}))
-    master.queue = make_queue(lease_seconds=1e-9)
-    master.get_task(join(master), (), 0.0)
-    master.tend()
-    assert len(master.queue.leases()) == 1
+    state_of(master).queue = make_queue(lease_seconds=1e-9)
+    master.calls.get_task(join(master), (), 0.0)
+    master.desk.tend()
+    assert len(state_of(master).queue.leases()) == 1
 
 
 def hold_long_batch(master):
     """A worker reports that it has been in its first batch for longer than its lease."""
-    master.queue = make_queue(lease_seconds=1.0)
+    state_of(master).queue = make_queue(lease_seconds=1.0)
     worker = join(master)
-    lease = master.get_task(worker, (), 0.0).lease
-    master.report_progress(worker, lease.id, 0, False, 0, None, computing=2.0)
-    master.say_warnings()
+    lease = master.calls.get_task(worker, (), 0.0).lease
+    master.calls.report_progress(worker, lease.id, 0, False, 0, None, computing=2.0)
+    master.desk.say_warnings()
 
 
 def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(lines):
     master = make_master(lines)
-    master.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
+    master.calls.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
     hold_long_batch(master)
     assert any(line.startswith("Worker 0 has been in one batch for 2 s. After 12 s") for line in lines)
 
@@ -185,43 +184,47 @@ def test_a_thread_in_a_long_batch_is_not_called_hung(lines):
 def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
     master = make_master(lines)
     worker = join(master)
-    master.begin_job(master.settings)
-    master.queue = make_queue()
-    for call in (lambda: master.program_of(1), lambda: master.wait_for_cluster(worker, 60.0), lambda: join(master)):
+    master.desk.begin_job(state_of(master).settings)
+    state_of(master).queue = make_queue()
+    for call in (
+        lambda: master.calls.program_of(1),
+        lambda: master.calls.wait_for_cluster(worker, 60.0),
+        lambda: join(master),
+    ):
         with pytest.raises(JobOverError, match="Job 1 is over; the present one is 2"):
             call()
-    assert master.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
-    assert master.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
-    assert master.get_task(worker, (), 60.0).kind is DecisionKind.TASK
+    assert master.calls.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
+    assert master.calls.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
+    assert master.calls.get_task(worker, (), 60.0).kind is DecisionKind.TASK
 
 
 def test_the_result_of_a_function_is_kept_once(lines):
     master = make_master(lines)
-    master.queue = TaskQueue(records_per_task=1, minibatch_size=1)
+    state_of(master).queue = TaskQueue(records_per_task=1, minibatch_size=1)
     worker = join(master)
-    master.calls[7] = b"call"
-    master.queue.add_function(7)
-    lease = master.get_task(worker, (), 0.0).lease
+    state_of(master).calls[7] = b"call"
+    state_of(master).queue.add_function(7)
+    lease = master.calls.get_task(worker, (), 0.0).lease
     for result in (b"first", b"again"):
-        assert master.report_done(worker, lease.id, 0, {}, {}, 0, 0, result=result).accepted
-    assert (master.results, master.calls) == ({7: b"first"}, {})
+        assert master.calls.report_done(worker, lease.id, 0, {}, {}, 0, 0, result=result).accepted
+    assert (state_of(master).results, state_of(master).calls) == ({7: b"first"}, {})
 
 
 def test_the_version_never_goes_back(lines):
     master = make_master(lines)
-    master.reached_version(7)
-    master.reached_version(5)
-    assert master.version == 7
+    master.desk.reached_version(7)
+    master.desk.reached_version(5)
+    assert state_of(master).version == 7
 
 
 def test_a_server_that_waits_learns_of_a_lost_worker_at_once(lines):
     master = make_master(lines)
-    worker, server = join(master), master.register(Role.PS, 0, "here:1", 2, "here").id
-    assert master.next_job(1, server, 0.0) == (0, None)
-    waiting = threading.Thread(target=master.next_job, args=(1, server, 600.0))
+    worker, server = join(master), master.calls.register(Role.PS, 0, "here:1", 2, "here").id
+    assert master.calls.next_job(1, server, 0.0) == (0, None)
+    waiting = threading.Thread(target=master.calls.next_job, args=(1, server, 600.0))
     waiting.start()
-    master.leave(worker, "it is gone", "", fatal=False)
+    master.calls.leave(worker, "it is gone", "", fatal=False)
     waiting.join(60.0)
     assert not waiting.is_alive()
-    assert master.roster.lost_workers == [worker]
-    assert master.next_job(1, server, 0.0, known_lost=1) == (0, None)
+    assert state_of(master).roster.lost_workers == [worker]
+    assert master.calls.next_job(1, server, 0.0, known_lost=1) == (0, None)

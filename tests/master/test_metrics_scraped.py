@@ -5,6 +5,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
+from master_state import state_of
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
@@ -32,7 +33,7 @@ def lines():
 @pytest.fixture
 def master(lines):
     master = Master(SETTINGS.cluster, ExternalCluster(lines.append), lines.append)
-    master.begin_job(SETTINGS)
+    master.desk.begin_job(SETTINGS)
     yield master
     master.stop()
 
@@ -50,10 +51,10 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
     assert found["elasticcb_ready",] == 0
     assert found["elasticcb_processes", "worker", "planned"] == 2
 
-    worker = master.register(Role.WORKER, 0, "", 1, "here").id
-    master.queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
-    lease = master.get_task(worker, (), 0.0).lease
-    master.report_progress(worker, lease.id, 5, True, 3, None)
+    worker = master.calls.register(Role.WORKER, 0, "", 1, "here").id
+    state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
+    lease = master.calls.get_task(worker, (), 0.0).lease
+    master.calls.report_progress(worker, lease.id, 5, True, 3, None)
     found = scrape(master)
     assert found["elasticcb_records_total", "training"] == 5
     assert found["elasticcb_tasks", "doing", "training"] == 1
@@ -63,21 +64,20 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
 
 def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     def join(pid, pushes):
-        worker = master.register(Role.WORKER, 0, "", pid, "here").id
+        worker = master.calls.register(Role.WORKER, 0, "", pid, "here").id
         stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10)
         for _ in range(pushes):
             stats.histograms[PUSH].observe(0.003)
         stats.refused_calls = {"malformed": 2}
-        master.note_stats(worker, stats)
-        master.note_stats(worker, stats)  # said again, it counts once
+        master.calls.note_stats(worker, stats)
+        master.calls.note_stats(worker, stats)  # said again, it counts once
         return worker
 
     first = join(1, pushes=3)
     found = scrape(master)
     assert found["elasticcb_resident_memory_bytes", "0", "worker"] == 1000
     assert found["elasticcb_cpu_seconds_total", "0", "worker"] == 5
-    with master.changed:
-        master.processes.lost(first, "killed")
+    master.desk.lost(first, "killed")
     found = scrape(master)
     assert ("elasticcb_resident_memory_bytes", "0", "worker") not in found
     assert found["elasticcb_processes_lost_total", "worker"] == 1
@@ -100,7 +100,7 @@ def test_probes_are_answered_beside_the_metrics(master, monkeypatch):
             return error.code
 
     assert (ask("/healthz"), ask("/readyz")) == (200, 503)
-    monkeypatch.setattr(Master, "ready", True)
+    monkeypatch.setattr(master.desk, "ready", True)
     assert ask("/readyz") == 200
 
 

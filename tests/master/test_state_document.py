@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from master_state import state_of
 
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
 from elasticcb.master.cluster_state import Cluster
 from elasticcb.master.master import Master
-from elasticcb.master.observation import observe
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
@@ -34,13 +34,13 @@ SETTINGS = JobSettings(
 def master():
     """One whose job runs, with one of two workers."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    master.begin_job(SETTINGS, describe=Report(master, SETTINGS, None).status)
-    master.register(Role.PS, 0, "here:1", 1, "here")
-    worker = master.register(Role.WORKER, 1, "", 2, "here").id
-    master.queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
-    master.cluster = Cluster([], [], False)
-    lease = master.get_task(worker, (), 0.0).lease
-    master.report_progress(worker, lease.id, 5, True, 3, float("inf"))
+    master.desk.begin_job(SETTINGS, describe=Report(master.desk, SETTINGS, None).status)
+    master.calls.register(Role.PS, 0, "here:1", 1, "here")
+    worker = master.calls.register(Role.WORKER, 1, "", 2, "here").id
+    state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
+    state_of(master).cluster = Cluster([], [], False)
+    lease = master.calls.get_task(worker, (), 0.0).lease
+    master.calls.report_progress(worker, lease.id, 5, True, 3, float("inf"))
     return master
 
 
@@ -49,7 +49,7 @@ def conditions_of(state):
 
 
 def test_the_state_of_a_job_that_runs_names_what_is_missing(master):
-    state = json.loads(json.dumps(document(observe(master)), allow_nan=False))
+    state = json.loads(json.dumps(document(master.observe()), allow_nan=False))
     assert conditions_of(state) == {"Ready": True, "Degraded": True, "Complete": False, "Failed": False}
     assert (state["name"], state["version"], state["loss"], state["epochs"]) == ("ratings", 3, None, 1)
     assert (state["records"]["trained"], state["records"]["planned"]) == (5, 30)
@@ -70,7 +70,7 @@ def test_the_state_of_a_job_that_runs_names_what_is_missing(master):
     [(None, "done"), (JobInterrupted("Ctrl-C"), "interrupted"), (JobFailedError("why\nhow"), "failed")],
 )
 def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase):
-    state = document(observe(master), error, over=True)
+    state = document(master.observe(), error, over=True)
     assert state["phase"] == phase
     assert conditions_of(state) == {
         "Ready": False,
@@ -85,7 +85,7 @@ def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase
 def test_the_documented_keys_are_those_of_the_document(master):
     table = re.search(r"<!-- begin state -->(.*)<!-- end state -->", PAGE.read_text(), re.DOTALL)[1]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    state = document(observe(master))
+    state = document(master.observe())
     assert [key for keys, _ in rows for key in re.findall(r"`(\w+)`", keys)] == list(state)
     described = {keys.strip(" `"): set(re.findall(r"`(\w+)`", text)) for keys, text in rows}
     for key in ("records", "tasks", "workers", "parameter_servers"):
@@ -96,4 +96,4 @@ def test_the_documented_keys_are_those_of_the_document(master):
 
 def test_before_there_is_a_job_there_is_a_state_with_the_same_keys(master):
     empty = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    assert document(observe(empty)).keys() == document(observe(master)).keys()
+    assert document(empty.observe()).keys() == document(master.observe()).keys()

@@ -1,6 +1,7 @@
 """Who is missed, and when; no process, thread or clock."""
 
 import pytest
+from master_state import state_of
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.master import Master
@@ -41,16 +42,15 @@ class Watched:
             cluster=ClusterSettings(max_ps_restarts=max_ps_restarts, lease_seconds=300.0),
         )
         self.master = Master(settings.cluster, self.backend, self.lines.append)
-        self.master.begin_job(settings)
-        self.worker = self.master.roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
-        self.server = self.master.roster.register(Role.PS, 0, "here:1", 2, "here", 0.0).id
-        self.watchdog = Watchdog(self.master, 30.0, watches)
+        self.master.desk.begin_job(settings)
+        self.worker = state_of(self.master).roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
+        self.server = state_of(self.master).roster.register(Role.PS, 0, "here:1", 2, "here", 0.0).id
+        self.watchdog = Watchdog(self.master.desk, 30.0, watches)
         self.look(0.0)
 
     def look(self, *seconds):
-        with self.master.changed:
-            for now in seconds:
-                self.watchdog.look(now)
+        for now in seconds:
+            self.watchdog.look(now)
 
 
 def test_silent_server_is_ended_and_another_takes_its_place():
@@ -59,19 +59,19 @@ def test_silent_server_is_ended_and_another_takes_its_place():
     assert watched.backend.killed == []
     watched.look(30.0)
     assert watched.backend.killed == [("ps", 0)]
-    assert watched.master.roster.to_start() == [(Role.PS, 0)]
-    assert 0 in watched.master.lost_ps
+    assert state_of(watched.master).roster.to_start() == [(Role.PS, 0)]
+    assert 0 in state_of(watched.master).lost_ps
     assert "silent for 30 s; restart 1 of 10" in watched.lines[0]
 
 
 def test_worker_whose_end_the_backend_would_tell_has_the_time_of_a_lease():
     watched = Watched()
-    watched.master.roster.left(watched.server)
+    state_of(watched.master).roster.left(watched.server)
     watched.look(*range(10, 300, 10))
     assert watched.backend.killed == []
     watched.look(300.0)
     assert watched.backend.killed == [("worker", 0)]
-    assert watched.master.roster.to_start() == [(Role.WORKER, 0)]
+    assert state_of(watched.master).roster.to_start() == [(Role.WORKER, 0)]
 
 
 def test_any_process_that_nobody_watches_is_missed_and_refused_when_it_comes_back():
@@ -79,14 +79,14 @@ def test_any_process_that_nobody_watches_is_missed_and_refused_when_it_comes_bac
     watched.look(15.0, 30.0)
     assert sorted(watched.backend.killed) == [("ps", 0), ("worker", 0)]
     for id in (watched.worker, watched.server):
-        sighting = watched.master.roster.seen(id, 31.0)
+        sighting = state_of(watched.master).roster.seen(id, 31.0)
         assert not sighting.accepted
         assert "silent for 30 s" in sighting.reason
 
 
 def test_what_prepares_for_the_next_job_may_be_silent():
     watched = Watched()
-    watched.master.begin_job(watched.master.settings)
+    watched.master.desk.begin_job(state_of(watched.master).settings)
     watched.look(*range(10, 400, 10))
     assert watched.backend.killed == []
 
@@ -102,7 +102,8 @@ def test_master_that_was_stopped_itself_misses_nobody_for_it():
 @pytest.mark.parametrize("end", ["over", "closing"])
 def test_nobody_is_missed_when_the_job_is_over(end):
     watched = Watched()
-    setattr(watched.master, end, True)
+    state = state_of(watched.master)
+    setattr(state if end == "over" else state.crew, end, True)
     watched.look(10.0, 20.0, 30.0)
     assert watched.backend.killed == []
 
@@ -110,4 +111,4 @@ def test_nobody_is_missed_when_the_job_is_over(end):
 def test_silent_server_without_a_restart_left_ends_the_job():
     watched = Watched(max_ps_restarts=0)
     watched.look(10.0, 20.0, 30.0)
-    assert "silent for 30 s; the 0 restarts (--max_ps_restarts) are used up" in str(watched.master.error)
+    assert "silent for 30 s; the 0 restarts (--max_ps_restarts) are used up" in str(state_of(watched.master).error)

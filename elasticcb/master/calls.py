@@ -1,0 +1,320 @@
+"""What workers, servers and people ask of the master, by the lock of its state; long polls wait here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.errors import ElasticCBError, JobFailedError, UsageError, WireError
+from elasticcb.master.batch_log import BatchEvent
+from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.decisions import Answer, Decision, DecisionKind, Outcome
+from elasticcb.master.desk import Desk
+from elasticcb.master.job_state import LATE
+from elasticcb.master.roster import Member, Role
+from elasticcb.master.stragglers import Split
+from elasticcb.model.metric_messages import Outputs, States
+from elasticcb.process.stats import Stats
+from elasticcb.settings import MOST_WORKERS, Command, JobSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Calls:
+    """Answers calls, in their threads.
+
+    Args:
+        desk: of the master.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._interrupted = False  # somebody has asked for the end
+
+    # ------------------------------------------------------------ processes
+
+    def next_job(self, after: int, id: int, seconds: float, known_lost: int = 0) -> tuple[int, JobSettings | None]:
+        """Waits up to `seconds` for a job newer than `after`; process `id` (0: it has none) is done with that one.
+
+        Args:
+            known_lost: of a server, of how many lost workers it knows; it does not wait when there are more.
+        """
+        with self._desk.state() as state:
+            if id:
+                state.idle(id, time.monotonic())
+            roster = state.roster
+            serves = roster.is_up(id, Role.PS)
+            state = self._desk.wait_for(
+                lambda state: (
+                    state.number > after
+                    or state.closing
+                    or (serves and len(roster.lost_workers) > known_lost)
+                    or roster.released(id)
+                ),
+                seconds,
+            )
+            return (state.number, state.settings) if state.number > after and not state.closing else (0, None)
+
+    def lost_workers(self) -> list[int]:
+        """Ids of workers that are gone, over all jobs."""
+        with self._desk.state() as state:
+            return list(state.roster.lost_workers)
+
+    def program_of(self, job: int, dataset: int = 0) -> bytes:
+        """What the job runs, or the function that makes a per-worker dataset."""
+        with self._desk.state() as state:
+            state.check_is_present(job)
+            if dataset and dataset not in state.datasets:
+                raise WireError(
+                    f"There is no per-worker dataset {dataset}; there are {sorted(state.datasets) or 'none'}."
+                )
+            return state.datasets[dataset] if dataset else state.program
+
+    def index_of(self, job: int, mode: str, file: str) -> bytes:
+        """Where records of a file begin, for workers; b"" while that is not known here."""
+        with self._desk.state() as state:
+            state.check_is_present(job)
+            find = state.find_index
+        return find(mode, file)
+
+    def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:
+        """A process is there, and takes a place."""
+        with self._desk.state() as state:
+            state.check_is_present(job)
+            member = state.roster.register(role, index, address, pid, host, time.monotonic(), job)
+            state.register(member)
+            return member
+
+    def wait_for_cluster(self, id: int, seconds: float, map_version: int = 0) -> Cluster | None:
+        """The servers, when all hold the model, by a map of at least this version."""
+        with self._desk.state() as state:
+            state.seen(id, time.monotonic())
+            job = state.roster.job_of(id)
+            state = self._desk.wait_for(
+                lambda state: state.serves(map_version) or state.closing or job != state.number, seconds
+            )
+            if state.closing:
+                raise JobFailedError("The job ended before it began.")
+            state.check_is_present(job)
+            return state.cluster if state.serves(map_version) else None
+
+    def note_stats(self, id: int, stats: Stats) -> None:
+        """What a process has counted since it started."""
+        with self._desk.state() as state:
+            state.note_stats(id, stats)
+
+    def is_released(self, worker: int) -> bool:
+        """Whether a process is to leave, since fewer are needed."""
+        with self._desk.state() as state:
+            return state.roster.released(worker)
+
+    @property
+    def closing(self) -> bool:
+        """Whether no job will come any more."""
+        with self._desk.state() as state:
+            return state.closing
+
+    def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
+        """A process ends, by an `error` or without; or since it was `asked` to."""
+        with self._desk.state() as state:
+            member = state.roster.member(id)
+            if asked and member is not None and not state.closing:
+                self._desk.asked_to_end(member, error)
+            elif error and member is not None and not state.closing:
+                logger.warning("%s leaves: %s\n%s", member, error, traceback)
+                try:
+                    if fatal or state.over:  # what it failed in would fail, or is not done, again
+                        state.roster.left(id)
+                        when = " after its last task" if state.over else ""
+                        raise JobFailedError(f"{member} failed{when}: {error}")
+                    self._desk.lost(id, error)
+                except JobFailedError as failure:
+                    failure.user_traceback = traceback
+                    state.error = failure
+            elif member is not None:
+                state.left(id)
+            state.note_roster()
+            state.wake()
+
+    def not_started(self, role: Role, index: int, error: str, traceback: str) -> None:
+        """A process failed before it could register; another one would fail the same way."""
+        place = f"{role.value} {index}" if index >= 0 else f"a {role.value}"
+        failure = JobFailedError(f"{place} could not start: {error}", traceback)
+        with self._desk.state() as state:
+            if not self._desk.backend.watches:
+                state.say(str(failure))  # whoever started it may try again
+            elif not state.closing:
+                state.error = failure
+                state.wake()
+
+    # ------------------------------------------------------------ tasks
+
+    def get_task(
+        self, worker: int, held: Collection[int], seconds: float, waits: Callable[[], bool] = lambda: True
+    ) -> Decision:
+        """Waits up to `seconds` for a task, which is handed out only while the worker still `waits` for it."""
+        give_up = time.monotonic() + seconds
+        with self._desk.state() as state:
+            while True:
+                now = time.monotonic()
+                if not waits():
+                    state.seen(worker, now)
+                    return Decision(DecisionKind.WAIT, None, "the worker has hung up")
+                decision = state.get_task(worker, held, now)
+                if decision.kind is not DecisionKind.WAIT or now >= give_up:
+                    return decision
+                state.crew.waiting.add(worker)
+                state = self._desk.wait(give_up - now)
+                state.crew.waiting.discard(worker)
+
+    def call_of(self, function: int) -> bytes:
+        """What to call; b"" when the task was given up meanwhile, and then nobody asks for what comes of it."""
+        with self._desk.state() as state:
+            return state.calls.get(function, b"")
+
+    def note_pace(self, worker: int, batches: int, seconds: float) -> None:
+        """`worker` has trained so many batches in so many seconds."""
+        with self._desk.state() as state:
+            state.note_pace(worker, batches, seconds)
+
+    def split_for(self, worker: int) -> Split | None:
+        """What `worker` should leave to workers that wait."""
+        with self._desk.state() as state:
+            return state.split_for(worker)
+
+    def split(self, worker: int, lease: int, end: int) -> Answer:
+        """`worker` will do the first `end` records of its lease, and no more."""
+        with self._desk.state() as state:
+            return state.split(worker, lease, end, time.monotonic())
+
+    def report_progress(
+        self,
+        worker: int,
+        lease: int,
+        records_done: int,
+        progressed: bool,
+        version: int,
+        loss: float | None,
+        events: Sequence[BatchEvent] = (),
+        warnings: Sequence[CallbackWarning] = (),
+        computing: float = 0.0,
+    ) -> Answer:
+        """A sign of life, and how far a worker is."""
+        with self._desk.state() as state:
+            now = time.monotonic()
+            state.seen(worker, now)
+            if not state.has(worker):
+                return Answer(False, LATE)
+            state.heard_of_batches(worker, version, loss, events, warnings)
+            if not lease or state.queue is None:
+                return Answer(True, "no task")
+            answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)
+            member = state.roster.member(worker)
+            # A thread is never taken for hung.
+            if answer.long_batch and member is not None and self._desk.backend.separate:
+                text = f"Worker {member.index} {answer.reason}"
+                state.warn(CallbackWarning(f"batch of lease {lease} from {records_done}", text, 0))
+            state.note()
+            return answer
+
+    def report_done(
+        self,
+        worker: int,
+        lease: int,
+        version: int,
+        states: States,
+        outputs: list[Outputs],
+        gradients_rejected: int,
+        batches_skipped: int,
+        ended_after: int | None = None,
+        result: bytes = b"",
+    ) -> Outcome:
+        """A worker has done a task."""
+        with self._staged(outputs) as staged, self._desk.state() as state:  # it may be large, so before the lock
+            outcome = state.report_done(
+                worker,
+                lease,
+                time.monotonic(),
+                version,
+                states,
+                outputs,
+                gradients_rejected,
+                batches_skipped,
+                ended_after,
+                result,
+            )
+            output = state.prediction_output
+            if outcome.counts and outcome.task is not None and staged is not None and output is not None:
+                try:
+                    output.commit(staged, outcome.task.shard, outputs)
+                except ElasticCBError as error:
+                    state.error = error  # without this part the file can't be complete
+            return outcome
+
+    @contextlib.contextmanager
+    def _staged(self, outputs: list[Outputs]) -> Iterator[Path | None]:
+        """A part of `--output`, which counts when it is committed."""
+        with self._desk.state() as state:
+            output = state.prediction_output
+        if output is None or not outputs:
+            yield None
+            return
+        path = output.stage(outputs)
+        try:
+            yield path
+        finally:
+            output.discard(path)
+
+    def report_failed(self, worker: int, lease: int, error: str, traceback: str, fatal: bool) -> Outcome:
+        """A worker has failed in a task."""
+        with self._desk.state() as state:
+            return state.report_failed(worker, lease, time.monotonic(), error, traceback, fatal)
+
+    def stop_training(self, reason: str, worker: int) -> None:
+        """Training is to end: a worker says so."""
+        with self._desk.state() as state:
+            if state.has(worker):
+                state.stop_training(reason)
+
+    # ------------------------------------------------------------ people
+
+    def scale(self, workers: int) -> int:
+        """Has another number of workers from now on; answers how many there were to be.
+
+        Raises `UsageError` when that is no number of workers that the job can have.
+        """
+        with self._desk.state() as state:
+            before, most = state.roster.size(Role.WORKER), max(self._desk.cluster.num_workers, MOST_WORKERS)
+            if not 1 <= workers <= most:
+                raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
+            if state.closing or state.over or state.queue is None:
+                raise UsageError(
+                    f"The job {'is starting' if state.queue is None else 'is over'}; it can't be scaled now."
+                )
+            if state.settings is not None and state.settings.command is Command.CALL:
+                raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
+            if workers != before:
+                self._desk.resize(Role.WORKER, workers)
+                state.say(f"The job has {workers} workers from now on; there were {before}.")
+            if state.autoscales:
+                state.end_autoscaling("the number of workers was set by hand")
+            return before
+
+    def interrupt(self) -> None:
+        """Ends the job as Ctrl-C does, which would come to the main thread, whatever it does; a second time is none.
+
+        Raises `UsageError` when this process is not that of a command.
+        """
+        with self._desk.state() as state:
+            if signal.getsignal(signal.SIGTERM) is not signal.default_int_handler:
+                raise UsageError("The job is one of a Python program. End that program.")
+            if not self._interrupted and not state.closing:
+                self._interrupted = True
+                logger.info("Asked to stop")
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

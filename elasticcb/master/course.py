@@ -1,0 +1,348 @@
+"""The course of a job, from its first task to its last.
+
+    while there are training tasks:
+        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation round
+        at every `checkpoint_steps` versions: a checkpoint
+    waiting gradients are applied, the optimizer finalizes; the last evaluation round
+    `on_train_end` on the master, which may restore weights; a checkpoint; the TRAIN_END task
+
+A job that evaluates or predicts has one round, or the prediction tasks, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elasticcb.callbacks.placement import BATCH_HOOKS
+from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.errors import CheckpointError
+from elasticcb.master.batch_log import Pass
+from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.decisions import Milestone, MilestoneKind
+from elasticcb.master.epoch_hooks import EpochHooks
+from elasticcb.master.evaluation import Round
+from elasticcb.master.job_state import JobState
+from elasticcb.master.order import Order, Served
+from elasticcb.master.task import TaskType
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
+from elasticcb.settings import Command
+
+logger = logging.getLogger(__name__)
+
+_BATCHES_PER_TURN = 100  # that callbacks hear of before the master looks after its processes again
+_LARGE_BACKLOG = 20_000  # batches that callbacks have not heard of
+
+
+class Course:
+    """Drives a job whose servers hold the model.
+
+    Args:
+        order: the job.
+        served: the model.
+        queue: of the job; changed under the lock alone.
+        epochs: calls their hooks.
+        checkpoints: writes them.
+        autoscale: looks whether another number of workers is better.
+
+    Attributes:
+        over: all is done.
+        follows_batches: callbacks on the master hear of batches.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        served: Served,
+        queue: TaskQueue,
+        epochs: EpochHooks,
+        checkpoints: CheckpointWriter,
+        autoscale: Callable[[], None],
+    ) -> None:
+        self._order, self._settings = order, order.settings
+        self._desk, self._report = order.desk, order.report
+        self.served, self.checkpoints, self.queue = served, checkpoints, queue
+        self._host, self._hooks = served.host, served.hooks
+        self._epochs, self._autoscale = epochs, autoscale
+        self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
+        self._more_batches = False  # for callbacks to hear of, at once
+        self.over = False
+        self.follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
+
+    def begin(self, initial_epoch: int) -> None:
+        """The first hooks and the first round, before workers take tasks."""
+        memory, callbacks = self._order.memory, self._host.callbacks
+        if self._settings.command is Command.TRAIN:
+            if callbacks.stop_requested:
+                self._desk.stop_training(callbacks.stop_reason)
+            elif memory is not None and memory.epoch_begun:
+                self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
+            elif memory is None or not self.queue.training_done:
+                self._epochs.begin(initial_epoch)
+            self._report.phase = "training"
+            if self._host.exports:
+                self._report.saved_model_inputs = self._host.saved_model_inputs()
+        elif self._settings.command is Command.EVALUATE:
+            self._report.phase = "evaluating"
+            with self._desk.state() as state:
+                decision = state.rounds.requested(state.version)
+            self._begin_round(decision.round)
+        else:
+            self._report.phase = "predicting"
+            self._hooks.call("on_predict_begin", {})
+
+    def finish(self) -> None:
+        """There are no more tasks."""
+        with self._desk.state() as state:
+            state.finish()
+        self.over = True
+
+    # ------------------------------------------------------------ one turn of the loop
+
+    def turn(self) -> None:
+        """Does what is due now, or waits a moment. Raises what ends the job."""
+        with self._desk.state() as state:
+            self._desk.tend()
+            milestones = self.queue.take_milestones()
+            idle = not milestones and not self._round_is_due(state) and not self.checkpoints.is_due(state.version)
+            if idle and not self._more_batches:
+                self._desk.wait_a_tick()
+            lost = bool(state.lost_ps)
+        self._autoscale()
+        servers = self.served.servers
+        if lost:
+            servers.restore_lost()
+        self._order.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
+        self._desk.say_warnings()
+        self._deliver_batches()
+        if idle:
+            self._report.show()
+            return
+        for milestone in self._prepared(milestones):
+            self._act_on(milestone)
+        with self._desk.state() as state:
+            due = state.rounds.version_reached(state.version).round if self._round_is_due(state) else None
+        self._begin_round(due)
+        if self.checkpoints.is_due(self._desk.version):
+            self.save_checkpoint()
+
+    @property
+    def _why_servers_wait(self) -> str:
+        """What has to come before their number may change; "": nothing. They keep a snapshot for a round."""
+        with self._desk.state() as state:
+            return "" if state.rounds.running is None else "the evaluation round to end"
+
+    def _why_no_servers(self, servers: int) -> str:
+        """Why the job can't have so many parameter servers; "": it can."""
+        if self.queue.training_done:
+            return "The job's training has ended; its parameter servers stay as they are."
+        optimizers = model_optimizers(self._host.model)
+        tables = any(spec.table for spec in self._host.variables)
+        clips = any(clips_on_server(each) or (tables and not may_serve_rows(each, servers)) for each in optimizers)
+        if servers > 1 and clips:
+            return (
+                "The model's optimizer clips gradients by their norm on the parameter server, which has all of them "
+                "only where it is the only one."
+            )
+        return ""
+
+    def _deliver_batches(self) -> None:
+        if self.follows_batches:
+            with self._desk.state() as state:
+                training = {lease.worker for lease in self.queue.leases() if lease.task.type is TaskType.TRAINING}
+                batches = state.batch_log.take(training, _BATCHES_PER_TURN)
+                waiting = len(state.batch_log)
+            self._more_batches = len(batches) == _BATCHES_PER_TURN
+            if waiting > _LARGE_BACKLOG:
+                self._desk.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
+            self._hooks.batches(batches)
+
+    def _end_batches(self, kind: Pass, number: int) -> None:
+        """All workers have reported all batches of the epoch or round."""
+        with self._desk.state() as state:
+            batches = state.batch_log.end(kind, number)
+        self._hooks.batches(batches)
+
+    def _prepared(self, milestones: list[Milestone]) -> list[Milestone]:
+        """Before the last epoch's round, gradients that wait for more are applied."""
+        if any(milestone.kind is MilestoneKind.TRAINING_DONE for milestone in milestones):
+            finalize = not self._order.evaluates_as_keras
+            self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
+        return milestones
+
+    def _act_on(self, milestone: Milestone) -> None:
+        if milestone.kind is MilestoneKind.EPOCH_DONE:
+            self._epoch_done(milestone.number)
+        elif milestone.kind is MilestoneKind.TRAINING_DONE:
+            self._training_done()
+        elif milestone.kind is MilestoneKind.ROUND_DONE:
+            self._round_done()
+        elif milestone.kind is MilestoneKind.PREDICTION_DONE:
+            self._prediction_done()
+        elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
+            self._hooks.call("on_train_end", self._epochs.last_logs, after_export=True)
+            self.finish()
+
+    def _prediction_done(self) -> None:
+        self._end_batches(Pass.PREDICTION, 0)
+        self._hooks.call("on_predict_end", {})
+        with self._desk.state() as state:
+            output = state.prediction_output
+        if output is not None:
+            self._report.phase = "writing"
+            self._report.show()
+            output.finish()
+            self._report.predictions_path = self._settings.output
+        self.finish()
+
+    # ------------------------------------------------------------ the end of an epoch, and of training
+
+    def _epoch_done(self, epoch: int) -> None:
+        self.served.ps.persist()  # what is trained in a whole epoch is not to be lost with a server
+        self._end_batches(Pass.TRAINING, epoch)
+        if self.queue.ran_out(epoch):
+            self._host.warn_of_missing_data()
+        with self._desk.state() as state:
+            states = state.epoch_states.get(epoch, {})
+        logs = self._host.training_logs(states)
+        logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._desk.version, logs)
+        decision = None
+        if self._evaluates and self._evaluates_after(epoch):
+            with self._desk.state() as state:
+                decision = state.rounds.epoch_ended(epoch, state.version)
+        if decision is not None and not self._settings.training.evaluation_steps:
+            self._waiting_logs[epoch] = logs  # `on_epoch_end` waits for the round
+            self._begin_round(decision.round)
+        else:
+            self._epochs.end(epoch, logs)
+
+    def _evaluates_after(self, epoch: int) -> bool:
+        frequency = self._settings.training.validation_freq
+        if isinstance(frequency, int):
+            return (epoch + 1) % frequency == 0
+        return epoch + 1 in frequency
+
+    def _training_done(self) -> None:
+        self._report.phase = "finishing"
+        evaluates = self._evaluates and not self._order.evaluates_as_keras
+        with self._desk.state() as state:
+            decision = state.rounds.training_ended(state.version, evaluates)
+            all_done = state.rounds.all_done
+        self._begin_round(decision.round)
+        if all_done:
+            self._end_training()  # else the end of the last round goes on from there
+
+    def _end_training(self) -> None:
+        if self._order.evaluates_as_keras:
+            self._desk.reached_version(self.served.ps.finish_training())
+        # Before the checkpoint and the export, which so have the weights that a callback restored.
+        self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
+        if self.checkpoints.wanted:
+            self.save_checkpoint()
+        with self._desk.state() as state:
+            self.queue.add_train_end()
+            state.note()
+            state.wake()
+
+    # ------------------------------------------------------------ evaluation rounds
+
+    @property
+    def _evaluates(self) -> bool:
+        return "evaluation" in self._host.sources
+
+    def _round_is_due(self, state: JobState) -> bool:
+        """Whether the model has passed the version of the next round."""
+        return self._evaluates and not self.queue.training_done and state.rounds.is_due(state.version)
+
+    def _begin_round(self, evaluation_round: Round | None) -> None:
+        if evaluation_round is None:
+            return
+        with self._desk.state() as state:
+            state.note(evaluation_round=evaluation_round.id)
+        # The servers may be some versions ahead of what made the round due.
+        version = self._hooks.begin_round(evaluation_round.id)
+        reason = evaluation_round.reason.value
+        logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
+        with self._desk.state() as state:
+            state.rounds.snapshot_taken(version)
+            self._report.evaluated_before = self.queue.accounting.records_evaluated
+            self.queue.add_evaluation(evaluation_round.id, self._host.sources["evaluation"])
+            state.wake()
+
+    def _round_done(self) -> None:
+        with self._desk.state() as state:
+            finished, collection = state.rounds.running, state.rounds.collection
+        assert finished is not None
+        logs = self._host.round_logs(collection.merged(), finished.version)
+        metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
+        self._report.metrics = metrics
+        shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items())
+        self._order.display.message(f"Evaluation at version {finished.version}: {shown}")
+        self._end_batches(Pass.EVALUATION, finished.id)
+        self._hooks.end_round(finished.id, logs)
+        for epoch in sorted(self._waiting_logs):
+            if finished.epoch is not None and epoch <= finished.epoch:
+                values = {f"val_{name}": value for name, value in sorted(metrics.items())}
+                self._epochs.end(epoch, {**self._waiting_logs.pop(epoch), **values})
+        with self._desk.state() as state:
+            state.note(evaluated=finished.version)
+            following = state.rounds.finish(state.version).round
+            all_done = state.rounds.all_done and self.queue.training_done
+        if following is not None:
+            self._begin_round(following)
+        elif self._settings.command is Command.EVALUATE:
+            self.finish()
+        elif all_done:
+            self._end_training()
+
+    # ------------------------------------------------------------ checkpoints, and the end
+
+    def save_checkpoint(self) -> None:
+        """Writes one of the present weights and tasks."""
+        self.checkpoints.write(*self._position())
+        self.served.origin.checkpoint = self.checkpoints.newest
+        self._report.checkpoint_path = self.checkpoints.place
+
+    def _position(self) -> tuple[int, dict[str, Any]]:
+        """Where the job is, for a checkpoint."""
+        with self._desk.state() as state:
+            return state.version, self.queue.to_dict()
+
+    def finish_checkpoints(self, retry: bool = True) -> CheckpointError | None:
+        """Waits until they are where they belong; why the last one is not, if so. `retry` as in `finish`."""
+        try:
+            self.checkpoints.finish(*self._position(), retry)
+        except CheckpointError as error:
+            return error
+        finally:
+            self._report.checkpoint_path = self.checkpoints.place
+        return None
+
+    def drain(self, seconds: float) -> None:
+        """Hands out no more training tasks, and waits for those that run."""
+        give_up = time.monotonic() + seconds
+        with self._desk.state():
+            self.queue.pause()
+            while time.monotonic() < give_up and any(
+                lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
+            ):
+                self._desk.wait_a_tick()
+
+
+def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:
+    text = (
+        f"{waiting} batches wait in memory for callbacks on the master, which take longer than the batches: "
+        f"{', '.join(names)}. Workers go on; the end of the epoch waits for the callbacks. Limit their hooks of "
+        "batches with elasticcb.callbacks.every(n)."
+    )
+    return CallbackWarning("callbacks on the master are slow", text)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"

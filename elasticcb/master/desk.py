@@ -1,0 +1,274 @@
+"""Where the present job's state lies, under its lock, and what follows from it for journal, processes and user."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.cluster.base import ClusterBackend
+from elasticcb.errors import JobFailedError
+from elasticcb.master.cluster_state import ServerPlace
+from elasticcb.master.guarded import Guarded, Wake
+from elasticcb.master.job_state import Crew, JobState
+from elasticcb.master.journal import Journal
+from elasticcb.master.processes import Processes
+from elasticcb.master.roster import Member, Role, Roster
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.security.credentials import OPEN, Access
+from elasticcb.settings import ClusterSettings, Command, JobSettings
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.status import JobStatus
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
+
+
+class Desk:
+    """One job after another, as those see it who work for the master: its servicer, its watchdog, and the thread that
+    drives the job.
+
+    Args:
+        cluster: how many processes.
+        backend: starts and watches the processes.
+        show: shows a line to the user.
+        address: of the master.
+        access: by which it and its processes know each other.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSettings,
+        backend: ClusterBackend,
+        show: Callable[[str], None],
+        address: str = "",
+        access: Access = OPEN,
+    ) -> None:
+        self.cluster, self.backend, self.address, self.access = cluster, backend, address, access
+        self.ready = False  # as `JobState.ready`; for those who wait for no lock
+        self._show = show
+        self._journal: Journal | None = None  # of a job that can be resumed
+        roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
+        self._processes = Processes(roster, backend, self._worker_lost, self._server_lost, self.say)
+        self._guarded = Guarded(JobState(Crew(roster)), self._settle)
+
+    def state(self) -> AbstractContextManager[JobState]:
+        """The only way to the present job: `with desk.state() as state:` holds the lock of the master."""
+        return self._guarded()
+
+    def wait(self, seconds: float) -> JobState:
+        """Within a block: until something changed, at most for `seconds`; returns the present job's state."""
+        return self._guarded.wait(seconds)
+
+    def wait_for(self, condition: Callable[[JobState], bool], seconds: float | None = None) -> JobState:
+        """Within a block: until `condition` holds, at most for `seconds`; returns the present job's state."""
+        return self._guarded.wait_for(condition, seconds)
+
+    def wait_a_tick(self) -> None:
+        """Within a block of the thread that drives the job: until something changed, or it is time to `tend`."""
+        self._guarded.wait_as_driver(_TICK_SECONDS)
+
+    @property
+    def version(self) -> int:
+        """Of the model, as far as the master knows."""
+        with self.state() as state:
+            return state.version
+
+    def reached_version(self, version: int) -> None:
+        """The model is at `version`, or was."""
+        with self.state() as state:
+            state.reached_version(version)
+
+    def stop_training(self, reason: str) -> None:
+        """Training is to end."""
+        with self.state() as state:
+            state.stop_training(reason)
+
+    def warn(self, warning: CallbackWarning) -> None:
+        """Counts it; the first of each subject is shown by `say_warnings`."""
+        with self.state() as state:
+            state.warn(warning)
+
+    def checkpoint_failed(self) -> None:
+        """One could not be written."""
+        with self.state() as state:
+            state.totals.checkpoints_failed += 1
+
+    def say(self, text: str) -> None:
+        """Shows the user a line about the job."""
+        self._show(text)
+        self.backend.note(text)
+
+    def say_warnings(self) -> None:
+        """Shows what is new to the user."""
+        with self.state() as state:
+            texts = state.take_warnings()
+        for text in texts:
+            self.say(text)
+
+    def _settle(self, state: JobState) -> Wake:
+        effects = state.take_effects()
+        if self._journal is not None:
+            try:
+                for entry in effects.entries:
+                    self._journal.add(**entry)
+                if effects.shortens or (effects.entries and self._journal.is_large):
+                    self._journal.rewrite(state.journaled_states())
+            except JobFailedError as error:
+                state.error = error
+        for line in effects.lines:
+            self.say(line)
+        self.ready = state.ready
+        return Wake.ALL if effects.everybody else Wake.DRIVER if effects.driver else Wake.NOBODY
+
+    # ------------------------------------------------------------ jobs
+
+    def begin_job(
+        self,
+        settings: JobSettings,
+        program: bytes = b"",
+        datasets: Mapping[int, bytes] | None = None,
+        describe: Callable[[JobState, float], JobStatus] | None = None,
+    ) -> None:
+        """Makes the processes begin a job, with the arguments of `JobState`; those of the last one are done with it."""
+        with self.state() as last:
+            self._journal = None
+            last.roster.recovers_ps = _recovers_ps(settings)
+            state = JobState(last.crew, last.number + 1, settings, program, datasets, describe)
+            state.wake()
+            self._guarded.replace(state)
+
+    def keep(self, journal: Journal | None) -> None:
+        """Where the job stands is written down from now on; None: no more."""
+        with self.state() as state:
+            self._journal, state.has_journal = journal, journal is not None
+
+    def close(self) -> None:
+        """Answers what waits, and tells everybody that no job will come any more."""
+        with self.state() as state:
+            state.crew.closing = True
+            state.wake()
+
+    def take_over(self, journal: Journal, queue: TaskQueue, running: Mapping[tuple[str, int], int | str]) -> None:
+        """Goes on with the workers and servers of another master, which was killed, and with its queue.
+
+        Args:
+            journal: of that master.
+            running: processes that live, by role and place.
+        """
+        memory = journal.memory
+        with self.state() as state:
+            now = time.monotonic()
+            self.keep(journal)
+            state.take_over(memory, queue, now)
+            self._processes.take_over(running)
+            if memory.workers:  # it may be newer than the roster
+                self._processes.resize(Role.WORKER, memory.workers)
+            self._processes.resize(Role.PS, len(memory.servers))  # others hold nothing
+            for index, (_, id) in enumerate(memory.servers):
+                server = state.roster.at(Role.PS, index)
+                if server is None or server.id != id:  # it may be there, but holds no model yet
+                    state.lost_ps.setdefault(index, now)
+
+    # ------------------------------------------------------------ processes
+
+    def start_processes(self) -> None:
+        """Has those processes started that are missing. Threads wait until `tend` starts them: TensorFlow can't
+        be imported by several at once, and the seeds that a model sets are those of the process."""
+        if self.backend.separate:
+            with self.state():
+                self._processes.start_missing(self.address)
+
+    def tend(self) -> None:
+        """Looks after processes and leases. Raises what ends the job."""
+        with self.state() as state:
+            state.raise_error()
+            if state.queue is not None:
+                self._raise_failure(state)
+                # A thread without progress may stand at a breakpoint; nobody could end it anyway.
+                for lease in state.queue.expire(time.monotonic()) if self.backend.separate else ():
+                    logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
+                    member = state.roster.member(lease.worker)
+                    if member is not None:
+                        self._processes.replace(member, "it made no progress on its task")
+            self._processes.check()
+            self._processes.start_missing(self.address)
+            state.note_roster()
+            self._raise_failure(state)
+            state.raise_if_nobody_is_left()
+
+    def _raise_failure(self, state: JobState) -> None:
+        failure = state.queue.failure if state.queue is not None else None
+        if failure is not None:
+            raise failure.to_error(self._processes.where(failure.worker))
+
+    def wait_until(self, condition: Callable[[JobState], bool], seconds: float) -> None:
+        """Waits for processes to end their work, and notes those that end themselves; gives up after `seconds`."""
+        give_up = time.monotonic() + seconds
+        with self.state() as state:
+            while not condition(state) and time.monotonic() < give_up:
+                self.wait_a_tick()
+                self._processes.note_ended()
+
+    def resize(self, role: Role, size: int) -> None:
+        """Has another number of workers, or of parameter servers, from now on."""
+        with self.state() as state:
+            self._processes.resize(role, size)
+            if role is Role.WORKER:
+                state.note(workers=size)
+            state.wake()
+
+    def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
+        """These servers hold the model from now on; others may leave."""
+        with self.state() as state:
+            state.servers_have_moved(servers, buckets)
+            self._processes.resize(Role.PS, len(servers))
+
+    def replace(self, member: Member, reason: str) -> None:
+        """Ends a process that hangs; another takes its place."""
+        with self.state() as state:
+            try:
+                self._processes.replace(member, reason)
+            except JobFailedError as failure:
+                state.error = failure
+            state.wake()
+
+    def lost(self, id: int, reason: str) -> None:
+        """A process is gone; another takes its place. Raises `JobFailedError` when none can."""
+        with self.state():
+            self._processes.lost(id, reason)
+
+    def asked_to_end(self, member: Member, reason: str) -> None:
+        """A process has put down its work, since somebody wants its machine; another takes its place."""
+        with self.state() as state:
+            if state.over and member.role is Role.WORKER:  # nobody needs another one
+                state.roster.left(member.id)
+                return
+            state.worker_left(member)
+            try:
+                self._processes.asked_to_end(member, reason)
+            except JobFailedError as failure:
+                state.error = failure
+            state.note()
+
+    def _worker_lost(self, worker: int) -> None:
+        with self.state() as state:
+            state.worker_lost(worker)
+
+    def _server_lost(self, index: int) -> None:
+        with self.state() as state:
+            state.server_lost(index, time.monotonic())
+
+
+def _recovers_ps(settings: JobSettings) -> bool:
+    """Whether a server can take the place of a lost one: from its recovery files, or with weights that did not change.
+
+    In synchronous mode several servers must stand at one version, which those files can't tell.
+    """
+    if settings.command in (Command.EVALUATE, Command.PREDICT):
+        return True
+    consistent = settings.training.use_async or settings.cluster.num_ps == 1
+    return consistent and settings.checkpoint.interval_seconds > 0

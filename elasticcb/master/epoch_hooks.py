@@ -1,0 +1,89 @@
+"""The hooks of epochs on the master, and what the journal is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticcb.callbacks.saved_state import CallbackStates, plain
+from elasticcb.master.callback_arrays import CallbackArrays
+from elasticcb.master.callback_driver import MasterHooks
+from elasticcb.master.desk import Desk
+
+
+class EpochHooks:
+    """Calls `on_epoch_begin` and `on_epoch_end`, one epoch after another.
+
+    Args:
+        desk: of the job.
+        hooks: that run on the master.
+        states: what callbacks remember.
+        arrays: keeps the arrays among that.
+        num_epochs: after which none begins.
+        has_journal: whether the job can be resumed.
+        last_logs: of the last epoch that ended, before another master took the job over.
+
+    Attributes:
+        entry: of the epoch that has begun, for the journal.
+        last_logs: of the last epoch that ended.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        hooks: MasterHooks,
+        states: CallbackStates,
+        arrays: CallbackArrays,
+        num_epochs: int,
+        has_journal: bool,
+        last_logs: dict[str, Any],
+    ) -> None:
+        self._desk, self._hooks, self._states, self._arrays = desk, hooks, states, arrays
+        self._num_epochs, self._has_journal = num_epochs, has_journal
+        self.entry: dict[str, Any] = {}
+        self.last_logs = last_logs
+
+    def begin(self, epoch: int) -> None:
+        """Calls `on_epoch_begin`, unless that epoch is not to be."""
+        if epoch < self._num_epochs:
+            self.entry = {"epoch_begun": True, "learning_rate_before": self._hooks.base_learning_rate}
+            self._hooks.call("on_epoch_begin", epoch, {})
+
+    def begin_again(self, epoch: int, learning_rate: float | None) -> None:
+        """Another master has called it, and the journal knows; `learning_rate`: the base rate before that."""
+        self.entry = {}
+        self._hooks.call_again("on_epoch_begin", epoch, {}, learning_rate=learning_rate)
+
+    def end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Calls `on_epoch_end`, and `on_epoch_begin` of the next one unless training is done."""
+        self.last_logs = logs
+        self._hooks.call("on_epoch_end", epoch, logs)
+        # Before `on_epoch_begin`, which runs again when the job is resumed.
+        callbacks = self._callback_states()
+        self.entry = {"epoch_begun": False}
+        with self._desk.state() as state:
+            assert state.queue is not None
+            training_done = state.queue.training_done
+        if not training_done:
+            self.begin(epoch + 1)
+        with self._desk.state() as state:
+            assert state.queue is not None
+            state.queue.release_epoch(epoch)
+            state.epoch_states.pop(epoch, None)  # not before: the journal holds them until the epoch is ended
+            state.note(
+                ended_epochs=epoch + 1,
+                learning_rate=self._hooks.base_learning_rate,
+                logs=plain(logs),
+                **self.entry,
+                **callbacks,
+            )
+            state.shorten_journal()
+            state.wake()
+        if callbacks:
+            self._arrays.drop_others()
+
+    def _callback_states(self) -> dict[str, Any]:
+        """What callbacks remember, for the journal."""
+        if not self._has_journal:
+            return {}
+        arrays: dict[str, Any] = {}
+        return {"callbacks": self._states.save(arrays), "callback_arrays": self._arrays.keep(arrays)}

@@ -1,0 +1,76 @@
+"""A value that is reached only under its lock, and how threads wait for it to change."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Wake(IntEnum):
+    """Whom a change matters to: each one includes those before it."""
+
+    NOBODY = 0
+    DRIVER = 1  # the thread that drives the job; most reports matter to it alone
+    ALL = 2  # workers that wait for a task too, of which there may be hundreds
+
+
+class Guarded(Generic[Value]):
+    """`with guarded() as value:` is the only way to the value. Blocks of one thread may be nested.
+
+    Args:
+        value: the first one.
+        settle: carries out what follows from the changes of a block, still under the lock, and says whom to wake. It
+            is called when a block ends, and before it waits.
+    """
+
+    def __init__(self, value: Value, settle: Callable[[Value], Wake]) -> None:
+        lock = threading.RLock()
+        self._value, self._settle = value, settle
+        self._all, self._driver = threading.Condition(lock), threading.Condition(lock)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Value]:
+        with self._all:
+            try:
+                yield self._value
+            finally:
+                self._end()
+
+    def replace(self, value: Value) -> None:
+        """Another value takes the place of the present one; who waits sees that one when it goes on."""
+        with self._all:
+            self._end()
+            self._value = value
+            self._end()
+
+    def wait(self, seconds: float) -> Value:
+        """Within a block: until something changed, at most for `seconds`; returns the value that is there then."""
+        self._end()
+        self._all.wait(seconds)
+        return self._value
+
+    def wait_for(self, condition: Callable[[Value], bool], seconds: float | None = None) -> Value:
+        """Within a block: until `condition` holds, at most for `seconds`; returns the value that is there then."""
+        give_up = None if seconds is None else time.monotonic() + seconds
+        while not condition(self._value) and (give_up is None or time.monotonic() < give_up):
+            self._end()
+            self._all.wait(None if give_up is None else max(0.0, give_up - time.monotonic()))
+        return self._value
+
+    def wait_as_driver(self, seconds: float) -> None:
+        """Within a block of the thread that drives the job: until something changed, at most for `seconds`."""
+        self._end()
+        self._driver.wait(seconds)
+
+    def _end(self) -> None:
+        wake = self._settle(self._value)
+        if wake >= Wake.DRIVER:
+            self._driver.notify_all()
+        if wake is Wake.ALL:
+            self._all.notify_all()

@@ -1,0 +1,306 @@
+"""How a job begins: afresh, with what an earlier master wrote down, or with processes that one has left running.
+
+Processes start; the model is built; the servers get its weights; `on_train_begin` runs on the master, which may restore
+weights and the epoch; the queue is made, and workers take tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elasticcb.callbacks.saved_state import CallbackStates, keep_files
+from elasticcb.checkpoint import remote as remote_checkpoint
+from elasticcb.checkpoint.versions import find_undamaged
+from elasticcb.errors import CheckpointError, JobFailedError
+from elasticcb.master.autoscaling import Autoscaling
+from elasticcb.master.callback_driver import MasterHooks
+from elasticcb.master.checkpoint_failures import CheckpointFailures
+from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.cluster_state import Cluster, ServerPlace
+from elasticcb.master.course import Course
+from elasticcb.master.epoch_hooks import EpochHooks
+from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.job_state import JobState
+from elasticcb.master.order import Order, Origin, Served, Takeover
+from elasticcb.master.roster import Role
+from elasticcb.master.servers import Servers
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.settings import INITIAL_FOLDER, Command
+from elasticcb.storage.remote_files import is_url
+
+logger = logging.getLogger(__name__)
+
+
+def open_job(order: Order) -> Course:
+    """The job, with workers that take tasks. Raises as `Job.run`."""
+    went_on = _start_processes(order)
+    order.report.show()
+    origin = _build_model(order)
+    _wait_for_servers(order)
+    served = _connect(order, origin)
+    epochs, initial_epoch = _call_first_hooks(order, served)
+    queue = resumed_queue(order, served.host) or _new_queue(order, served.host, epochs, initial_epoch)
+    _lay_out(order, served, queue, initial_epoch)
+    course = _make_course(order, served, queue, epochs)
+    if order.memory is not None and order.memory.over:
+        course.finish()
+    else:
+        course.begin(initial_epoch)
+    _let_workers_begin(order, served, course, epochs)
+    if order.takeover is not None:
+        seconds = time.monotonic() - order.takeover.since
+        order.display.message(f"The master is back after {seconds:.1f} s; {went_on} went on meanwhile.")
+    return course
+
+
+def _start_processes(order: Order) -> str:
+    """Processes are on their way, or those are at work that another master has left: returns how many, in words."""
+    desk, memory = order.desk, order.memory
+    if order.takeover is not None:
+        return _take_over(order, order.takeover)
+    if memory is not None:
+        with desk.state() as state:
+            state.roster.next_id = memory.next_id
+            if memory.workers:
+                state.roster.resize(Role.WORKER, memory.workers)
+            if memory.buckets:
+                state.roster.resize(Role.PS, len(memory.servers))
+    desk.start_processes()
+    if order.make_program is None:
+        desk.begin_job(order.settings, describe=order.report.status)
+    return ""
+
+
+def _take_over(order: Order, takeover: Takeover) -> str:
+    """Lets workers go on with their tasks at once; the model, for hooks and rounds, is built meanwhile."""
+    assert order.journal is not None
+    desk, memory = order.desk, order.journal.memory
+    assert memory.queue is not None
+    queue = TaskQueue.from_dict(memory.queue, time.monotonic())
+    queue.repeat_milestones(memory.ended_epochs)
+    queue.release_epoch(memory.ended_epochs - 1)
+    desk.begin_job(order.settings, describe=order.report.status)
+    desk.take_over(order.journal, queue, takeover.running)
+    with desk.state() as state:
+        counts = [(len(state.roster.up(role)), role.value) for role in Role]
+    order.master.start()
+    logger.info("Workers and servers may go on")
+    return " and ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
+
+
+def _build_model(order: Order) -> Origin:
+    """The Keras side of the master, and where its weights come from."""
+    checkpoint = _initial_checkpoint(order)  # before the model is built, which asks it for its tables
+    initial = replace(order.settings.checkpoint, directory_for_init=checkpoint)
+    host = order.make_host(replace(order.settings, checkpoint=initial))
+    if order.make_program is None:  # else readers bring their indexes
+        with order.desk.state() as state:
+            state.find_index = host.find_index
+    logger.info("The model is built")
+    if order.make_program is not None:
+        order.desk.begin_job(order.settings, order.make_program(), describe=order.report.status)
+    return Origin(host, checkpoint)
+
+
+def _initial_checkpoint(order: Order) -> str:
+    """The folder of the version that the job starts from, on a disk; "": from fresh weights."""
+    folder, say = order.settings.checkpoint.directory_for_init, order.display.message
+    if not is_url(folder):
+        return str(find_undamaged(folder, say)) if folder else ""
+    copies = Path(order.settings.directory, INITIAL_FOLDER)
+    if order.memory is not None:  # the master before has copied one
+        with contextlib.suppress(CheckpointError):
+            return str(find_undamaged(copies, say))
+    return str(remote_checkpoint.fetch(folder, copies, say))
+
+
+def _wait_for_servers(order: Order) -> None:
+    while True:
+        with order.desk.state() as state:
+            order.desk.tend()
+            if state.roster.complete(Role.PS, state.number):
+                return
+            order.desk.wait_a_tick()
+        order.report.phase = "waiting for parameter servers"
+        order.report.show()
+
+
+def _connect(order: Order, origin: Origin) -> Served:
+    """Hands the model to the servers: fresh weights, those of a checkpoint, or what they wrote down themselves."""
+    memory, host, desk = order.memory, origin.host, order.desk
+    taken_over = memory is not None and order.takeover is not None
+    servers = Servers(
+        desk,
+        order.master.watchdog.doubt,
+        host.variables,
+        host.may_split,
+        origin.source,
+        desk.say,
+        run="" if memory is None else memory.run,
+        places=[ServerPlace(*place) for place in memory.servers] if memory and taken_over else (),
+        buckets=None if memory is None else memory.bucket_map(),
+    )
+    order.until_end.callback(servers.close)
+    ps = servers.control
+    if memory is None:
+        source = origin.source()
+        ps.initialize(source)
+        if source.checkpoint:
+            order.display.message(f"The model starts from {source.checkpoint}, version {ps.version}.")
+            host.assign(*ps.weights())
+    else:
+        servers.learning_rate = lambda: memory.learning_rate
+        if taken_over:
+            servers.restore_lost()
+            ps.pull()
+            ps.release_held()
+            if memory.evaluation_round:  # which begins anew, if it was running
+                ps.release_snapshot(memory.evaluation_round)
+        else:
+            servers.adopt(memory.version)
+            host.assign(*ps.weights())
+    hooks = MasterHooks(host, ps, desk.stop_training, desk.reached_version)
+    hooks.adopt_learning_rate(ps.learning_rate)
+    servers.learning_rate = lambda: hooks.base_learning_rate
+    host.callbacks.warn = desk.warn
+    return Served(host, origin, servers, hooks)
+
+
+def _call_first_hooks(order: Order, served: Served) -> tuple[EpochHooks, int]:
+    """`on_train_begin`, which may restore weights, optimizer and epoch; the hooks of epochs, and the first one."""
+    memory, host, training = order.memory, served.host, order.settings.training
+    if memory is not None:
+        keep_files(host.callbacks.callbacks)
+    if order.settings.command is Command.TRAIN and (memory is None or not memory.over):
+        # Of a job that is resumed, what it would set on the model was trained on long ago.
+        begin = served.hooks.call if memory is None else served.hooks.call_again
+        begin("on_train_begin", {})
+    initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
+    states = CallbackStates(host.callbacks.callbacks, order.display.message)
+    if memory is not None:
+        initial_epoch = memory.ended_epochs
+        states.restore(memory.callbacks, order.arrays.load())
+    last_logs = {} if memory is None else memory.logs
+    epochs = EpochHooks(
+        order.desk, served.hooks, states, order.arrays, training.num_epochs, order.journal is not None, last_logs
+    )
+    return epochs, initial_epoch
+
+
+def _new_queue(order: Order, host: Any, epochs: EpochHooks, initial_epoch: int) -> TaskQueue:
+    training = order.settings.training
+    return TaskQueue(
+        training=host.sources.get("training", ()),
+        prediction=host.sources.get("prediction", ()),
+        records_per_task=training.records_per_task,
+        minibatch_size=training.minibatch_size,
+        num_epochs=training.num_epochs,
+        max_batches=training.max_batches,
+        shuffle_seed=training.shuffle_seed,
+        max_retries=training.max_task_retries,
+        lease_seconds=order.settings.cluster.lease_seconds,
+        hold_epochs=any(map(host.callbacks.wants, ("on_epoch_begin", "on_epoch_end"))),
+        initial_epoch=initial_epoch,
+        open_ended=host.open_ended,
+        hold_predictions=host.holds_predictions,
+    )
+
+
+def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
+    """That of an earlier master. Raises `JobFailedError` when the data are others."""
+    memory = order.memory
+    if memory is None or memory.queue is None:
+        return None
+    stopped = memory.queue["stop_reason"] is not None
+    if not host.repeatable and not memory.over and not stopped:
+        memory.states.clear()
+        return None  # the epoch that was under way begins anew: its other batches can't be told from those done
+    saved = [(name, count) for name, count in memory.queue["training"]]
+    found = list(host.sources.get("training", ()))
+    if saved != found:
+        raise JobFailedError(
+            f"The training data have changed: {sum(count for _, count in saved):,} records in {len(saved)} sources "
+            f"when the job began, {sum(count for _, count in found):,} in {len(found)} now. Put the data back as "
+            "they were, or begin a new job from the newest checkpoint."
+        )
+    if order.takeover is not None:
+        with order.desk.state() as state:
+            return state.queue
+    queue = TaskQueue.from_dict(memory.queue)
+    if not host.repeatable:
+        queue.drop_training()
+    queue.repeat_milestones(memory.ended_epochs)
+    queue.release_epoch(memory.ended_epochs - 1)
+    return queue
+
+
+def _lay_out(order: Order, served: Served, queue: TaskQueue, initial_epoch: int) -> None:
+    """Tells the state of the queue, the rounds and the journal."""
+    host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.version
+    logger.info("The servers hold the model, version %d", version)
+    order.report.evaluated_before = queue.accounting.records_evaluated
+    evaluated = None if memory is None else memory.evaluated
+    with order.desk.state() as state:
+        state.version = order.report.start_version = max(state.version, version)
+        state.merging_units = host.metrics.merging_units
+        state.rounds = EvaluationRounds(
+            evaluation_steps=training.evaluation_steps,
+            start_version=version if evaluated is None else evaluated,
+            merge=host.metrics.merge_states if host.merges_by_itself else None,
+            first_id=1 if memory is None else memory.evaluation_round + 1,
+        )
+        state.queue = queue
+        if order.settings.command is Command.PREDICT and order.settings.output:
+            state.prediction_output = host.prediction_output(order.settings)
+        if memory is not None and order.takeover is None:
+            state.resume(memory)
+        _begin_journal(order, state, served, initial_epoch)
+
+
+def _begin_journal(order: Order, state: JobState, served: Served, initial_epoch: int) -> None:
+    journal = order.journal
+    if journal is not None:
+        order.desk.keep(journal)
+        if order.memory is None:
+            rate = served.hooks.base_learning_rate
+            journal.add(run=served.ps.run, ended_epochs=initial_epoch, learning_rate=rate)
+        state.note(next_id=state.roster.next_id)
+
+
+def _make_course(order: Order, served: Served, queue: TaskQueue, epochs: EpochHooks) -> Course:
+    memory, say, desk = order.memory, order.display.message, order.desk
+    failures = CheckpointFailures(desk.checkpoint_failed, say)
+    checkpoints = CheckpointWriter(order.settings, served.ps, failures, resumed=memory is not None)
+    order.until_end.callback(checkpoints.close)
+    limits = order.settings.cluster.autoscale
+    autoscaling: Callable[[], None] = lambda: None  # noqa: E731
+    if limits.most and (memory is None or (memory.autoscale and not memory.over)):
+        autoscaling = Autoscaling(desk, limits, order.report.records_to_train(queue), say).turn
+    return Course(order, served, queue, epochs, checkpoints, autoscaling)
+
+
+def _let_workers_begin(order: Order, served: Served, course: Course, epochs: EpochHooks) -> None:
+    """Last of all, since workers take tasks from now on: a callback may have set the learning rate."""
+    host, ps = served.host, served.ps
+    with order.desk.state() as state:
+        state.cluster = Cluster(
+            served.servers.places,
+            host.variables,
+            ps.split,
+            batch_events=course.follows_batches,
+            predictions=host.collects_predictions,
+            buckets=ps.buckets,
+        )
+        state.note(
+            servers=served.servers.places,
+            merging_units=sorted(state.merging_units),
+            learning_rate=served.hooks.base_learning_rate,
+            **epochs.entry,
+        )
+        state.wake()

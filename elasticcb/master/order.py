@@ -1,0 +1,117 @@
+"""A job as it was asked for, and what an earlier master has left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from elasticcb.master.callback_arrays import CallbackArrays
+from elasticcb.master.callback_driver import MasterHooks
+from elasticcb.master.desk import Desk
+from elasticcb.master.journal import Journal, Memory
+from elasticcb.master.master import Master
+from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.report import Report
+from elasticcb.master.servers import Servers
+from elasticcb.settings import JobSettings
+
+
+class Takeover(NamedTuple):
+    """What a master that was killed has left.
+
+    Attributes:
+        running: its processes by role ("worker", "ps") and place, as `ClusterBackend.taken_over` says.
+        since: when it was killed; seconds of `time.monotonic`.
+    """
+
+    running: Mapping[tuple[str, int], int | str]
+    since: float
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all phases of a job know.
+
+    Attributes:
+        display: `update(JobStatus)`, `message(text)`.
+        report: shows how the job goes.
+        make_host: makes the Keras side of the master.
+        make_program: makes what the job runs instead of a model file; None: it runs one.
+        journal: of training that can be resumed.
+        memory: what an earlier master knew, if there was one and it handed out tasks.
+        takeover: what that one has left running.
+        arrays: of what callbacks remember.
+        goes_on_by: what the user does to go on with the job; "": the command `elasticcb resume`.
+        until_end: closes what the phases open.
+    """
+
+    settings: JobSettings
+    master: Master
+    display: Any
+    report: Report
+    make_host: Callable[[JobSettings], Any]
+    make_program: Callable[[], bytes] | None
+    journal: Journal | None
+    memory: Memory | None
+    takeover: Takeover | None
+    arrays: CallbackArrays
+    goes_on_by: str
+    until_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def desk(self) -> Desk:
+        return self.master.desk
+
+    @property
+    def evaluates_as_keras(self) -> bool:
+        """`fit` evaluates at the end of epochs alone, and finalizes the optimizer (EMA) after that; a command
+        evaluates what it exports."""
+        return self.make_program is not None
+
+    @property
+    def how_to_go_on(self) -> str:
+        """What the user does, in words."""
+        return self.goes_on_by or f"elasticcb resume {shlex.quote(self.settings.directory)}"
+
+
+@dataclass
+class Origin:
+    """Where servers have the model from that have no recovery files.
+
+    Attributes:
+        checkpoint: the newest one on a disk; "": fresh weights.
+    """
+
+    host: Any
+    checkpoint: str
+
+    def source(self) -> Source:
+        """The newest checkpoint, or fresh weights."""
+        if self.checkpoint:
+            return Source(checkpoint=self.checkpoint)
+        host = self.host
+        weights, ids = host.weights()
+        return Source(weights, "", host.optimizer_state(), host.version, ids, host.used())
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model, on the master and on the servers.
+
+    Attributes:
+        host: Keras's side of the master.
+        servers: which hold the model.
+        hooks: calls those that run on the master.
+    """
+
+    host: Any
+    origin: Origin
+    servers: Servers
+    hooks: MasterHooks
+
+    @property
+    def ps(self) -> PSControl:
+        return self.servers.control
