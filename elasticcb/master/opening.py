@@ -27,7 +27,7 @@ from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
-from elasticcb.master.order import Order, Origin, Served, Takeover
+from elasticcb.master.order import ModelOrigin, Order, ServedModel, Takeover
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
@@ -94,7 +94,7 @@ def _take_over(order: Order, takeover: Takeover) -> str:
     return " and ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
 
 
-def _build_model(order: Order) -> Origin:
+def _build_model(order: Order) -> ModelOrigin:
     """The Keras side of the master, and where its weights come from."""
     checkpoint = _initial_checkpoint(order)  # before the model is built, which asks it for its tables
     initial = replace(order.settings.checkpoint, directory_for_init=checkpoint)
@@ -105,7 +105,7 @@ def _build_model(order: Order) -> Origin:
     logger.info("The model is built")
     if order.make_program is not None:
         order.desk.begin_job(order.settings, order.make_program(), describe=order.report.status)
-    return Origin(host, checkpoint)
+    return ModelOrigin(host, checkpoint)
 
 
 def _initial_checkpoint(order: Order) -> str:
@@ -131,7 +131,7 @@ def _wait_for_servers(order: Order) -> None:
         order.report.show()
 
 
-def _connect(order: Order, origin: Origin) -> Served:
+def _connect(order: Order, origin: ModelOrigin) -> ServedModel:
     """Hands the model to the servers: fresh weights, those of a checkpoint, or what they wrote down themselves."""
     memory, host, desk = order.memory, origin.host, order.desk
     taken_over = memory is not None and order.takeover is not None
@@ -169,10 +169,10 @@ def _connect(order: Order, origin: Origin) -> Served:
     hooks.adopt_learning_rate(ps.learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
-    return Served(host, origin, servers, hooks)
+    return ServedModel(host, origin, servers, hooks)
 
 
-def _call_first_hooks(order: Order, served: Served) -> tuple[EpochHooks, int]:
+def _call_first_hooks(order: Order, served: ServedModel) -> tuple[EpochHooks, int]:
     """`on_train_begin`, which may restore weights, optimizer and epoch; the hooks of epochs, and the first one."""
     memory, host, training = order.memory, served.host, order.settings.training
     if memory is not None:
@@ -240,7 +240,7 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
     return queue
 
 
-def _lay_out(order: Order, served: Served, queue: TaskQueue, initial_epoch: int) -> None:
+def _lay_out(order: Order, served: ServedModel, queue: TaskQueue, initial_epoch: int) -> None:
     """Tells the state of the queue, the rounds and the journal."""
     host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.version
     logger.info("The servers hold the model, version %d", version)
@@ -263,7 +263,7 @@ def _lay_out(order: Order, served: Served, queue: TaskQueue, initial_epoch: int)
         _begin_journal(order, state, served, initial_epoch)
 
 
-def _begin_journal(order: Order, state: JobState, served: Served, initial_epoch: int) -> None:
+def _begin_journal(order: Order, state: JobState, served: ServedModel, initial_epoch: int) -> None:
     journal = order.journal
     if journal is not None:
         order.desk.keep(journal)
@@ -273,7 +273,7 @@ def _begin_journal(order: Order, state: JobState, served: Served, initial_epoch:
         state.note(next_id=state.roster.next_id)
 
 
-def _make_course(order: Order, served: Served, queue: TaskQueue, epochs: EpochHooks) -> Course:
+def _make_course(order: Order, served: ServedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
     failures = CheckpointFailures(desk.checkpoint_failed, say)
     checkpoints = CheckpointWriter(order.settings, served.ps, failures, resumed=memory is not None)
@@ -285,7 +285,7 @@ def _make_course(order: Order, served: Served, queue: TaskQueue, epochs: EpochHo
     return Course(order, served, queue, epochs, checkpoints, autoscaling)
 
 
-def _let_workers_begin(order: Order, served: Served, course: Course, epochs: EpochHooks) -> None:
+def _let_workers_begin(order: Order, served: ServedModel, course: Course, epochs: EpochHooks) -> None:
     """Last of all, since workers take tasks from now on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
     with order.desk.state() as state:

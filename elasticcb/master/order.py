@@ -78,7 +78,7 @@ class Order:
 
 
 @dataclass
-class Origin:
+class ModelOrigin:
     """Where servers have the model from that have no recovery files.
 
     Attributes:
@@ -98,7 +98,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model, on the master and on the servers.
 
     Attributes:
@@ -108,7 +108,7 @@ class Served:
     """
 
     host: Any
-    origin: Origin
+    origin: ModelOrigin
     servers: Servers
     hooks: MasterHooks
 
