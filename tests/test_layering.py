@@ -66,6 +66,7 @@ PURE = (
     "elasticcb.master.batch_log",
     "elasticcb.master.epochs",
     "elasticcb.master.evaluation",
+    "elasticcb.master.job_state",
     "elasticcb.master.leases",
     "elasticcb.master.queue_state",
     "elasticcb.master.roster",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from elasticcb.sharding.bucket_map import BucketMap
-from elasticcb.sharding.partition import VariableSpec
+if TYPE_CHECKING:
+    from elasticcb.sharding.bucket_map import BucketMap
+    from elasticcb.sharding.partition import VariableSpec
 
 
 class ServerPlace(NamedTuple):
