@@ -26,9 +26,9 @@ from typing import Any
 EVENTS = {
     # of a worker
     "asks for a task": ("elasticcb.clients.master", "MasterClient.get_task", "before"),
-    "trains a batch": ("elasticcb.worker.worker", "Worker._train", "before"),
-    "evaluates a batch": ("elasticcb.worker.worker", "Worker._evaluate", "before"),
-    "predicts a batch": ("elasticcb.worker.worker", "Worker._predict", "before"),
+    "trains a batch": ("elasticcb.worker.task_run", "TaskRun._train", "before"),
+    "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
+    "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),
     "has sent half a call to a server": ("elasticcb.rpc.unix_socket", "ClientLink.call", "within"),
     "waits for a server's answer": ("elasticcb.rpc.unix_socket", "ClientLink._first_bytes", "before"),
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),

@@ -1,0 +1,52 @@
+"""The learning rate of a worker: the base rate of the servers, and what callbacks here make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticcb.clients.ps import PSClient
+from elasticcb.compute.convert import not_cached
+from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.traits import learning_rate_variable
+
+
+class WorkerRate:
+    """Follows the base rate, and finds out when the model's own is another.
+
+    Args:
+        model: of the worker.
+        ps: the servers.
+    """
+
+    def __init__(self, model: Any, ps: PSClient) -> None:
+        self._model, self._ps = model, ps
+        self._base: float | None = None
+        self._version = -1  # of the base rate
+        self._changed: float | None = None
+        self._is_known = False  # reading it takes half a millisecond
+
+    def adopt_base(self) -> None:
+        """A new base rate (from a checkpoint, or set on the master) becomes the rate here too."""
+        version = self._ps.learning_rate_version
+        if version != self._version and self._rate() is not None:
+            self._base = self._ps.learning_rate
+            self._model.optimizer.learning_rate = not_cached(self._base)
+            self._version = version
+            self._is_known = False
+
+    def may_have_changed(self) -> None:
+        """A callback runs."""
+        self._is_known = False
+
+    def changed(self) -> float | None:
+        """The optimizer's learning rate if a callback, or a step of the model's own, changed it."""
+        if not self._is_known:
+            rate = self._rate()
+            self._changed = None if rate == self._base else rate
+            self._is_known = not is_overridden(self._model, "train_step")
+        return self._changed
+
+    def _rate(self) -> float | None:
+        """None when a schedule rules it."""
+        rate = learning_rate_variable(getattr(self._model, "optimizer", None))
+        return None if rate is None else float(rate.numpy())

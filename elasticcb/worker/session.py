@@ -1,0 +1,207 @@
+"""What a worker has from its first task of a job to its last: the model, the servers, the callbacks, its input."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any
+
+from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.placement import Place, holds_predictions
+from elasticcb.clients.master import MasterClient, ProgressReporter, places_of
+from elasticcb.clients.ps import PSClient
+from elasticcb.errors import ModelFileError
+from elasticcb.model.input_pipeline import Pipeline, open_pipeline
+from elasticcb.model.job_callbacks import callback_params, job_callbacks
+from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.spec import Spec
+from elasticcb.model.weights import prime, variable_specs
+from elasticcb.settings import Command, JobSettings
+from elasticcb.sharding.flat_blocks import Blocks
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.worker.exchanges import Exchanges
+from elasticcb.worker.learning_rate import WorkerRate
+from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.task_input import TaskInput
+from elasticcb.worker.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_FIRST_MODE = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
+
+
+class BuiltModel:
+    """The model and its data, before the worker has joined the job.
+
+    Args:
+        settings: of the job.
+        client: of the master.
+        spec: brings model, callbacks and, for a program, the data.
+
+    Raises `ElasticCBError` when the model file or the data is not usable.
+    """
+
+    def __init__(self, settings: JobSettings, client: MasterClient, spec: Spec) -> None:
+        self.settings, self.client, self.spec = settings, client, spec
+        self._pipelines: dict[str, Pipeline] = {}
+        self.model = spec.build_model()
+        self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
+        self.first_mode = _FIRST_MODE[settings.command]
+        prime(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
+        self.metrics.reset()
+        logger.info("The model is built")
+
+    def pipeline(self, mode: str) -> Pipeline:
+        """The data of a mode; opened when it is asked for first."""
+        if mode not in self._pipelines:
+            self._pipelines[mode] = open_pipeline(
+                self.settings, self.spec, mode, lambda file: self.client.index_of(mode, file)
+            )
+        return self._pipelines[mode]
+
+    @property
+    def callback_params(self) -> dict[str, Any]:
+        """`callback.params` on this worker, which has joined the job."""
+        params = callback_params(self.settings, worker_id=self.client.id)
+        spec = self.pipeline(self.first_mode).element_spec
+        labelled = self.first_mode != "prediction" and isinstance(spec, tuple)
+        params["features_spec"] = spec[0] if labelled else spec
+        return params
+
+
+class Session:
+    """A worker that has joined a job whose servers hold the model.
+
+    Args:
+        built: the model.
+        cluster: what the master tells of the servers; a `pb.GetClusterResponse`.
+
+    Attributes:
+        transports, training_units: of the metrics, as in `ModelMetrics`.
+        reports_batches, reports_predictions: the master wants to hear of batches, and to have predictions.
+        holds_predictions: callbacks here hold them until the end.
+        stop_told: the master knows that a callback wants training to stop.
+    """
+
+    def __init__(self, built: BuiltModel, cluster: Any) -> None:
+        settings, client = built.settings, built.client
+        training = settings.training
+        self.settings, self.client, self.pipeline = settings, client, built.pipeline
+        self.model, self.metrics = built.model, built.metrics
+        self.transports = self.metrics.transports()
+        self.training_units = self.metrics.training_units()
+        self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
+        self.progress = ProgressReporter(client)
+        self.ps = _client_of(built, cluster)
+        self.trainer = Trainer(self.model, self.metrics, self.ps.specs, self.ps.partition, training.wire_dtype)
+        self.exchanges = Exchanges(self.ps, training.max_staleness, training.get_model_steps == 1)
+        self.ps.pull()
+        self.rate = WorkerRate(self.model, self.ps)
+        self.rate.adopt_base()
+        self.callbacks = Dispatcher(
+            job_callbacks(built.spec, settings),
+            Place.WORKER,
+            built.callback_params,
+            self.model,
+            on_error=training.callback_errors,
+            warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
+            in_program=not settings.model.definition,
+        )
+        self.holds_predictions = holds_predictions(self.callbacks.callbacks)
+        self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
+        self.input = TaskInput(client, self.pipeline, self.trainer.lookups)
+        self.progress.on_leave = self.input.leave
+        self.progress.on_split = self.input.wake
+        self.stop_told = False
+        self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
+        self._assigned: Blocks | None = None  # what the model's variables hold
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        self.input.stop()
+        self.progress.stop()
+        self.exchanges.close()
+        self.ps.close()
+
+    # ------------------------------------------------------------ hooks
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Calls a hook, and passes on that it wants training to stop."""
+        if self.callbacks.is_due(hook):
+            self.rate.may_have_changed()
+        self.callbacks.call(hook, *args)
+        if self.callbacks.stop_requested and not self.stop_told:
+            self.client.stop_training(f"{self.callbacks.stop_reason}, on worker {self.client.id}")
+            self.stop_told = True
+
+    def call_of_batch(self, hook: str, version: int, logs: dict[str, Any]) -> None:
+        """Calls a hook of training batches, on a model that holds the newest weights."""
+        if self.callbacks.is_due(hook):
+            self.show(self.ps.blocks)
+        self.call(hook, version, logs)
+
+    # ------------------------------------------------------------ weights of the model
+
+    def show(self, blocks: Blocks) -> None:
+        """Makes `callback.model` hold `blocks`."""
+        if self._assigned is None or any(map(operator.is_not, blocks, self._assigned)):
+            self.trainer.assign(blocks)
+            self._assigned = blocks
+
+    def forget_shown(self) -> None:
+        """A step may have changed non-trainable variables."""
+        self._assigned = None
+
+    def show_snapshot(self, evaluation_round: int) -> None:
+        """Makes it hold the weights of an evaluation round."""
+        if evaluation_round != self._snapshot[0]:
+            self._snapshot = (evaluation_round, self.ps.pull_snapshot(evaluation_round))
+        self.show(self._snapshot[1])
+
+    def drop_snapshot(self) -> None:
+        """It is as large as the model."""
+        self._snapshot = (0, [])
+
+    def begin_training_pass(self) -> None:
+        """The master's callbacks may have set the learning rate at the end of the epoch before."""
+        self.ps.pull()
+        self.exchanges.forget_rows()
+        self.rate.adopt_base()
+
+
+def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
+    settings, client = built.settings, built.client
+    return PSClient(
+        cluster.ps_addresses,
+        _checked_variables(built, cluster),
+        cluster.split,
+        client_id=client.id,
+        synchronous=not settings.training.use_async,
+        patience_seconds=settings.cluster.patience_seconds,
+        access=client.access,
+        ids=cluster.ps_ids,
+        find=client.find_server,
+        buckets=places_of(cluster).buckets,
+        find_map=client.find_map,
+        measures=client.measures,
+    )
+
+
+def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
+    """The model's weights as the servers hold them. Raises `ModelFileError` when the model here has others."""
+    specs = [VariableSpec.from_message(message) for message in cluster.variables]
+    own = variable_specs(built.model)
+    for index in range(max(len(specs), len(own))):
+        expected, found = specs[index : index + 1], own[index : index + 1]
+        table = bool(expected and expected[0].table)
+        if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
+            raise ModelFileError(
+                f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on "
+                f"the master. {built.spec.path} must build the same model in every process."
+            )
+    return specs
+
+
+def _agreed(spec: VariableSpec, table: bool) -> tuple[tuple[int, ...], str]:
+    """What all processes must agree on; how many rows of an embedding table they hold is their own affair."""
+    return spec.shape[1:] if table else spec.shape, spec.dtype

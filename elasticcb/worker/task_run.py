@@ -1,0 +1,369 @@
+"""One task on a worker, from its first batch to its report."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from elasticcb.clients.ps import PushResult
+from elasticcb.errors import (
+    CallbackError,
+    ElasticCBError,
+    ModelFileError,
+    NonFiniteError,
+    describe,
+    user_traceback,
+)
+from elasticcb.model.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
+from elasticcb.model.metrics import Transport
+from elasticcb.process.stats import STALENESS
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.settings import Command, NonFinite
+from elasticcb.worker.session import Session
+from elasticcb.worker.task_input import Batch, TaskStarted
+from elasticcb.worker.trainer import TrainResult
+
+logger = logging.getLogger(__name__)
+
+_MOST_OUTPUTS = 2**31 - 2**26  # bytes of one task, in a message of at most 2 GiB
+# Doing the task again would end the same way.
+_FATAL = (NonFiniteError, ModelFileError)
+
+
+@dataclass(frozen=True)
+class _Pushed:
+    """A training batch whose gradients are on their way."""
+
+    batch: Batch
+    result: TrainResult
+    answer: Future[PushResult]
+    started: float
+    version: int  # of the weights that they were computed on; -1: not known
+
+
+@dataclass
+class Tally:
+    """What a worker counts over its tasks.
+
+    Attributes:
+        present: task type, epoch and evaluation round of the last task.
+        batches: that ran here, by those.
+        predicts: it has had a prediction task.
+        steps: training steps.
+        first_step_told: the log has a line of the first one.
+        last_version: of the model, at the last batch.
+    """
+
+    present: tuple[int, int, int] = (0, 0, 0)
+    batches: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    predicts: bool = False
+    steps: int = 0
+    first_step_told: bool = False
+    last_version: int = 0
+
+
+class TaskRun:
+    """Does a task, and reports it.
+
+    Args:
+        session: of the worker.
+        tally: of the worker; counted on.
+        started: the task.
+
+    Attributes:
+        end: records of it that are done here, if others do the rest.
+        is_left: nothing more is done of it: it failed, was taken away, or is done as far as `end`.
+        gave_up: the job fails by an error here.
+    """
+
+    def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:
+        self._session, self._tally, self.task = session, tally, started.task
+        self._counts_progress = started.counts_progress
+        self._units_done = 0  # records, or batches
+        self._done_at = time.monotonic()  # when the batch before ended
+        self._report = pb.ReportTaskRequest(lease=started.task.lease)
+        self._states: States = {}  # metric states
+        self._batch_states: dict[str, list[Any]] = {}  # of training batches
+        self._outputs: list[Outputs] = []  # by batch, for the master
+        self._event: pb.BatchEvent | None = None  # of the present batch
+        self._pushed: deque[_Pushed] = deque()  # not answered yet
+        self.end: int | None = None
+        self.is_left = False
+        self.gave_up = False
+
+    def begin(self) -> None:
+        """Calls the hooks before the first batch."""
+        session, task = self._session, self.task
+        if session.settings.command is Command.TRAIN:
+            session.call("on_train_begin", {})
+        present = (task.type, task.epoch, task.evaluation_round)
+        if present != self._tally.present:
+            self._tally.present = present
+            if task.type == pb.TRAINING:
+                session.begin_training_pass()
+        session.passes.leave(task)
+        if task.type == pb.EVALUATION:
+            session.show_snapshot(task.evaluation_round)
+        elif task.type == pb.TRAINING:
+            session.drop_snapshot()
+        session.passes.enter(task, session.ps.snapshot_version)
+        if task.type == pb.EVALUATION:
+            session.metrics.reset()
+        elif task.type == pb.PREDICTION:
+            session.show(session.ps.blocks)
+            self._tally.predicts = True
+            session.call("on_predict_begin", {})
+        elif task.type == pb.TRAIN_END:
+            self._end_training()
+
+    def _end_training(self) -> None:
+        session = self._session
+        # The sign that keeps the lease alive while a callback takes its time.
+        session.progress.update(self.task.lease, 0, session.ps.version)
+        if session.callbacks.wants("on_train_end"):
+            session.show(session.ps.pull())
+            session.trainer.show_tables(session.ps.read_table, session.settings.directory)
+        session.call("on_train_end", {})
+
+    # ------------------------------------------------------------ batches
+
+    def run(self, batch: Batch) -> None:
+        """Does one batch."""
+        if self.task.lease in self._session.progress.lost_leases:
+            logger.warning("The lease of task %d was taken away; leaving the rest to others", self.task.id)
+            self.leave()
+            return
+        index = self._tally.batches[self._tally.present]
+        self._tally.batches[self._tally.present] += 1
+        self._event = None
+        if self.task.type == pb.TRAINING:
+            self._train(batch, index)
+            return
+        if self.task.type == pb.EVALUATION:
+            self._evaluate(batch, index)
+        else:
+            self._predict(batch, index)
+        self._note_done(batch, None)
+
+    def _train(self, batch: Batch, index: int) -> None:
+        session, training = self._session, self._session.settings.training
+        session.call_of_batch("on_train_batch_begin", session.ps.version, {"batch": index, "size": batch.records})
+        while True:
+            started = time.perf_counter()
+            rows = session.exchanges.rows_of(batch) if batch.wanted else {}
+            version = session.ps.weights_version
+            with session.progress.computing(self.task.lease):
+                result = session.trainer.train(batch.data, session.ps.blocks, session.ps.version, batch.wanted, rows)
+            session.forget_shown()
+            if result.overflow:
+                logger.info("Batch skipped: %s", result.overflow)
+                self._report.batches_skipped += 1
+                self._add_states(result.states)
+                self._note_done(batch, result.push.loss)
+                return
+            self._tally.steps += 1
+            pull = self._tally.steps % training.get_model_steps == 0
+            coming = session.input.coming(session.exchanges.batches_ahead)
+            answer = session.exchanges.push(result.push, session.rate.changed(), pull, coming)
+            self._pushed.append(_Pushed(batch, result, answer, started, version))
+            if len(self._pushed) <= training.max_staleness:
+                return
+            if self._settle(self._pushed.popleft()):
+                return
+            self._report.gradients_rejected += 1
+            session.ps.pull()
+            session.exchanges.forget_rows()
+
+    def _settle(self, pushed: _Pushed) -> bool:
+        """Waits for the answer to a push, and carries out what follows; whether the servers took it as new enough."""
+        session, batch, result = self._session, pushed.batch, pushed.result
+        answer = pushed.answer.result()
+        if answer.status == pb.STALE:
+            return False
+        if answer.status == pb.NON_FINITE:
+            self._pass_over(answer.reason, batch, result.logs)
+            self._note_done(batch, float("nan"))
+            return True
+        if not self._tally.first_step_told:
+            logger.info("The first step is done, after compiling it")
+            self._tally.first_step_told = True
+        if pushed.version >= 0:
+            between = answer.version - 1 - pushed.version  # the push itself made one version
+            session.client.measures.histograms[STALENESS].observe(max(0, between))
+        session.rate.adopt_base()
+        self._add_states(result.states)
+        self._note_event(batch, answer.version, result.logs)
+        session.callbacks.note_batch(time.perf_counter() - pushed.started)
+        session.call_of_batch("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
+        self._note_done(batch, result.push.loss)
+        return True
+
+    def settle_all(self) -> None:
+        """Waits for the answers to all pushes."""
+        while self._pushed:
+            self._settle(self._pushed.popleft())
+
+    def _pass_over(self, reason: str, batch: Batch, logs: dict[str, Any]) -> None:
+        """A batch has NaN or infinity, and its push was refused: the job fails, unless it need not."""
+        session = self._session
+        if session.settings.training.non_finite is NonFinite.STOP:
+            # A callback that ends training now, as TerminateOnNaN does, lets the job end in order.
+            given = {"size": batch.records, **logs, "loss": float("nan")}
+            session.call_of_batch("on_train_batch_end", session.ps.version, given)
+            if not session.callbacks.stop_requested:
+                raise NonFiniteError(reason)
+        logger.warning("Batch skipped: %s", reason)
+        self._report.batches_skipped += 1
+
+    def _evaluate(self, batch: Batch, index: int) -> None:
+        session = self._session
+        session.call("on_test_batch_begin", index, {"size": batch.records})
+        rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.wanted else {}
+        with session.progress.computing(self.task.lease):
+            logs, outputs = session.trainer.evaluate(batch.data, batch.wanted, rows)
+        if Transport.OUTPUTS in session.transports.values():
+            self._outputs.append(flatten_outputs(outputs))
+        self._note_event(batch, session.ps.snapshot_version)
+        session.call("on_test_batch_end", index, {"size": batch.records, **logs})
+
+    def _predict(self, batch: Batch, index: int) -> None:
+        session = self._session
+        session.call("on_predict_batch_begin", index, {"size": batch.records})
+        rows = session.ps.lookup(batch.ids) if batch.wanted else {}
+        with session.progress.computing(self.task.lease):
+            predictions = session.trainer.predict(batch.data, batch.wanted, rows)
+        if session.reports_predictions:
+            self._outputs.append(flatten_outputs(predictions))
+        self._note_event(batch, session.ps.version)
+        session.call("on_predict_batch_end", index, {"outputs": predictions, "predictions": predictions})
+
+    def _add_states(self, states: States) -> None:
+        """Keeps a training batch's metric states until the task's end."""
+        for name, values in states.items():
+            if name in self._session.training_units:
+                self._batch_states.setdefault(name, []).append(values)
+
+    def _note_event(self, batch: Batch, version: int, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """What the master's callbacks will hear of the batch."""
+        if self._session.reports_batches:
+            numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+            number = self.task.epoch if self.task.type == pb.TRAINING else self.task.evaluation_round
+            self._event = pb.BatchEvent(
+                type=self.task.type, number=number, version=version, size=batch.records, logs=numbers
+            )
+
+    # ------------------------------------------------------------ progress
+
+    def _note_done(self, batch: Batch, loss: float | None) -> None:
+        """Counts a batch as done, and tells the master at times."""
+        session, training = self._session, self.task.type == pb.TRAINING
+        self._units_done += batch.units
+        # Predictions of half a task die with its worker.
+        lost = self.task.type == pb.PREDICTION and (session.reports_predictions or session.holds_predictions)
+        done = self._units_done if self._counts_progress and not lost else 0
+        now = time.monotonic()
+        compiled = self._tally.steps > 1 + session.settings.training.max_staleness
+        seconds, self._done_at = now - self._done_at if compiled and training else 0.0, now
+        session.progress.update(
+            self.task.lease,
+            done,
+            session.ps.version,
+            loss,
+            urgent=self._passed_a_milestone(),
+            event=self._event,
+            seconds=seconds,
+        )
+
+    def _passed_a_milestone(self) -> bool:
+        """Whether the master has something to do at the present version."""
+        settings, version = self._session.settings, self._session.ps.version
+        last, self._tally.last_version = self._tally.last_version, version
+        every = (settings.training.evaluation_steps, settings.checkpoint.steps)
+        return any(steps and version // steps > last // steps for steps in every)
+
+    def send_predicted(self) -> None:
+        """What callbacks have put down of predictions is done, though the task is not."""
+        session = self._session
+        if session.input.holds(self.task.lease) and self._counts_progress and not session.reports_predictions:
+            session.progress.update(self.task.lease, self._units_done, session.ps.version)
+
+    # ------------------------------------------------------------ the end
+
+    @property
+    def units_begun(self) -> int:
+        return self._units_done + sum(pushed.batch.units for pushed in self._pushed)
+
+    def end_early(self) -> None:
+        """Reports the task if all that this worker is to do of it is begun."""
+        if self.end is not None and not self.is_left and self.units_begun >= self.end:
+            self.finish(exhausted=False)
+            self.is_left = True
+
+    def finish(self, exhausted: bool) -> None:
+        """Reports the task as done; `exhausted`: its source ended before it."""
+        self.settle_all()
+        session, report = self._session, self._report
+        session.progress.clear()
+        report.exhausted, report.records_done = exhausted, self._units_done
+        if self.task.type == pb.EVALUATION:
+            tensors = session.metrics.state_tensors()
+            self._states = {name: [tensor.numpy() for tensor in values] for name, values in tensors.items()}
+        elif self.task.type == pb.TRAINING:
+            merge = session.metrics.merge_states
+            self._states = {name: merge(name, batches) for name, batches in self._batch_states.items()}
+        report.version = session.ps.version
+        report.metrics.extend(to_metric_states(self._states))
+        _check_size(self.task, self._outputs)
+        report.outputs.extend(to_outputs(self._outputs))
+        session.progress.flush()  # the end of an epoch comes after its batches
+        answer = session.client.report_done(report)
+        if answer.accepted:
+            session.passes.after(self.task, self._states)
+        else:
+            logger.warning("The report of task %d was refused: %s", self.task.id, answer.reason)
+        session.input.release(self.task.lease)
+
+    def fail(self, error: Exception) -> None:
+        """Reports that the task failed, by what was raised in it."""
+        session, task = self._session, self.task
+        fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and task.type != pb.TRAIN_END)
+        if isinstance(error, ElasticCBError):
+            message, trace = str(error), error.user_traceback
+        else:
+            message = describe(error)
+            trace = user_traceback(error)
+        logger.error("Task %d failed: %s\n%s", task.id, message, trace, exc_info=error)
+        with contextlib.suppress(ElasticCBError):
+            self.settle_all()
+        session.progress.send()  # what is done need not be done again
+        session.progress.clear()
+        answer = session.client.report_failed(task.lease, message, trace, fatal)
+        if not answer.accepted:
+            logger.warning("The report of task %d was refused: %s", task.id, answer.reason)
+        self.gave_up = fatal and answer.accepted  # else the task is another's, and so is its failure
+        self.leave()
+
+    def leave(self) -> None:
+        """Nothing more is done of it here."""
+        self.is_left = True
+        self._pushed.clear()
+        self._session.exchanges.forget_rows()
+        self._session.progress.clear()
+        self._session.input.release(self.task.lease)
+
+
+def _check_size(task: Any, outputs: list[Outputs]) -> None:
+    size = sum(array.nbytes for batch in outputs for array in batch.values())
+    if size > _MOST_OUTPUTS:
+        raise ModelFileError(
+            f"What the model gives for {task.shard.end - task.shard.start} records or batches of one task takes "
+            f"{size / 2**30:.1f} GiB; at most {_MOST_OUTPUTS / 2**30:.1f} GiB can travel in one message. Make tasks "
+            "smaller: --num_minibatches_per_task, or a smaller batch."
+        )
