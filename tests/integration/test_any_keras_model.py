@@ -6,8 +6,10 @@ from user_models import MODELS, OWN_STEP, PLAIN_LOGS, XY
 
 from deep_cases import deep_but
 
-KEPT = ("mixed_float16", "apply_without_variables", "target_network", "several_inputs_and_outputs", "stateful_rnn",
-        "accumulation_with_global_clipnorm", "several_inside_one")  # fmt: skip
+KEPT = (
+    "apply_without_variables", "target_network", "several_inputs_and_outputs", "accumulation_with_global_clipnorm",
+    "several_inside_one",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", deep_but(MODELS, *KEPT))
