@@ -69,7 +69,7 @@ def test_attributes_are_created_when_the_object_is_made():
     born = late({str(path): path.read_text(encoding="utf-8") for path in files})
     others = {name: names for name, names in born.items() if name not in OF_KERAS | LATE}
     assert not others, f"Create them in __init__: {others}"
-    assert LATE <= born.keys(), f"Take out of LATE: {LATE - born.keys()}"
+    assert born.keys() >= LATE, f"Take out of LATE: {LATE - born.keys()}"
 
 
 def test_an_attribute_that_is_born_late_is_found():

@@ -1,0 +1,233 @@
+"""The course of a job, turn by turn; workers, servers and Keras are stood in for: no process, no thread, no Keras."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.errors import JobFailedError
+from elasticcb.master.course import Course
+from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.job_state import Crew, JobState
+from elasticcb.master.journal import Journal
+from elasticcb.master.master import Master
+from elasticcb.master.report import Report
+from elasticcb.master.roster import Role, Roster
+from elasticcb.master.task import TaskType
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.settings import ClusterSettings, Command, JobSettings
+
+SETTINGS = JobSettings(
+    command=Command.TRAIN, name="job", directory="", cluster=ClusterSettings(num_workers=1, num_ps=1)
+)
+
+
+class Told:
+    """Stands for hooks, servers, epochs and the display: keeps what is called, in order."""
+
+    def __init__(self, calls, **answers):
+        self._calls, self._answers = calls, answers
+        self.last_logs = {}
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            if name not in ("batches", "update", "message"):
+                self._calls.append(" ".join([name, *(str(each) for each in args if not isinstance(each, dict))]))
+            return self._answers.get(name)
+
+        return call
+
+
+class Training:
+    """A course of two epochs of two tasks each, with a round at the end of each epoch, and its one worker."""
+
+    def __init__(self):
+        self.calls = []
+        self.master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
+        desk = self.master.desk
+        desk.begin_job(SETTINGS)
+        queue = TaskQueue(
+            training=[("a", 20)],
+            records_per_task=10,
+            minibatch_size=5,
+            num_epochs=2,
+            shuffle_seed=None,
+            hold_epochs=True,
+        )
+        display = Told(self.calls)
+        order = SimpleNamespace(
+            settings=SETTINGS,
+            desk=desk,
+            master=self.master,
+            display=display,
+            memory=None,
+            evaluates_as_keras=False,
+            report=Report(desk, SETTINGS, display),
+        )
+        host = SimpleNamespace(
+            callbacks=SimpleNamespace(wants=lambda hook: False, stop_requested=False),
+            sources={"training": [("a", 20)], "evaluation": [("b", 10)]},
+            training_logs=lambda states: {"loss": float(states["loss"][0])},
+            round_logs=lambda merged, version: {"loss": float(merged.states["loss"][0])},
+            exports=False,
+        )
+        served = SimpleNamespace(
+            host=host,
+            hooks=Told(self.calls, begin_round=7),
+            ps=Told(self.calls, finish_training=9),
+            servers=SimpleNamespace(restore_lost=lambda: self.calls.append("restore_lost"), resize=None),
+            origin=SimpleNamespace(checkpoint=""),
+        )
+        checkpoints = SimpleNamespace(is_due=lambda version: False, wanted=False)
+        epochs = EpochsOf(self.calls, desk)
+        with desk.state() as state:
+            state.queue, state.rounds = queue, EvaluationRounds()
+        self.queue = queue
+        self.course = Course(order, served, queue, epochs, checkpoints, lambda: None)
+        self.worker = self.master.calls.register(Role.WORKER, 0, "", 1, "here").id
+
+    def do(self, expected, version=7):
+        """The worker gets a task of that type, and does it."""
+        decision = self.master.calls.get_task(self.worker, (), 0.0)
+        assert decision.kind is DecisionKind.TASK, decision.reason
+        task = decision.lease.task
+        assert task.type is expected
+        states = {} if expected is TaskType.TRAIN_END else {"loss": [2.0]}
+        assert self.master.calls.report_done(self.worker, decision.lease.id, version, states, [], 0, 0).accepted
+
+
+class EpochsOf(Told):
+    """Stands for the hooks of epochs; the queue is let go on after each, as by the real one."""
+
+    def __init__(self, calls, desk):
+        super().__init__(calls)
+        self._desk = desk
+
+    def end(self, epoch, logs):
+        self._calls.append(f"end {epoch} {logs}")
+        with self._desk.state() as state:
+            state.queue.release_epoch(epoch)
+
+
+def test_a_training_job_takes_its_course_to_the_last_hook():
+    training = Training()
+    training.course.begin(0)
+    logs = "{'loss': 4.0, 'val_loss': 2.0}"
+    for epoch in (0, 1):
+        for _ in range(2):
+            training.do(TaskType.TRAINING)
+        training.course.turn()  # the epoch is done: a round begins
+        training.do(TaskType.EVALUATION)
+        training.course.turn()  # the round is done: the epoch ends
+        assert f"end {epoch} {logs}" in training.calls
+    # The last update came with the end of training, after the round of the last epoch had begun.
+    training.do(TaskType.EVALUATION, version=9)
+    training.course.turn()
+    training.do(TaskType.TRAIN_END, version=9)
+    assert not training.course.over
+    training.course.turn()
+    assert training.course.over
+    assert [call for call in training.calls if call.startswith(("end ", "call"))] == [
+        f"end 0 {logs}",
+        f"end 1 {logs}",
+        "call on_train_end",
+        "call on_train_end",
+    ]
+    assert training.calls.count("begin_round 1") == 1
+    assert training.master.calls.get_task(training.worker, (), 0.0).kind is DecisionKind.FINISHED
+
+
+def test_a_lost_server_is_given_its_model_in_the_next_turn():
+    training = Training()
+    training.course.begin(0)
+    server = training.master.calls.register(Role.PS, 0, "here:1", 2, "here").id
+    training.master.desk.lost(server, "killed")
+    training.course.turn()
+    assert training.calls.count("restore_lost") == 1
+
+
+def test_an_error_found_in_a_call_ends_the_course():
+    training = Training()
+    training.course.begin(0)
+    training.master.calls.leave(training.worker, "its data is torn", "", fatal=True)
+    with pytest.raises(JobFailedError, match="its data is torn"):
+        training.course.turn()
+
+
+# ---------------------------------------------------------------- what another master goes on with
+
+
+def new_queue():
+    return TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5, shuffle_seed=None)
+
+
+def working_state():
+    """A state with a journal, and a worker that has done one task and half of the next."""
+    state = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+    state.queue, state.has_journal = new_queue(), True
+    worker = state.roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
+    state.note_roster()
+    first = state.get_task(worker, (), 0.0).lease
+    state.report_done(worker, first.id, 1.0, 2, {"loss": [3.0]}, [], 1, 0, None, b"")
+    second = state.get_task(worker, (), 2.0).lease
+    state.queue.report_progress(worker, second.id, 5, 3.0, True)
+    state.note()
+    return state, worker, second
+
+
+def memory_of(state, folder):
+    journal = Journal(folder / "journal.log")
+    for entry in state.take_effects().entries:
+        journal.add(**entry)
+    journal.close()
+    return Journal(folder / "journal.log").memory
+
+
+def test_a_job_is_resumed_behind_the_records_that_were_reported(tmp_path):
+    state, _, _ = working_state()
+    memory = memory_of(state, tmp_path)
+    after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+    after.queue = TaskQueue.from_dict(memory.queue)
+    after.resume(memory)
+    assert (after.version, after.totals.gradients_rejected) == (2, 1)
+    assert float(after.epoch_states[0]["loss"][0]) == 3.0
+    worker = after.roster.register(Role.WORKER, 0, "", 2, "here", 0.0).id
+    assert after.get_task(worker, (), 0.0).lease.task.shard.start == 15
+
+
+def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_path):
+    state, worker, lease = working_state()
+    memory = memory_of(state, tmp_path)
+    after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+    after.take_over(memory, TaskQueue.from_dict(memory.queue, 10.0), 10.0)
+    outcome = after.report_done(worker, lease.id, 11.0, 4, {"loss": [1.0]}, [], 0, 0, None, b"")
+    assert outcome.accepted
+    assert float(after.epoch_states[0]["loss"][0]) == 4.0
+    assert sum(after.queue.accounting.records_trained.values()) == 20
+
+
+def test_a_report_that_nothing_can_be_handed_out_for_wakes_the_driver_alone():
+    state, worker, lease = working_state()
+    assert state.get_task(worker, (lease.id,), 3.5).lease is not None
+    state.take_effects()
+    state.report_done(worker, lease.id, 4.0, 3, {}, [], 0, 0, None, b"")
+    effects = state.take_effects()
+    assert (effects.driver, effects.everybody, len(effects.entries)) == (True, False, 1)
+
+
+def test_who_waits_sees_the_state_of_the_next_job():
+    desk = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None).desk
+    seen = []
+
+    def wait():
+        with desk.state():
+            seen.append(desk.wait_for(lambda state: state.number == 1, 60.0))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    desk.begin_job(SETTINGS)
+    waiting.join()
+    with desk.state() as state:
+        assert seen == [state]
