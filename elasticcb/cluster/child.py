@@ -12,12 +12,14 @@ from typing import Protocol
 
 from elasticcb.process.import_path import python_code
 
-# glibc gives every large block back to the kernel, and each tensor then pays for page faults: these
-# keep blocks in the process, which doubles the steps per second.
+# TensorFlow's own allocator never gives memory back, so that a large model takes what was in use at its worst moment,
+# and holes besides. glibc's gives blocks of 32 MiB and more back to the kernel. Smaller ones stay in the process: each
+# tensor would otherwise pay for page faults, which doubles the time of small steps.
 _ALLOCATOR = {
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    "MALLOC_TOP_PAD_": "67108864",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
 

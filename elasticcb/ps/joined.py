@@ -21,7 +21,7 @@ from elasticcb.compute.convert import array_of
 Array = npt.NDArray[Any]
 
 # Of one flat variable, 256 MiB of float32: beyond that a variable of its own costs nothing in comparison.
-MOST_ELEMENTS = 1 << 26
+MOST_ELEMENTS = 1 << 20
 
 
 class Piece:

@@ -1,0 +1,44 @@
+"""What a parameter server takes for a large model: no copy of the weights that it does not need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from elasticcb.cluster.child import common_environment
+
+# Of 36 million parameters, in units of their weights (144 MB) beside what the libraries take: the highest that updates
+# and reading come to. Weights, two slots, the gradient and what workers pull are five.
+_MOST = 8.5
+
+_SERVER = """
+import keras
+import numpy as np
+from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.push import Push
+from elasticcb.rpc.tensors import aligned
+from elasticcb.sharding.partition import VariableSpec, partition
+
+def resident(kind):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(kind))
+
+specs = [VariableSpec(f"dense_{i}/kernel", (1732, 1732), "float32", True) for i in range(12)]
+before = resident("VmRSS")
+zeros = {i: np.zeros(spec.shape, np.float32) for i, spec in enumerate(specs)}
+server = Parameters(specs, partition(specs, 1, True)[0], lambda count: [keras.optimizers.Adam(0.001)], zeros)
+del zeros
+gradient = aligned((sum(spec.elements for spec in specs),), np.float32)
+gradient[:] = 1.0
+for _ in range(4):
+    server.apply(Push(tuple(range(12)), {"float32": gradient}, {}, updated=frozenset(range(12))))
+    server.weights()
+print((resident("VmHWM") - before) / gradient.nbytes)
+"""
+
+
+def test_an_update_of_a_large_model_takes_few_copies_of_it():
+    environment = os.environ | common_environment("INFO") | {"CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run([sys.executable, "-c", _SERVER], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert float(done.stdout) < _MOST
