@@ -20,7 +20,8 @@ from elasticcb.compute.convert import array_of
 
 Array = npt.NDArray[Any]
 
-# Of one flat variable, 256 MiB of float32: beyond that a variable of its own costs nothing in comparison.
+# Of one flat variable, 4 MiB of float32. A larger variable gains nothing by being joined, and what an update makes anew
+# should be small in comparison with the model.
 MOST_ELEMENTS = 1 << 20
 
 

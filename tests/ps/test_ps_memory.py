@@ -8,8 +8,8 @@ import sys
 
 from elasticcb.cluster.child import common_environment
 
-# Of 36 million parameters, in units of their weights (144 MB) beside what the libraries take: the highest that updates
-# and reading come to. Weights, two slots, the gradient and what workers pull are five.
+# Of 36 million parameters, the most that updates and reads come to, in units of the weights (144 MB) and without what
+# the libraries take. Five are needed: weights, two slots, a gradient, and what workers pull.
 _MOST = 8.5
 
 _SERVER = """
