@@ -40,5 +40,7 @@ print((resident("VmHWM") - before) / gradient.nbytes)
 
 def test_an_update_of_a_large_model_takes_few_copies_of_it():
     environment = os.environ | common_environment("INFO") | {"CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run([sys.executable, "-c", _SERVER], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _SERVER], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     assert float(done.stdout) < _MOST
