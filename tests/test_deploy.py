@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from elasticcb.cluster.pod_flags import parse_priority
-from elasticcb.cluster.pods import JOB_LABEL, ROLE_LABEL, PodPlan
+from elasticcb.cluster.kubernetes.flags import parse_priority
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL, PodPlan
 from elasticcb.settings import KubernetesSettings
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -57,9 +57,11 @@ ON_TOP = {"elasticcb", "elasticcb.__main__"}  # import what users call
 
 PURE = (
     "elasticcb.sharding.bucket_map",
-    "elasticcb.cluster.pod_fate",
-    "elasticcb.cluster.pod_flags",
-    "elasticcb.cluster.pods",
+    "elasticcb.cluster.kubernetes.fate",
+    "elasticcb.cluster.kubernetes.flags",
+    "elasticcb.cluster.kubernetes.patch",
+    "elasticcb.cluster.kubernetes.pods",
+    "elasticcb.cluster.kubernetes.resources",
     "elasticcb.master.accounting",
     "elasticcb.master.decisions",
     "elasticcb.master.autoscaler",

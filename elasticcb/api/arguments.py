@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 
-from elasticcb.cluster.prerequisites import missing_for
+from elasticcb.cluster.registry import backend_of, backends, completed, contradictions, missing_for
 from elasticcb.errors import UsageError
-from elasticcb.settings import ClusterKind, JobSettings
+from elasticcb.settings import JobSettings
 from elasticcb.settings.arguments import Arguments, where_now
-from elasticcb.settings.checks import completed, in_words, problems_of
+from elasticcb.settings.checks import in_words, problems_of
 from elasticcb.storage.remote_files import is_url
 
 
@@ -37,6 +37,7 @@ def cluster_settings(
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
+    problems += contradictions(settings, arguments)
     problems += [*missing_for(settings.cluster), *_unsupported(settings), *_job_dir(settings, job_dir)]
     if problems:
         raise UsageError(in_words("Cluster", problems))
@@ -44,8 +45,9 @@ def cluster_settings(
 
 
 def _unsupported(settings: JobSettings) -> Iterator[str]:
-    if settings.cluster.kind is ClusterKind.KUBERNETES:
-        yield "kind='kubernetes' is for the command line: run `elasticcb train --cluster=kubernetes`."
+    kind = settings.cluster.kind
+    if kind in backends() and not backend_of(kind).in_programs:
+        yield f"kind={kind!r} is for the command line: run `elasticcb train --cluster={kind}`."
     if is_url(settings.checkpoint.directory):
         yield (
             f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a folder of this machine: a Cluster "

@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.base import ClusterBackend
+from elasticcb.cluster.base import BackendContext, ClusterBackend
+from elasticcb.cluster.registry import backend_of, make_backend
 from elasticcb.master.master import Master
-from elasticcb.roles.processes import STOP_SECONDS, make_backend
-from elasticcb.settings import ClusterKind, ClusterSettings
+from elasticcb.roles.master import STOP_SECONDS
+from elasticcb.roles.run import run_role
+from elasticcb.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,11 @@ class ClusterProcesses:
     @property
     def where_logs_are(self) -> str:
         """A sentence for messages; "" where there are none."""
-        if self._settings.kind not in (ClusterKind.LOCAL, ClusterKind.RAY):
+        where = backend_of(self._settings.kind).where_logs_are
+        if where is None:
             return ""
         if self._given is None:
             return "To keep the logs of the processes, give the Cluster a `directory`."
-        where = ", on their nodes" if self._settings.kind is ClusterKind.RAY else ""
         return f"The logs of the processes are in {self._directory}/logs{where}."
 
     def start(self) -> Master:
@@ -58,7 +60,8 @@ class ClusterProcesses:
         self.stop()
         try:
             folder = str(self._make_directory())
-            self._backend = make_backend(self._settings, folder, self._log_level, _say, needs_token=True)
+            context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
+            self._backend = make_backend(context, needs_token=True)
             self._backend.prepare()
             self._master = Master(self._settings, self._backend, _say, self._backend.access)
             self._master.start()

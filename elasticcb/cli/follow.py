@@ -60,7 +60,7 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
     """
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
-    from elasticcb.roles.processes import running_cluster
+    from elasticcb.roles.master import running_cluster
     from elasticcb.sidecar.follower import CheckpointFollower
 
     folder = settings.checkpoint.directory_for_init

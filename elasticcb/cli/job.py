@@ -13,20 +13,17 @@ from elasticcb.cli.exits import exit_code
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
 from elasticcb.cli.given_flags import Given
 from elasticcb.cli.job_folders import JOBS, new_folder
-from elasticcb.cli.kubernetes.pod_master import keep_in_pod
+from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
-from elasticcb.cli.submit import is_to_be_submitted, kubernetes_settings, submit
 from elasticcb.cli.validation import validate
-from elasticcb.cluster.fork_server import can_fork
-from elasticcb.cluster.kubernetes import runs_in_pod
-from elasticcb.cluster.supervisor import keep_master
+from elasticcb.cluster.base import MasterRun
+from elasticcb.cluster.registry import backend_of, completed
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
-from elasticcb.settings import JOURNAL_FILE, ClusterKind, Command, JobSettings
-from elasticcb.settings.checks import completed
+from elasticcb.settings import Command, JobSettings
 
 if TYPE_CHECKING:
-    from elasticcb.cluster.fork_server import ForkServer
+    from elasticcb.cluster.local.fork_server import ForkServer
 
 
 def run_job(command: Command, given: Given, session: Session) -> None:
@@ -36,7 +33,7 @@ def run_job(command: Command, given: Given, session: Session) -> None:
         UsageError: before anything has started.
         ElasticCBError: the job failed or was interrupted.
     """
-    if is_to_be_submitted(given):
+    if backend_of(given["cluster"]).submits(given):
         end_with(submit(command, given))
     else:
         run_settings(build_settings(command, given), session)
@@ -57,16 +54,12 @@ def run_settings(settings: JobSettings, session: Session, resumed: bool = False)
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
     show_folder(settings)
-    local = settings.cluster.kind is ClusterKind.LOCAL
-    trains = settings.command is Command.TRAIN
-    if session.own_process and local and trains and settings.checkpoint.interval_seconds and can_fork():
-        if not resumed:  # of a job before in this folder
-            Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
-        sys.exit(keep_master(settings, session.debug, resumed, _say))
-    if settings.cluster.kind is ClusterKind.KUBERNETES and runs_in_pod():
-        keep_in_pod(settings, lambda goes_on, since: _run_master(settings, resumed or goes_on, since=since))
-    else:
-        _run_master(settings, resumed)
+
+    def here(goes_on: bool, since: float) -> None:
+        _run_master(settings, goes_on, since=since)
+
+    run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say)
+    backend_of(settings.cluster.kind).run_master(run)
 
 
 def show_folder(settings: JobSettings) -> None:
@@ -78,10 +71,10 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
     """What a process does that the launcher has started; its exit code.
 
     Args:
-        request: of `launcher.keep_master`.
+        request: of `supervisor.keep_master`.
         fork_server: has forked this process.
     """
-    from elasticcb.cluster.local import follow_parent
+    from elasticcb.process.parent import follow_parent
 
     follow_parent(os.getppid())
     settings = JobSettings.from_json(request["settings"])
@@ -105,7 +98,7 @@ def _run_master(
 ) -> None:
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
-    from elasticcb.roles.processes import run_master
+    from elasticcb.roles.master import run_master
 
     display = make_display(settings)
     try:

@@ -9,8 +9,8 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.kubernetes.job import namespace_option, state_of
-from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.cluster.pods import JOB_LABEL, ROLE_LABEL
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
 
 
 @click.command(context_settings=CONTEXT)

@@ -16,14 +16,13 @@ from elasticcb.cli.jobs import jobs
 from elasticcb.cli.logs import logs
 from elasticcb.cli.master import master
 from elasticcb.cli.predict import predict
-from elasticcb.cli.ps import ps
 from elasticcb.cli.resume import resume
+from elasticcb.cli.roles import ps, worker
 from elasticcb.cli.scale import scale
 from elasticcb.cli.status import status
 from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
-from elasticcb.cli.worker import worker
 from elasticcb.cli.zoo.commands import zoo
 from elasticcb.process.limits import allow_many_files
 from elasticcb.process.signals import heed_sigterm

@@ -9,7 +9,8 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.job import run_job
-from elasticcb.settings import ClusterKind, Command
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.settings import Command
 from elasticcb.settings.definition import ALL, JOB
 
 
@@ -38,6 +39,6 @@ def master(context: click.Context, /, job_command: str, **values: Any) -> None:
       elasticcb worker --master 10.0.0.1:50001
     """
     given = given_values(context)
-    values = {**given.values, "cluster": ClusterKind.EXTERNAL.value}
+    values = {**given.values, "cluster": ExternalCluster.name}
     external = dataclasses.replace(given, values=values, explicit=given.explicit | {"cluster"})
     run_job(Command(job_command), external, context.obj)

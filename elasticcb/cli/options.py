@@ -6,14 +6,25 @@ The commands, the config file, the checks and docs/cli.md read this one table, w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from elasticcb.cli.follow import FollowSettings
 from elasticcb.cli.submission import SubmissionSettings
+from elasticcb.cluster.registry import backends
 from elasticcb.settings import Command, JobSettings
-from elasticcb.settings.definition import KUBERNETES, PANELS, Setting, settings_of
+from elasticcb.settings.definition import KUBERNETES, PANELS, Kind, Setting, settings_of
+
+
+def _with_clusters(option: Setting) -> Setting:
+    """The choice of a cluster is one of those that are installed."""
+    if option.path != "cluster.kind":
+        return option
+    rows = " ".join(f"{name}: {backend.summary}." for name, backend in backends().items())
+    return replace(option, kind=Kind.CHOICE, unit="", choices=tuple(backends()), help=rows)
+
 
 OPTIONS: tuple[Setting, ...] = (
-    *settings_of(JobSettings),
+    *map(_with_clusters, settings_of(JobSettings)),
     *settings_of(FollowSettings, "follow."),
     *settings_of(SubmissionSettings, "submission."),
 )

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
-from elasticcb.settings import ClusterKind, JobSettings
+from elasticcb.cluster.registry import backend_of
+from elasticcb.settings import JobSettings
 from elasticcb.status import JobStatus, Summary
 
 _REFRESHES_PER_SECOND = 4
@@ -42,7 +43,7 @@ def make_display(settings: JobSettings) -> Display:
 
     A job in one process gets plain lines too: a display that redraws itself would write over a debugger.
     """
-    if sys.stdout.isatty() and settings.cluster.kind is not ClusterKind.INPROCESS:
+    if sys.stdout.isatty() and backend_of(settings.cluster.kind).separate:
         return LiveDisplay(settings.name)
     return PlainDisplay(settings.name)
 

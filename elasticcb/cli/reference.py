@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-from elasticcb.cli.options import BY_NAME, OPTIONS
+from elasticcb.cli.options import BY_NAME, BY_PATH, OPTIONS
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
 from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, argument_name
@@ -56,7 +56,7 @@ def _commands(commands: frozenset[Command]) -> str:
 
 def arguments_tables() -> str:
     """The arguments of `Cluster`: those of every day, then each group, as Markdown."""
-    everyday = sorted(EVERYDAY.values(), key=lambda setting: setting.panel != CLUSTER)
+    everyday = sorted((BY_PATH[each.path] for each in EVERYDAY.values()), key=lambda setting: setting.panel != CLUSTER)
     parts = [_arguments_table("argument", everyday)]
     for group, owner in GROUPS.items():
         title = f"### `{group}=elasticcb.{owner.__name__}(…)`\n\n{(owner.__doc__ or '').splitlines()[0]}"

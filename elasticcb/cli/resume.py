@@ -12,7 +12,7 @@ from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.recreate import make_again
-from elasticcb.cluster.kubernetes_api import KubernetesAPI
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 

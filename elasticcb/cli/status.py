@@ -13,7 +13,7 @@ from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.status import pods_lines, pods_state
 from elasticcb.cli.local_job import master_of
-from elasticcb.cluster.kubernetes_api import KubernetesAPI
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.settings import STATUS_FILE, Command
 from elasticcb.status import JobStatus
 

@@ -8,8 +8,8 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.local_job import stop_job
-from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.cluster.pods import JOB_LABEL
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL
 from elasticcb.errors import UsageError
 
 

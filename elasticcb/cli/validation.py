@@ -10,12 +10,11 @@ from pathlib import Path
 
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
 from elasticcb.cli.given_flags import Given
-from elasticcb.cli.kubernetes.checks import check_kubernetes
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.options import BY_NAME, OPTIONS, options_of
 from elasticcb.cli.origins import resolve_origin
 from elasticcb.cli.prediction_output import check_prediction_file, check_prediction_output, names_predictions
-from elasticcb.cluster.prerequisites import missing_for
+from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, WorkerRange
 from elasticcb.settings.checks import in_words, problems_of
@@ -102,7 +101,9 @@ def _check_limits(command: Command, given: Given) -> Iterator[str]:
 
 
 def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
-    yield from problems_of(settings_from(command, given), SaidByFlags(given))
+    settings, said = settings_from(command, given), SaidByFlags(given)
+    yield from problems_of(settings, said)
+    yield from contradictions(settings, said)
 
 
 def _check_autoscale(command: Command, given: Given) -> Iterator[str]:
@@ -110,6 +111,15 @@ def _check_autoscale(command: Command, given: Given) -> Iterator[str]:
         WorkerRange.of(given["autoscale"] or "1..1")
     except UsageError as error:
         yield f"{given.flag('autoscale', with_value=True)}: {error}"
+
+
+def _check_cluster(command: Command, given: Given) -> Iterator[str]:
+    by_panel = {backend.panel: backend.name for backend in backends().values() if backend.panel}
+    for name in sorted(given.explicit - given.from_config):
+        needed = by_panel.get(BY_NAME[name].panel, given["cluster"])
+        if needed != given["cluster"]:
+            yield f"{given.flag(name, with_value=True)} means nothing without --cluster={needed}."
+    yield from backend_of(given["cluster"]).mistakes(given)
 
 
 def _check_follow(command: Command, given: Given) -> Iterator[str]:
@@ -272,7 +282,7 @@ _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_autoscale,
     _check_follow,
     check_prediction_output,
-    check_kubernetes,
+    _check_cluster,
 )
 _FILE_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     _check_folders,

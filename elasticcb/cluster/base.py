@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.security.credentials import OPEN
+from elasticcb.settings import ClusterSettings, JobSettings
+
+if TYPE_CHECKING:
+    from elasticcb.cluster.local.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,104 @@ class Exit:
     taken_away: bool = False
 
 
-class ClusterBackend(ABC):
-    """Starts and stops processes, and tells what it sees."""
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend is made from.
 
+    Attributes:
+        directory: the job's; logs go to `logs` below it.
+        say: shows a line to the user.
+        run_role: does what a process does, for those that run in this one.
+        fork_server: has forked this process, and forks those of a local cluster.
+    """
+
+    settings: ClusterSettings
+    directory: str
+    log_level: str
+    say: Callable[[str], None]
+    run_role: Callable[[RoleProcess], None]
+    fork_server: ForkServer | None = None
+
+
+@dataclass(frozen=True)
+class MasterRun:
+    """A job whose master is to run.
+
+    Attributes:
+        resumed: it continues what an earlier master has begun.
+        own_process: this process does nothing else.
+        debug: errors are shown with their traceback.
+        here: runs the master in this process; it takes whether the job is resumed, and when an earlier master was
+            lost, if its processes may live: seconds of `time.monotonic`, else 0.
+        say: shows a line to the user.
+    """
+
+    settings: JobSettings
+    resumed: bool
+    own_process: bool
+    debug: bool
+    here: Callable[[bool, float], None]
+    say: Callable[[str], None]
+
+
+class Given(Protocol):
+    """Flags of a command, or arguments of a function, with the words by which a message names them."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The value; None when there is none."""
+
+    def flag(self, name: str, with_value: bool = False) -> str:
+        """How to speak of one in a message: "--num_ps=0"."""
+
+    def folder(self, name: str) -> str:
+        """The absolute path of a file or folder; "" when none was given."""
+
+
+class ClusterBackend(ABC):
+    """Starts and stops processes, and tells what it sees. The class attributes say what holds for all jobs on it."""
+
+    name = ""  # by which --cluster and `Cluster(kind=...)` choose it
+    summary = ""  # after the name, in help texts
+    settings: frozenset[str] = frozenset()  # paths of those that apply only to it
+    panel = ""  # of the help, whose flags are all of them its own
+    in_programs = True  # whether `Cluster` can use it, too, besides commands
     watches = True  # whether `poll` will tell of every process that ends
-    access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
+    scales = False  # whether the number of workers may follow the throughput
+    takes_gpus = False  # whether its processes use the GPUs of the master's machine, so that the master must not
+    needs_token = True  # whether calls carry one even if the user has chosen none
+    encrypts = False  # whether a command's job uses TLS unless told otherwise
+    where_logs_are: str | None = None  # after "The logs are in the job's folder"; None: they are not there
+    access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
+
+    @classmethod
+    def make(cls, context: BackendContext) -> ClusterBackend:
+        """Raises `UsageError` when it can't be had."""
+        raise NotImplementedError(f"{cls.__name__} is not made from settings")
+
+    @classmethod
+    def missing(cls, cluster: ClusterSettings) -> Iterator[str]:
+        """What this machine lacks for it, in words."""
+        return iter(())
+
+    @classmethod
+    def mistakes(cls, given: Given) -> Iterator[str]:
+        """What is wrong with the flags of a job on it, in words."""
+        return iter(())
+
+    @classmethod
+    def submits(cls, given: Given) -> bool:
+        """Whether a command hands its job in, and the master runs elsewhere."""
+        return False
+
+    @classmethod
+    def run_master(cls, run: MasterRun) -> None:
+        """Runs a command's job to its end. Raises `ElasticCBError` when it failed, `SystemExit` with its exit code."""
+        run.here(run.resumed, 0.0)
+
+    def resume_command(self, name: str) -> str:
+        """How the user resumes the job of this name; "": by its folder."""
+        return ""
 
     def prepare(self) -> None:  # noqa: B027 -- there may be nothing to prepare
         """May be called some time before the first `start`, which is quicker then; `stop` must follow."""
@@ -48,7 +146,7 @@ class ClusterBackend(ABC):
         return "127.0.0.1"
 
     @property
-    def taken_over(self) -> Mapping[tuple[str, int], int | str]:
+    def taken_over(self) -> Mapping[Place, int | str]:
         """Processes that a master before this one has started, and that live, by role and place: the id of a process of
         this machine, or its `host_name` where no other has it."""
         return {}
@@ -64,7 +162,7 @@ class ClusterBackend(ABC):
     def poll(self) -> list[Exit]:
         """The processes that ended since the last call."""
 
-    def pending(self) -> Mapping[tuple[str, int], str]:
+    def pending(self) -> Mapping[Place, str]:
         """Why processes that were asked for do not run yet, in words, by role and place."""
         return {}
 

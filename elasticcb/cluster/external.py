@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticcb.cluster.base import ClusterBackend, Exit
+from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
+from elasticcb.cluster.role import RoleProcess
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 
 _TOKEN_FILE = "token"
@@ -21,18 +22,25 @@ class ExternalCluster(ClusterBackend):
         directory: gets a file with the token, which its owner alone can read, unless the user has chosen the token.
     """
 
+    name = "external"
+    summary = "you start the processes, anywhere"
     watches = False
+    needs_token = False
 
     def __init__(self, say: Callable[[str], None], directory: str = "") -> None:
         self._say = say
         self._file = Path(directory, _TOKEN_FILE)
         self._written = False
 
+    @classmethod
+    def make(cls, context: BackendContext) -> ExternalCluster:
+        return cls(context.say, context.directory)
+
     def start(self, role: str, index: int, master_address: str) -> None:
         access = self.access
         token = f"{TOKEN_VARIABLE}={self._where_token_is()} " if access.token else ""
-        flags = "" if access.tls is None else f" {shlex.join(access.tls.files.flags)}"
-        self._say(f"Waiting for: {token}elasticcb {role} --master {master_address} --index {index}{flags}")
+        process = RoleProcess(role=role, master=master_address, index=index, access=access)
+        self._say(f"Waiting for: {token}elasticcb {shlex.join(process.arguments)}")
 
     def _where_token_is(self) -> str:
         """For a shell. The token itself is shown to nobody."""

@@ -10,28 +10,33 @@ import time
 import traceback
 from collections.abc import Callable
 
-from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.security.credentials import Access
-
-RunRole = Callable[[str, int, Access], None]  # master's address, index, access to the job
+from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
+from elasticcb.cluster.role import Place, RoleProcess
 
 
 class InProcessCluster(ClusterBackend):
     """Threads.
 
     Args:
-        run: by role ("worker", "ps"), what a process of that role would run.
+        run: does what a process does.
     """
 
+    name = "inprocess"
+    summary = "threads of one process, for breakpoints"
     separate = False
 
-    def __init__(self, run: dict[str, RunRole]) -> None:
+    def __init__(self, run: Callable[[RoleProcess], None]) -> None:
         self._run = run
-        self._threads: dict[tuple[str, int], _RoleThread] = {}
-        self._last_words: dict[tuple[str, int], str] = {}
+        self._threads: dict[Place, _RoleThread] = {}
+        self._last_words: dict[Place, str] = {}
+
+    @classmethod
+    def make(cls, context: BackendContext) -> InProcessCluster:
+        return cls(context.run_role)
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        thread = _RoleThread(f"{role}-{index}", lambda: self._run[role](master_address, index, self.access))
+        process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
+        thread = _RoleThread(f"{role}-{index}", lambda: self._run(process))
         self._threads[role, index] = thread
         thread.start()
 

@@ -29,8 +29,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elasticcb.cluster.fork_server import Forked, ForkServer
-from elasticcb.cluster.local import follow_file
+from elasticcb.cluster.local.fork_server import Forked, ForkServer
+from elasticcb.process.name import show_as
+from elasticcb.process.parent import follow_file
 
 MESSAGE_BYTES = 1 << 20  # more than such a socket takes
 _READY = b"1"
@@ -68,7 +69,9 @@ def import_roles() -> None:
     import elasticcb.master.keras_host
     import elasticcb.model.program
     import elasticcb.ps.server
-    import elasticcb.roles.processes
+    import elasticcb.roles.master
+    import elasticcb.roles.ps
+    import elasticcb.roles.worker
     import elasticcb.worker.functions
     import elasticcb.worker.worker  # noqa: F401
 
@@ -208,15 +211,13 @@ def _become(arguments: list[str], files: list[int]) -> None:
     Args:
         files: for standard output and standard error, or one for both.
     """
-    from elasticcb.cluster.process_view import show_process_as
-
     os.setsid()
     os.dup2(files[0], 1)
     os.dup2(files[-1], 2)
     for file in files:
         os.close(file)
     sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *arguments]
-    show_process_as([sys.executable, "-m", "elasticcb", *arguments], os.environ)
+    show_as(arguments[0])
     draw_own_random_numbers()
 
 

@@ -7,7 +7,6 @@ kubernetes.py, and the line that reads it.
 from elasticcb.settings.choices import (
     MOST_WORKERS,
     CallbackErrors,
-    ClusterKind,
     Command,
     NonFinite,
     WhenFull,
@@ -44,7 +43,6 @@ __all__ = [
     "CallbackErrors",
     "CheckpointOptions",
     "CheckpointSettings",
-    "ClusterKind",
     "ClusterSettings",
     "Command",
     "DataSettings",

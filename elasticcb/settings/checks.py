@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from elasticcb.settings.choices import ClusterKind, WhenFull, WorkerRange
+from elasticcb.settings.choices import WhenFull, WorkerRange
 from elasticcb.settings.job import JobSettings
 
 
@@ -45,8 +45,6 @@ def completed(settings: JobSettings, said: Said) -> JobSettings:
         more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
     if cluster.autoscale.most and "cluster.num_workers" not in said:
         more["num_workers"] = cluster.autoscale.least
-    if cluster.kind is ClusterKind.KUBERNETES and "cluster.tls" not in said:
-        more["tls"] = not cluster.tls_cert  # others may hear what pods say to each other
     return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
 
 
@@ -103,9 +101,6 @@ def _autoscale(settings: JobSettings, said: Said) -> Iterator[str]:
     if "cluster.num_workers" in said and not limits.least <= cluster.num_workers <= limits.most:
         workers = said.with_value("cluster.num_workers")
         yield f"{workers}, with which the job begins, is not within {text}. Give another number, or leave it out."
-    if cluster.kind is not ClusterKind.LOCAL:
-        kind = said.as_given("cluster.kind", cluster.kind.value)
-        yield f"{text} starts and ends processes of this machine, which {kind} leaves to others. Leave one of them out."
 
 
 def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
@@ -153,11 +148,4 @@ def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
         )
 
 
-def _ray(settings: JobSettings, said: Said) -> Iterator[str]:
-    address = "cluster.ray_address"
-    if settings.cluster.kind is not ClusterKind.RAY and address in said:
-        kind = said.as_given("cluster.kind", ClusterKind.RAY.value)
-        yield f"{said.with_value(address)} has a meaning with {kind} only. Add that, or leave this out."
-
-
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence, _ray)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence)

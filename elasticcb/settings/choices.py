@@ -17,16 +17,6 @@ class Command(str, Enum):
     CALL = "call"  # functions that `Cluster.schedule` is given
 
 
-class ClusterKind(str, Enum):
-    """Who starts the processes of a job."""
-
-    LOCAL = "local"  # processes on this machine
-    INPROCESS = "inprocess"  # threads of this process, for debugging
-    EXTERNAL = "external"  # the user, by hand, anywhere
-    KUBERNETES = "kubernetes"  # Kubernetes, as pods
-    RAY = "ray"  # on the nodes of a Ray cluster
-
-
 class NonFinite(str, Enum):
     """What a NaN or an infinity in a loss or a gradient leads to."""
 

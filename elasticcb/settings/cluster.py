@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticcb.settings.choices import ClusterKind, WorkerRange
+from elasticcb.settings.choices import WorkerRange
 from elasticcb.settings.definition import CLUSTER, TASKS, TRAIN, Kind, Section, setting
 from elasticcb.settings.kubernetes import KubernetesSettings
 
@@ -134,10 +134,10 @@ class RecoveryOptions(Section):
 class ClusterSettings(NetworkOptions, RecoveryOptions):
     """How many processes, and who starts them."""
 
-    kind: ClusterKind = setting(
-        ClusterKind.LOCAL,
-        "local: processes on this machine. inprocess: threads of one process, for breakpoints. external: you start the "
-        "processes, anywhere. kubernetes: as pods. ray: on the nodes of a Ray cluster.",
+    kind: str = setting(  # a backend of cluster/registry.py, which knows the others
+        "local",
+        "Who starts the processes.",
+        unit="CLUSTER",
         name="cluster",
         argument="kind",
     )

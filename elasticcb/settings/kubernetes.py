@@ -21,7 +21,7 @@ def _limit(whose: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSettings(Section):
-    """What pods are like; texts as the flags of the same names have them (cluster/pod_flags.py)."""
+    """What pods are like; texts as the flags of the same names have them (cluster/kubernetes/flags.py)."""
 
     PANEL = KUBERNETES
 

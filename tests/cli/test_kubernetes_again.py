@@ -6,9 +6,9 @@ import json
 
 import kubernetes_validate
 
-from elasticcb.cli.kubernetes.pod_master import _is_ours
 from elasticcb.cli.kubernetes.recreate import as_submitted
-from elasticcb.cluster.pods import PodPlan
+from elasticcb.cluster.kubernetes.master_pod import _is_ours
+from elasticcb.cluster.kubernetes.pods import PodPlan
 from elasticcb.settings import JOURNAL_FILE, KubernetesSettings
 
 PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1"), {"A": "1"}, "TOKEN")

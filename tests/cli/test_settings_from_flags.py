@@ -7,7 +7,6 @@ import pytest
 from elasticcb.cli.options import OPTIONS
 from elasticcb.settings import (
     CheckpointSettings,
-    ClusterKind,
     ClusterSettings,
     Command,
     JobSettings,
@@ -86,7 +85,7 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     assert settings.cluster.lease_seconds == settings.cluster.silence_seconds == 2.5
     assert settings.training.non_finite is NonFinite.SKIP
     assert settings.training.max_step == 100
-    assert settings.cluster.kind is ClusterKind.INPROCESS
+    assert settings.cluster.kind == "inprocess"
     assert settings.checkpoint.directory == str(workplace.root / "new/checkpoints")
     assert settings.checkpoint.keep_max == 0
     assert settings.output == str(workplace.root / "export")

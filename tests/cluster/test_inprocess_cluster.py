@@ -12,10 +12,10 @@ def polled(cluster):
 
 
 def test_a_thread_that_fails_is_reported_once_with_its_traceback():
-    def fail(address, index, access):
-        raise ValueError(f"no data at {address}")
+    def fail(process):
+        raise ValueError(f"no data at {process.master}")
 
-    cluster = InProcessCluster({"worker": fail})
+    cluster = InProcessCluster(fail)
     cluster.start("worker", 2, "master:1")
     (exit,) = polled(cluster)
     assert (exit.role, exit.index, exit.failed) == ("worker", 2, True)
@@ -27,7 +27,7 @@ def test_a_thread_that_fails_is_reported_once_with_its_traceback():
 def test_the_end_of_a_thread_whose_place_was_taken_is_not_reported():
     first_may_end, second_may_end = threading.Event(), threading.Event()
     waits = iter([first_may_end, second_may_end])
-    cluster = InProcessCluster({"worker": lambda address, index, access: next(waits).wait()})
+    cluster = InProcessCluster(lambda *_: next(waits).wait())
     cluster.start("worker", 0, "")
     (first,) = [thread for thread in threading.enumerate() if thread.name == "worker-0"]
     cluster.start("worker", 0, "")
@@ -43,11 +43,11 @@ def test_the_end_of_a_thread_whose_place_was_taken_is_not_reported():
 def test_the_end_of_the_cluster_waits_for_those_that_are_about_to_end(role):
     never, ended = threading.Event(), []
 
-    def run(address, index, access):
+    def run(*_):
         never.wait(0.2)  # what it does last takes a while
         ended.append(role)
 
-    cluster = InProcessCluster({role: run})
+    cluster = InProcessCluster(run)
     cluster.start(role, 0, "")
     cluster.stop(60.0)
     assert ended == [role]

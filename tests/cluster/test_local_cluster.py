@@ -14,11 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from elasticcb.cluster.child import common_environment
-from elasticcb.cluster.fork_server import can_fork
-from elasticcb.cluster.local import LocalCluster
+from elasticcb.cluster.local.backend import LocalCluster
+from elasticcb.cluster.local.fork_server import can_fork
+from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
 from elasticcb.rpc import calls as rpc
+from elasticcb.settings import ClusterSettings
 
 NOBODY = "127.0.0.1:9"
 
@@ -31,24 +32,27 @@ def cluster(tmp_path):
 
 
 def environment(cluster, role, index):
-    """Of a process that was started a moment ago: the kernel shows it when the program has been loaded."""
-    process = psutil.Process(cluster.pid(role, index))
-    while not (variables := process.environ()):
-        pass
-    return variables
+    return cluster.environment(RoleProcess(role=role, index=index, master=NOBODY))
 
 
 def test_each_worker_gets_a_gpu_of_its_own_and_servers_none(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     cluster = LocalCluster(str(tmp_path))
     for role, index, expected in (("worker", 0, "2"), ("worker", 1, "5"), ("worker", 2, "2"), ("ps", 0, "-1")):
-        cluster.start(role, index, NOBODY)
         assert environment(cluster, role, index)["CUDA_VISIBLE_DEVICES"] == expected
-    cluster.stop(0.0)
 
 
-def test_processes_get_the_allocator_settings(cluster):
-    cluster.start("worker", 0, NOBODY)
+def test_workers_share_the_cores_and_servers_leave_room_for_them(tmp_path, monkeypatch):
+    from loky import cpu_count
+
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    cluster = LocalCluster(str(tmp_path), settings=ClusterSettings(num_workers=1, num_ps=1))
+    for role, sharing in (("worker", 1), ("ps", 2)):
+        assert int(environment(cluster, role, 0)["TF_NUM_INTRAOP_THREADS"]) == max(1, cpu_count() // sharing)
+
+
+def test_processes_get_the_allocator_settings(tmp_path):
+    cluster = LocalCluster(str(tmp_path))
     assert environment(cluster, "worker", 0).items() >= common_environment("INFO").items()
 
 
@@ -116,11 +120,11 @@ def zygote(cluster):
     return psutil.Process(cluster.pid("worker", 0)).parent()
 
 
-def test_a_process_shows_its_own_command_and_has_a_session_of_its_own(cluster, zygote):
-    pid = cluster.pid("worker", 0)
-    command = psutil.Process(pid).cmdline()
-    assert command[1:6] == ["-m", "elasticcb", "worker", "--master", NOBODY]
-    assert os.getsid(pid) == pid
+def test_a_process_shows_its_role_and_has_a_session_of_its_own(cluster, zygote):
+    process = psutil.Process(cluster.pid("worker", 0))
+    while (name := process.name()) != "worker-0":
+        assert name == "worker"  # it begins
+    assert os.getsid(process.pid) == process.pid
 
 
 def test_nothing_runs_in_the_process_that_forks_but_threads_of_libraries_that_handle_forks(zygote):
@@ -152,8 +156,9 @@ def test_processes_go_on_and_new_ones_start_when_the_one_that_forks_is_killed(cl
     cluster.start("ps", 0, NOBODY)
     second = psutil.Process(cluster.pid("ps", 0))
     assert second.parent() == psutil.Process()
-    environment(cluster, "ps", 0)  # it has been loaded
-    assert second.cmdline()[3] == "ps"
+    while not (command := second.cmdline()):  # it has not been loaded
+        pass
+    assert command[3] == "ps"
     first.kill()
     while not (exits := cluster.poll()):
         pass
@@ -182,7 +187,7 @@ def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster, caplog
 
 def test_forked_processes_end_with_the_one_that_asked_for_them(tmp_path):
     code = f"""
-    from elasticcb.cluster.local import LocalCluster
+    from elasticcb.cluster.local.backend import LocalCluster
     cluster = LocalCluster({str(tmp_path)!r})
     cluster.start("worker", 0, {NOBODY!r})
     print(cluster.pid("worker", 0), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, verdict
+from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, verdict
 
 LEAVING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
 

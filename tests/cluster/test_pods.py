@@ -7,7 +7,7 @@ from dataclasses import replace
 import kubernetes_validate
 import pytest
 
-from elasticcb.cluster.pod_flags import (
+from elasticcb.cluster.kubernetes.flags import (
     parse_envs,
     parse_name,
     parse_priority,
@@ -16,7 +16,9 @@ from elasticcb.cluster.pod_flags import (
     parse_volumes,
     safe_name,
 )
-from elasticcb.cluster.pods import PodPlan, has_more_memory, patched, resources
+from elasticcb.cluster.kubernetes.patch import patched
+from elasticcb.cluster.kubernetes.pods import PodPlan
+from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
 from elasticcb.errors import UsageError
 from elasticcb.settings import KubernetesSettings
 

@@ -1,8 +1,8 @@
 """The part of `Faults` (faults.py) in a process of a job: brings about what the test has asked for.
 
-The package knows nothing of it. When `elasticcb.roles.processes` has been imported, its functions with which a process
-begins its role are wrapped; there and then the functions that stand for events are wrapped, if this process is to fail
-at one.
+The package knows nothing of it. When the modules of `elasticcb.roles` have been imported, the functions with which a
+process begins its role are wrapped; there and then the functions that stand for events are wrapped, if this process is
+to fail at one.
 """
 
 from __future__ import annotations
@@ -52,24 +52,29 @@ EVENTS = {
 }
 
 
+_BEGINNINGS: dict[str, tuple[str, Any]] = {
+    "elasticcb.roles.process": ("begin", lambda role, index, *_: _arm(role, index)),
+    "elasticcb.roles.master": ("running_cluster", lambda *_, **__: _arm("master", 0)),
+}
+
+
 def wait_for_role() -> None:
     """Makes this process know its role when it begins it."""
-    if "elasticcb.roles.processes" in sys.modules:
-        _wrap(sys.modules["elasticcb.roles.processes"])
-    else:
-        sys.meta_path.insert(0, _Roles())
+    for name, beginning in _BEGINNINGS.items():
+        if name in sys.modules:
+            _before(sys.modules[name], *beginning)
+        else:
+            sys.meta_path.insert(0, _Wrapped(name))
 
 
-def _wrap(module: Any) -> None:
-    _before(module, "_begin", lambda role, index, *_: _arm(role, index))
-    _before(module, "running_cluster", lambda *_, **__: _arm("master", 0))
+class _Wrapped:
+    """Finds one module, and wraps the function of it with which a role begins."""
 
-
-class _Roles:
-    """Finds `elasticcb.roles.processes`, and wraps what is in it."""
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "elasticcb.roles.processes":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -77,7 +82,7 @@ class _Roles:
 
         def execute_and_wrap(module: Any) -> None:
             execute(module)
-            _wrap(module)
+            _before(module, *_BEGINNINGS[name])
 
         spec.loader.exec_module = execute_and_wrap
         return spec

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from faults import Faults
 
-from elasticcb.cluster.fork_server import ForkServer
+from elasticcb.cluster.local.fork_server import ForkServer
 from jobs import JobProcess
 from warm import launch_from_here
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from elasticcb.roles.processes import run_master
+from elasticcb.roles.master import run_master
 from elasticcb.settings import (
     CheckpointSettings,
-    ClusterKind,
     ClusterSettings,
     Command,
     DataSettings,
@@ -148,7 +147,7 @@ def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAI
         "cluster": ClusterSettings,
         "embedding": EmbeddingOptions,
     }
-    parts.setdefault("kind", ClusterKind.INPROCESS)
+    parts.setdefault("kind", "inprocess")
     values = {}
     for name, section in sections.items():
         own = {field: parts.pop(field) for field in section.__dataclass_fields__ if field in parts}
@@ -254,11 +253,11 @@ class JobProcess:
         """The job's processes of a role ("worker", "ps"), by index."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.family += [child for child in found if child not in self.family]
-        lines = {}
+        names = {}
         for child in found:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
-                lines[child] = child.cmdline()
-        return sorted((child for child, line in lines.items() if not role or role in line), key=lines.__getitem__)
+                names[child] = child.name()
+        return sorted((child for child, name in names.items() if name.startswith(role)), key=names.__getitem__)
 
     @property
     def master(self) -> psutil.Process:
@@ -286,4 +285,4 @@ class JobProcess:
     def assert_no_orphans(self, seconds: float = 10.0) -> None:
         """Every process of the job that was ever seen is gone."""
         _, alive = psutil.wait_procs(self.family, timeout=seconds)
-        assert not alive, f"still there: {[process.cmdline() for process in alive]}"
+        assert not alive, f"still there: {[process.name() for process in alive]}"

@@ -12,7 +12,7 @@ from elasticcb import CheckpointOptions
 from elasticcb.checkpoint.manifest import verify
 from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import LastCheckpointError
-from elasticcb.roles.processes import run_master
+from elasticcb.roles.master import run_master
 from jobs import LINEAR_MODEL, RecordingDisplay, job_settings, linear_data, write_model_file
 
 CONTINUES = "The job continues without this checkpoint"

@@ -17,8 +17,8 @@ import yaml
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
-from elasticcb.cluster.kubernetes_api import KubernetesAPI
-from elasticcb.cluster.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL
 from jobs import linear_data, number, write_model_file
 
 ROOT = Path(__file__).resolve().parents[2]

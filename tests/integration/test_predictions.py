@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import ModelFileError
-from elasticcb.settings import ClusterKind, Command
+from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
 
 RECORDS = 600
@@ -81,7 +81,7 @@ KILLS_SERVER = """
             except FileExistsError:
                 return
             for process in psutil.Process().parent().children():
-                if "ps" in process.cmdline():
+                if process.name() == "ps-0":
                     process.kill()
             give_up = time.monotonic() + 120
             while times_held() < 2 and time.monotonic() < give_up:
@@ -125,7 +125,7 @@ def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where
     text = MODEL + KEEPS.replace("WHERE", repr(where)).replace("SIGNAL", f"signal.{signal}")
     output = {} if signal == "SIGTERM" else {"output": str(tmp_path / "out.csv"), "output_format": "csv"}
     data = str(tmp_path / "numbers.npz")
-    summary, _ = predict(tmp_path, text, kind=ClusterKind.LOCAL, prediction=data, **output)
+    summary, _ = predict(tmp_path, text, kind="local", prediction=data, **output)
     assert summary.workers_lost == 1
     assert summary.records_predicted == RECORDS
     if signal == "SIGTERM":
@@ -144,7 +144,7 @@ def test_server_that_is_killed_is_replaced_with_the_checkpoint(tmp_path):
     write_numbers(tmp_path, numbers=RECORDS)
     data, path = str(tmp_path / "numbers.npz"), tmp_path / "out.csv"
     given = {"prediction": data, "output": str(path), "output_format": "csv"}
-    summary, _ = predict(tmp_path, MODEL + KILLS_SERVER, kind=ClusterKind.LOCAL, **given)
+    summary, _ = predict(tmp_path, MODEL + KILLS_SERVER, kind="local", **given)
     assert (summary.servers_lost, summary.servers_replaced, summary.workers_lost) == (1, 1, 0)
     with open(path, newline="") as file:
         assert list(csv.reader(file))[1:] == [[str(n), f"{n}.0"] for n in range(RECORDS)]

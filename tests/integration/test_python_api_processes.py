@@ -31,7 +31,7 @@ def make():
 
 
 def processes(role):
-    return [child for child in psutil.Process().children(recursive=True) if role in child.cmdline()]
+    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith(role)]
 
 
 class KillsOnce(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.cli.main import main
 from elasticcb.errors import CheckpointError, ExitCode
-from elasticcb.roles.processes import run_master
+from elasticcb.roles.master import run_master
 from elasticcb.settings import Command
 from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.storage.remote_files import problem_of

@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 
 from elasticcb.master import stragglers
-from elasticcb.settings import ClusterKind
 from jobs import job_settings, linear_data, run_job, write_model_file
 
 RECORDS, TASK = 1_600, 160
@@ -19,7 +18,7 @@ MODEL_FILE = """
     import tensorflow as tf
 
     LEDGER = os.environ["LEDGER"]
-    SLOW = "--index 1" in " ".join(psutil.Process().cmdline())
+    SLOW = psutil.Process().name() == "worker-1"
 
     def custom_model():
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -71,7 +70,7 @@ def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_
     settings = job_settings(
         path,
         tmp_path / "job",
-        kind=ClusterKind.LOCAL,
+        kind="local",
         training=str(tmp_path / "train.npz"),
         minibatch_size=8,
         num_minibatches_per_task=20,

@@ -21,9 +21,9 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster import fork_server
-from elasticcb.cluster.child import common_environment
-from elasticcb.cluster.process_view import show_process_as
+from elasticcb.cluster.local import fork_server
+from elasticcb.cluster.role import common_environment
+from elasticcb.process.name import show_as
 
 _TESTS = Path(__file__).parents[1]
 _forks = multiprocessing.get_context("forkserver")
@@ -110,7 +110,7 @@ def _run_program(shown: list[str], cwd: str, env: dict[str, str], files: Sequenc
     os.chdir(cwd)
     _set_environment(env)
     sys.path[:] = _own_path(env)
-    show_process_as(shown, env)
+    show_as("python" if script else shown[3])
     if script is None:
         fork_server.ForkServer.launch = classmethod(_fork_zygote)
         sys.argv = shown[2:]
@@ -256,7 +256,7 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
                 os.close(int(name))
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
-    show_process_as([sys.executable, "-c", "zygote", *sys.argv[1:]], environment)
+    show_as("zygote")
     if "ELASTICCB_FAULTS" in environment:
         import faulty_process
 

@@ -153,7 +153,7 @@ def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
 
 
 def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
-    master = make_master(lines, InProcessCluster({"worker": lambda address, index: None}))
+    master = make_master(lines, InProcessCluster(lambda *_: None))
     state_of(master).queue = make_queue(lease_seconds=1e-9)
     master.calls.get_task(join(master), (), 0.0)
     master.desk.tend()
@@ -177,7 +177,7 @@ def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(line
 
 
 def test_a_thread_in_a_long_batch_is_not_called_hung(lines):
-    hold_long_batch(make_master(lines, InProcessCluster({"worker": lambda address, index: None})))
+    hold_long_batch(make_master(lines, InProcessCluster(lambda *_: None)))
     assert lines == []
 
 

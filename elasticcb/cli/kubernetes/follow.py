@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elasticcb.cli.kubernetes.job import state_of, why_no_master
-from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, Fate, Verdict, verdict
-from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import JobFailedError
 
 _PAUSE_SECONDS = 0.5

@@ -9,10 +9,10 @@ from typing import Any
 import rich_click as click
 import yaml
 
-from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pod_fate import CONTAINER, ENDED, Fate, Verdict, verdict
-from elasticcb.cluster.pod_flags import parse_name
-from elasticcb.cluster.pods import CONFIG, INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.fate import CONTAINER, ENDED, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.flags import parse_name
+from elasticcb.cluster.kubernetes.pods import CONFIG, INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
 from elasticcb.errors import UsageError
 
 _ROLES = ("master", "ps", "worker")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.submit import create_all
-from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pods import JOB_LABEL, RESUMES, names_of_servers
+from elasticcb.cli.kubernetes.submit import create_all
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, names_of_servers
 from elasticcb.errors import UsageError
 
 _GONE_SECONDS = 90.0  # for pods to end

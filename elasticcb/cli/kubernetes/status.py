@@ -7,7 +7,7 @@ from typing import Any
 
 from elasticcb.cli.jobs import table_lines
 from elasticcb.cli.kubernetes.job import KubernetesJob, why_no_master
-from elasticcb.cluster.kubernetes_api import KubernetesError
+from elasticcb.cluster.kubernetes.api import KubernetesError
 from elasticcb.errors import UsageError
 
 

@@ -12,26 +12,6 @@ from typing import Protocol
 
 from elasticcb.process.import_path import python_code
 
-# TensorFlow's own allocator never gives memory back, so that a large model takes what was in use at its worst moment,
-# and holes besides. glibc's gives blocks of 32 MiB and more back to the kernel. Smaller ones stay in the process: each
-# tensor would otherwise pay for page faults, which doubles the time of small steps.
-_ALLOCATOR = {
-    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-
-
-def common_environment(log_level: str) -> dict[str, str]:
-    """What must be set when the program of a process is loaded, or TensorFlow imported.
-
-    Args:
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-    """
-    quiet = {} if log_level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet
-
 
 @dataclass(frozen=True)
 class Launch:

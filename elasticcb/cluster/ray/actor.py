@@ -6,12 +6,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from elasticcb.cluster.child import Ending, Launch, SpawnedChild, common_environment
-from elasticcb.security.credentials import TOKEN_VARIABLE
+from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
+from elasticcb.cluster.role import RoleProcess
+from elasticcb.process.devices import THREADS_VARIABLE
+from elasticcb.security.tls import FILES, TLS
 
 _LOOK_SECONDS = 1.0  # between looks at what the kernel has killed
 _LAST_LINES = 30
@@ -33,7 +35,7 @@ class Ended(NamedTuple):
     log_tail: str
 
 
-class Place:
+class PlaceOnNode:
     """One process of a job. Its methods are called by the master, several at once.
 
     The job's token and private key come by a call, not by the actor's own arguments, which Ray keeps in its tables.
@@ -45,25 +47,14 @@ class Place:
         self._log = Path()
         self._keys = ""  # folder of the files of TLS
 
-    def launch(
-        self,
-        role: str,
-        index: int,
-        master_address: str,
-        directory: str,
-        marker: str,
-        log_level: str,
-        threads: int,
-        token: str,
-        tls: Mapping[str, bytes | str],
-    ) -> Launched:
-        """Starts it, unless it was started before.
+    def launch(self, process: RoleProcess, directory: str, marker: str, log_level: str, threads: int) -> Launched:
+        """Starts a process, unless it was started before.
 
         Args:
+            process: as the master knows it; where it listens, and its files of TLS, are for this node to say.
             directory: the job's, which is made on this node if it is not shared.
             marker: a file in it that the master has made.
             threads: for TensorFlow to compute with.
-            tls: the contents of the PEM files by their flags, and the name in them; empty: none.
 
         Raises `OSError` when the folder, or the process, can't be made.
         """
@@ -76,13 +67,12 @@ class Place:
         logs = Path(directory, "logs")
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         logs.mkdir(exist_ok=True)
-        self._log = logs / f"{role}-{index}.log"
-        arguments = [role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid())]
-        if role == "ps":
-            arguments += ["--host", node]
-        environment = os.environ | common_environment(log_level) | {TOKEN_VARIABLE: token}
-        environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
-        self._child = SpawnedChild(Launch((*arguments, *self._tls_flags(tls)), environment, self._log, own_path=True))
+        self._log = logs / f"{process.role}-{process.index}.log"
+        access = replace(process.access, tls=self._own_tls(process.access.tls))
+        process = replace(process, host=node, parent_pid=os.getpid(), access=access)
+        environment = os.environ | process.environment(log_level)
+        environment.setdefault(THREADS_VARIABLE, str(threads))
+        self._child = SpawnedChild(Launch(process.arguments, environment, self._log, own_path=True))
         self._launched = Launched(node, self._child.pid, sees_job)
         return self._launched
 
@@ -111,18 +101,17 @@ class Place:
             self._child.wait()
         self._remove_keys()
 
-    def _tls_flags(self, tls: Mapping[str, bytes | str]) -> list[str]:
-        if not tls:
-            return []
+    def _own_tls(self, tls: TLS | None) -> TLS | None:
+        """The master's, in files of this node."""
+        if tls is None:
+            return None
         self._keys = tempfile.mkdtemp(prefix="elasticcb-tls-")  # which its owner alone can read
-        flags = []
-        for name, value in tls.items():
-            if isinstance(value, bytes):
-                path = Path(self._keys, f"{name}.pem")
-                path.write_bytes(value)
-                value = str(path)
-            flags += [f"--{name}", value]
-        return flags
+        paths = {}
+        for name, content in zip(FILES, (tls.cert, tls.key, tls.ca), strict=True):
+            path = Path(self._keys, f"{name}.pem")
+            path.write_bytes(content)
+            paths[name] = str(path)
+        return replace(tls, files=replace(tls.files, **paths))
 
     def _remove_keys(self) -> None:
         if self._keys:

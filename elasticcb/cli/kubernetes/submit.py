@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,26 @@ import yaml
 
 from elasticcb.cli.from_flags import settings_from
 from elasticcb.cli.given_flags import Given
-from elasticcb.cli.kubernetes.checks import LOCAL_FILES, check_paths, read_cluster_spec
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
-from elasticcb.cluster.child import common_environment
-from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pod_flags import safe_name
-from elasticcb.cluster.pods import CONFIG, FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, SPEC, PodPlan
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.checks import read_cluster_spec
+from elasticcb.cluster.kubernetes.flags import safe_name
+from elasticcb.cluster.kubernetes.pods import CONFIG, FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, SPEC, PodPlan
+from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
 from elasticcb.security.certificates import make_certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS
 from elasticcb.security.tls import TLS, TLSFiles, tls_files
-from elasticcb.settings import ClusterKind, Command, KubernetesSettings
+from elasticcb.settings import Command, KubernetesSettings
+from elasticcb.settings.definition import Kind
 from elasticcb.storage.remote_files import is_url
 
 _PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
+LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # of this machine, not of the pods
 _NAME_SIGNS = 33  # and seven more that make it unlike any other's
-
-
-def is_to_be_submitted(given: Given) -> bool:
-    """Whether a job is to run on Kubernetes, its master too, and this is not that master."""
-    from elasticcb.cluster.kubernetes import runs_in_pod
-
-    return given["cluster"] == ClusterKind.KUBERNETES.value and given["master_pod"] is not False and not runs_in_pod()
 
 
 def submit(command: Command, given: Given) -> int:
@@ -148,6 +143,23 @@ def kept_paths(job: Mapping[str, Any]) -> list[str]:
     (container,) = (each for each in spec["containers"] if each["name"] == "elasticcb")
     mounts = container["volumeMounts"]
     return [each["mountPath"] for each in mounts if each["name"] not in passing and not each.get("readOnly")]
+
+
+def check_paths(given: Given) -> Iterator[str]:
+    """Paths in pods, that a job's flags name: they are absolute."""
+    for option in options_of(Command):
+        value = given[option.name]
+        if option.name not in given or option.name in LOCAL_FILES or not value:
+            continue
+        if option.kind in (Kind.FOLDER, Kind.FILE):
+            relative = not value.startswith("/") and not is_url(value)
+        else:
+            relative = option.kind is Kind.DATA and not value.startswith("/") and ":" not in value
+        if relative:
+            yield (
+                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes paths are those in the "
+                "pods: give it from / on, as the image or a --volume has it."
+            )
 
 
 def _check_kept(given: Given, kept: Sequence[str]) -> None:

@@ -7,23 +7,22 @@ be written to: what Kubernetes calls the restricted Pod Security Standard.
 from __future__ import annotations
 
 import base64
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.cluster.pod_fate import CONTAINER
-from elasticcb.cluster.pod_flags import (
+from elasticcb.cluster.kubernetes.fate import CONTAINER
+from elasticcb.cluster.kubernetes.flags import (
     Priority,
     Volume,
-    amount,
     parse_envs,
     parse_labels,
     parse_priority,
-    parse_resources,
     parse_tolerations,
     parse_volumes,
 )
+from elasticcb.cluster.kubernetes.patch import patched
+from elasticcb.cluster.kubernetes.resources import resources
 from elasticcb.process.host import POD_NAME
 from elasticcb.rpc.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
@@ -43,7 +42,6 @@ _DEAF_SECONDS = 180  # after which a master that answers nothing is killed
 _PROBE_SECONDS = 10
 _GRACE_SECONDS = 60  # to put down one's work
 _MOST_MASTERS = 10
-_MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # times, after a pod ran out of it
 _COMMAND = ["elasticcb"]
 _LONGEST_EVENT = 1024  # characters
 _REASONS = (  # what a line holds, and the reason and type of its event
@@ -218,34 +216,8 @@ class PodPlan:
         probes: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         settings = self.settings
-        volumes: list[dict[str, Any]] = [
-            {"name": "tmp", "emptyDir": {}},
-            {"name": "files", "projected": {"sources": self._file_sources(configured)}},
-        ]
-        mounts: list[dict[str, Any]] = [
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "files", "mountPath": FILES, "readOnly": True},
-        ]
-        for number, volume in enumerate(parse_volumes(settings.volume)):
-            volumes.append({"name": f"volume-{number}", **volume.source})
-            mounts.append(_mount(f"volume-{number}", volume))
-        container: dict[str, Any] = {
-            "name": CONTAINER,
-            "image": settings.image,
-            "command": list(_COMMAND),
-            "args": list(arguments),
-            "env": self._environment(role),
-            "resources": resources(settings, role, ooms),
-            "volumeMounts": mounts,
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
-        }
-        if settings.image_pull_policy:
-            container["imagePullPolicy"] = settings.image_pull_policy
-        container |= probes or {}
+        volumes, mounts = self._volumes(configured)
+        container = self._container(role, arguments, ooms, mounts) | dict(probes or {})
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
@@ -260,10 +232,9 @@ class PodPlan:
             "containers": [container],
             "volumes": volumes,
         }
-        priority = self._priority(role).of(index)
         optional = {
             "serviceAccountName": settings.service_account,
-            "priorityClassName": priority,
+            "priorityClassName": self._priority(role).of(index),
             "nodeSelector": parse_labels(settings.node_selector),
             "tolerations": parse_tolerations(settings.tolerations),
         }
@@ -272,6 +243,45 @@ class PodPlan:
         for part in ("all", role):
             manifest = patched(manifest, settings.cluster_spec.get(part) or {})
         return manifest
+
+    def _container(
+        self, role: str, arguments: Sequence[str], ooms: int, mounts: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        container: dict[str, Any] = {
+            "name": CONTAINER,
+            "image": self.settings.image,
+            "command": list(_COMMAND),
+            "args": list(arguments),
+            "env": self._environment(role),
+            "resources": resources(self.settings, role, ooms),
+            "volumeMounts": list(mounts),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+        if self.settings.image_pull_policy:
+            container["imagePullPolicy"] = self.settings.image_pull_policy
+        return container
+
+    def _volumes(self, configured: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """A pod's volumes, and where its container has them."""
+        sources: list[dict[str, Any]] = [{"secret": {"name": self.job}}]
+        if configured:
+            sources.append({"configMap": {"name": self.job}})
+        volumes: list[dict[str, Any]] = [
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "files", "projected": {"sources": sources}},
+        ]
+        mounts: list[dict[str, Any]] = [
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "files", "mountPath": FILES, "readOnly": True},
+        ]
+        for number, volume in enumerate(parse_volumes(self.settings.volume)):
+            volumes.append({"name": f"volume-{number}", **volume.source})
+            mounts.append(_mount(f"volume-{number}", volume))
+        return volumes, mounts
 
     @property
     def shares_network(self) -> bool:
@@ -290,10 +300,6 @@ class PodPlan:
             probes["readinessProbe"] = check | {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}
         return probes
 
-    def _file_sources(self, configured: bool) -> list[dict[str, Any]]:
-        sources: list[dict[str, Any]] = [{"secret": {"name": self.job}}]
-        return sources + ([{"configMap": {"name": self.job}}] if configured else [])
-
     def _environment(self, role: str) -> list[dict[str, Any]]:
         own = parse_envs(self.settings.envs)
         variables: list[dict[str, Any]] = [
@@ -311,47 +317,6 @@ class PodPlan:
 def names_of_servers(job: str) -> str:
     """The Service that gives the parameter servers of a job their names."""
     return f"{job}-ps"
-
-
-def resources(settings: KubernetesSettings, role: str, ooms: int = 0) -> dict[str, Any]:
-    """A container's `resources`, with more memory after it ran out of it `ooms` times."""
-    requests = parse_resources(getattr(settings, f"{role}_resource_request"))
-    limits = parse_resources(getattr(settings, f"{role}_resource_limit"))
-    for gpu in (name for name in requests if "/" in name):  # which can't be overcommitted
-        limits.setdefault(gpu, requests[gpu])
-    for part in (requests, limits):
-        if ooms and "memory" in part:
-            times = min(_MORE_MEMORY**ooms, _MOST_MEMORY)
-            part["memory"] = f"{int(amount(part['memory']) * times / 2**20)}Mi"
-    return {name: part for name, part in (("requests", requests), ("limits", limits)) if part}
-
-
-def has_more_memory(ooms: int) -> bool:
-    """Whether a pod after so many that ran out of memory has more than the last of them."""
-    return _MORE_MEMORY ** (ooms - 1) < _MOST_MEMORY
-
-
-def patched(manifest: Any, patch: Any) -> Any:
-    """A manifest with a patch: mappings are merged, null removes, lists of things with names are merged by these, and
-    everything else is replaced."""
-    if isinstance(manifest, Mapping) and isinstance(patch, Mapping):
-        merged = dict(manifest)
-        for key, value in patch.items():
-            if value is None:
-                merged.pop(key, None)
-            else:
-                merged[key] = patched(merged.get(key), value)
-        return merged
-    if isinstance(manifest, list) and _all_named([*manifest, *(patch if isinstance(patch, list) else [None])]):
-        by_name = {each["name"]: each for each in manifest}
-        for each in patch:
-            by_name[each["name"]] = patched(by_name.get(each["name"]), each)
-        return list(by_name.values())
-    return copy.deepcopy(patch)
-
-
-def _all_named(entries: Sequence[Any]) -> bool:
-    return all(isinstance(each, Mapping) and "name" in each for each in entries)
 
 
 def _master_probes(metrics_port: int, health_port: int) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.cluster.ray_actor import Ended, Launched, Place
+from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
+from elasticcb.cluster.ray.actor import Ended, Launched, PlaceOnNode
+from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.errors import UsageError, describe
+from elasticcb.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +63,34 @@ class RayCluster(ClusterBackend):
         say: shows a line to the user.
     """
 
+    name = "ray"
+    summary = "on the nodes of a Ray cluster"
+    settings = frozenset({"cluster.ray_address"})
+    takes_gpus = True
+    where_logs_are = ", on their nodes"
+
     def __init__(self, directory: str, log_level: str, address: str, say: Callable[[str], None]) -> None:
         check_ray(address)
         self._directory, self._log_level, self._address, self._say = directory, log_level, address, say
         self._marker = f".master-{secrets.token_hex(8)}"
         self._host = ""
         self._connected = False  # by this object, and not by the program that it is part of
-        self._actors: dict[tuple[str, int], _Actor] = {}
+        self._actors: dict[Place, _Actor] = {}
         self._held: list[tuple[str, int, str]] = []  # workers that are asked for when all servers have room
-        self._last_words: dict[tuple[str, int], str] = {}
+        self._last_words: dict[Place, str] = {}
         self._told_unshared = False
         self._gave_way = 0.0
+
+    @classmethod
+    def make(cls, context: BackendContext) -> RayCluster:
+        return cls(context.directory, context.log_level, context.settings.ray_address, context.say)
+
+    @classmethod
+    def missing(cls, cluster: ClusterSettings) -> Iterator[str]:
+        try:
+            check_ray(cluster.ray_address)
+        except UsageError as error:
+            yield str(error)
 
     def prepare(self) -> None:
         if self._host:
@@ -107,13 +126,9 @@ class RayCluster(ClusterBackend):
             self._actors[role, index] = self._make_actor(role, index, master_address)
 
     def _make_actor(self, role: str, index: int, master_address: str) -> _Actor:
-        tls: dict[str, bytes | str] = {}
-        if self.access.tls is not None:
-            own = self.access.tls
-            tls = {"tls_cert": own.cert, "tls_key": own.key, "tls_ca": own.ca, "tls_name": own.files.tls_name}
-        where = (self._directory, self._marker, self._log_level, _CPUS)
+        process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
         name = f"elasticcb-{role}-{index}-{secrets.token_hex(4)}"
-        return _Actor(name, (role, index, master_address, *where, self.access.token, tls))
+        return _Actor(name, (process, self._directory, self._marker, self._log_level, _CPUS))
 
     def poll(self) -> list[Exit]:
         exits, now = [], time.monotonic()
@@ -130,7 +145,7 @@ class RayCluster(ClusterBackend):
                 self._actors[role, index] = self._make_actor(role, index, master_address)
         return exits
 
-    def _remove(self, place: tuple[str, int], ended: Ended, taken_away: bool) -> Exit:
+    def _remove(self, place: Place, ended: Ended, taken_away: bool) -> Exit:
         actor = self._actors.pop(place)
         actor.discard()
         self._last_words[place] = ended.log_tail
@@ -153,7 +168,7 @@ class RayCluster(ClusterBackend):
             ended = Ended(f"it gave way to parameter server {min(late)}, for which there was no room", False, "")
             exits.append(self._remove(place, ended, True))
 
-    def _check_shared(self, place: tuple[str, int], launched: Launched) -> None:
+    def _check_shared(self, place: Place, launched: Launched) -> None:
         if place[0] == "ps" and not launched.sees_job and not self._told_unshared:
             self._told_unshared = True
             self._say(
@@ -162,7 +177,7 @@ class RayCluster(ClusterBackend):
                 "share, or add --ps_replicas=1."
             )
 
-    def pending(self) -> dict[tuple[str, int], str]:
+    def pending(self) -> dict[Place, str]:
         now = time.monotonic()
         waiting = [place for place, actor in self._actors.items() if actor.is_late(now)]
         if not waiting:
@@ -204,11 +219,11 @@ class RayCluster(ClusterBackend):
 
 
 class _Actor:
-    """A `Place` as the master sees it.
+    """A `PlaceOnNode` as the master sees it.
 
     Args:
         name: for Ray's own displays.
-        launch: the arguments of `Place.launch`.
+        launch: the arguments of `PlaceOnNode.launch`.
 
     Attributes:
         launched: what it runs, once it runs.
@@ -224,7 +239,7 @@ class _Actor:
         # Spread, so that the loss of a node takes few of them.
         remote: Any = ray.remote
         options = {"num_cpus": _CPUS, "max_concurrency": _CALLS, "scheduling_strategy": "SPREAD"}
-        self._handle = remote(**options)(Place).options(name=name).remote()
+        self._handle = remote(**options)(PlaceOnNode).options(name=name).remote()
         self._call = self._handle.launch.remote(*launch)
         self._probe: Any = None  # a call to an actor that was out of reach
         self._out_of_reach = 0.0  # since when, if there is a probe
@@ -262,7 +277,7 @@ class _Actor:
 
         text = str(error)
         logger.info("An actor ended: %s", text)
-        if isinstance(error, exceptions.RayTaskError):  # `Place` could not do what it was asked
+        if isinstance(error, exceptions.RayTaskError):  # `PlaceOnNode` could not do what it was asked
             return Ended(f"on node {error.ip}: {describe(error.cause)}", True, ""), False
         if isinstance(error, exceptions.OutOfMemoryError):
             return Ended(f"out of memory: Ray ended it, since its node {self._node} had little left", False, ""), False

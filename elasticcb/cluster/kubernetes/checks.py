@@ -8,32 +8,21 @@ from typing import Any
 
 import yaml
 
-from elasticcb.cli.given_flags import Given
-from elasticcb.cli.options import KUBERNETES_OPTIONS, options_of
-from elasticcb.cluster import kubernetes_api
-from elasticcb.cluster.pod_flags import PARSERS, amount, job_name, parse_resources
+from elasticcb.cluster.base import Given
+from elasticcb.cluster.kubernetes import api
+from elasticcb.cluster.kubernetes.flags import PARSERS, amount, job_name, parse_resources
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
-from elasticcb.security.tls import FILES
-from elasticcb.settings import ClusterKind, Command
-from elasticcb.settings.definition import Kind
-from elasticcb.storage.remote_files import is_url
 
 PATCHED = ("all", "master", "worker", "ps")  # parts of a --cluster_spec
-LOCAL_FILES = frozenset({"yaml", "cluster_spec", *FILES})  # of this machine, not of the pods
 
 
-def check_kubernetes(command: Command, given: Given) -> Iterator[str]:
+def mistakes(given: Given) -> Iterator[str]:
     """What is wrong with them, in words."""
-    if given["cluster"] != ClusterKind.KUBERNETES.value:
-        for option in KUBERNETES_OPTIONS:
-            if option.name in given.explicit - given.from_config:
-                yield f"{given.flag(option.name, with_value=True)} means nothing without --cluster=kubernetes."
-        return
     if given["follow"]:
         yield "--follow evaluates on this machine, one checkpoint after another: leave out --cluster=kubernetes."
     try:
-        kubernetes_api.check_installed()
+        api.check_installed()
     except UsageError as error:
         yield str(error)
     if not given["image"]:
@@ -72,23 +61,6 @@ def _check_resources(given: Given) -> Iterator[str]:
                     f"{given.flag(names[0])} asks for {resource}={request[resource]}, more than the "
                     f"{limit[resource]} of {given.flag(names[1])}. Lower the one, or raise the other."
                 )
-
-
-def check_paths(given: Given) -> Iterator[str]:
-    """Paths in pods, that a job's flags name: they are absolute."""
-    for option in options_of(Command):
-        value = given[option.name]
-        if option.name not in given or option.name in LOCAL_FILES or not value:
-            continue
-        if option.kind in (Kind.FOLDER, Kind.FILE):
-            relative = not value.startswith("/") and not is_url(value)
-        else:
-            relative = option.kind is Kind.DATA and not value.startswith("/") and ":" not in value
-        if relative:
-            yield (
-                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes paths are those in the "
-                "pods: give it from / on, as the image or a --volume has it."
-            )
 
 
 def read_cluster_spec(path: str) -> dict[str, Any]:

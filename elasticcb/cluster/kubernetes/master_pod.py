@@ -11,13 +11,28 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.kubernetes import check_rights
-from elasticcb.cluster.kubernetes_api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
-from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError
+from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
+from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 
 _MARK = "kubernetes.json"  # in the job's folder: whose it is
+
+
+def runs_in_pod() -> bool:
+    """Whether this process is the master's of a job that was submitted."""
+    return POD_NAME in os.environ
+
+
+def check_rights(api: KubernetesAPI) -> None:
+    """Raises `UsageError` when this process may not do what a master must."""
+    missing = api.missing_rights(MASTER_RIGHTS)
+    if missing:
+        wanted = ", ".join(f"{right.verb} {right.resource}" for right in missing)
+        raise UsageError(
+            f"{api.who.capitalize()} may not do what a master must, in the namespace {api.namespace}: {wanted}. Bind "
+            "the role of deploy/kubernetes to it, and name it by --service_account."
+        )
 
 
 def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
@@ -35,7 +50,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
         _say("It was done when its master was lost.")
     except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
         sys.exit(GO_ON)
-    except (JobInterrupted, LostServerError, KubernetesError) as error:
+    except (JobInterrupted, LostServerError, UsageError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
         what = str(error).splitlines()[0].partition(" To go on:")[0]

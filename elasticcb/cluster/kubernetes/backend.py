@@ -14,18 +14,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.cluster.child import common_environment
-from elasticcb.cluster.kubernetes_api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
-from elasticcb.cluster.pod_fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, Verdict, verdict
-from elasticcb.cluster.pod_flags import safe_name
-from elasticcb.cluster.pods import (
+from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, Given, MasterRun
+from elasticcb.cluster.kubernetes import checks
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.flags import safe_name
+from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod
+from elasticcb.cluster.kubernetes.pods import (
     FILES,
     HEALTH_PORT,
     INDEX_LABEL,
@@ -36,13 +37,13 @@ from elasticcb.cluster.pods import (
     PORT,
     ROLE_LABEL,
     PodPlan,
-    has_more_memory,
-    resources,
 )
-from elasticcb.errors import UsageError
+from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
+from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.security.credentials import TOKEN_VARIABLE
-from elasticcb.security.tls import TLS, TLSFiles
+from elasticcb.security.tls import TLS
 from elasticcb.settings import KubernetesSettings
+from elasticcb.settings.definition import KUBERNETES
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +52,6 @@ _HELD_UP_SECONDS = 15.0  # after which a pod that is on its way may have a reaso
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds, before a call is tried again
 _GRPC_PROBES = (1, 24)  # the release of Kubernetes that made them usual
 _GONE_SECONDS = 60.0  # for the pods of another master to be gone
-
-Place = tuple[str, int]
-
-
-def runs_in_pod() -> bool:
-    """Whether this process is the master's of a job that was submitted."""
-    return POD_NAME in os.environ
-
-
-def check_rights(api: KubernetesAPI) -> None:
-    """Raises `UsageError` when this process may not do what a master must."""
-    missing = api.missing_rights(MASTER_RIGHTS)
-    if missing:
-        wanted = ", ".join(f"{right.verb} {right.resource}" for right in missing)
-        raise UsageError(
-            f"{api.who.capitalize()} may not do what a master must, in the namespace {api.namespace}: {wanted}. Bind "
-            "the role of deploy/kubernetes to it, and name it by --service_account."
-        )
 
 
 @dataclass
@@ -92,6 +75,12 @@ class KubernetesCluster(ClusterBackend):
     Raises `UsageError` when no cluster is known.
     """
 
+    name = "kubernetes"
+    summary = "as pods"
+    panel = KUBERNETES
+    in_programs = False
+    encrypts = True  # others may hear what pods say to each other
+
     def __init__(
         self, settings: KubernetesSettings, directory: str, log_level: str, say: Callable[[str], None]
     ) -> None:
@@ -114,6 +103,28 @@ class KubernetesCluster(ClusterBackend):
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
+
+    @classmethod
+    def make(cls, context: BackendContext) -> KubernetesCluster:
+        return cls(context.settings.kubernetes, context.directory, context.log_level, context.say)
+
+    @classmethod
+    def mistakes(cls, given: Given) -> Iterator[str]:
+        return checks.mistakes(given)
+
+    @classmethod
+    def submits(cls, given: Given) -> bool:
+        return given["master_pod"] is not False and not runs_in_pod()
+
+    @classmethod
+    def run_master(cls, run: MasterRun) -> None:
+        if runs_in_pod():
+            keep_in_pod(run.settings, lambda goes_on, since: run.here(run.resumed or goes_on, since))
+        else:
+            super().run_master(run)
+
+    def resume_command(self, name: str) -> str:
+        return f"elasticcb resume {name} --namespace={self._settings.namespace}" if self._submitted else ""
 
     @property
     def _selector(self) -> str:
@@ -148,12 +159,16 @@ class KubernetesCluster(ClusterBackend):
             before = self._places.get(place)
             number = self._numbers.get(place, 0)
             self._numbers[place] = number + 1
-            tls = () if self.access.tls is None else _files_in_pod(self.access.tls).flags
-            own: tuple[str, ...] = ("--host", f"$({POD_IP})") if role == "ps" else ()
-            if own and not self._plan.shares_network:
-                own += ("--port", str(PORT), "--health_port", str(HEALTH_PORT))
-            arguments = (role, "--master", self._address or master_address, "--index", str(index), *own, *tls)
-            manifest = self._plan.pod(role, index, number, arguments, self._ooms.get(place, 0))
+            ports = {} if self._plan.shares_network else {"port": PORT, "health_port": HEALTH_PORT}
+            process = RoleProcess(
+                role=role,
+                master=self._address or master_address,
+                index=index,
+                host=f"$({POD_IP})",
+                access=replace(self.access, tls=_tls_in_pod(self.access.tls)),
+                **ports,
+            )
+            manifest = self._plan.pod(role, index, number, process.arguments, self._ooms.get(place, 0))
             name = manifest["metadata"]["name"]
             self._places[place] = self._last[place] = name
             self._pods[name] = _Pod(place, time.monotonic())
@@ -402,8 +417,11 @@ def _certificates(tls: TLS | None) -> dict[str, bytes]:
     return {} if tls is None else {"cert.pem": tls.cert, "key.pem": tls.key, "ca.pem": tls.ca}
 
 
-def _files_in_pod(tls: TLS) -> TLSFiles:
-    return replace(tls.files, tls_cert=f"{FILES}/cert.pem", tls_key=f"{FILES}/key.pem", tls_ca=f"{FILES}/ca.pem")
+def _tls_in_pod(tls: TLS | None) -> TLS | None:
+    if tls is None:
+        return None
+    files = {"tls_cert": f"{FILES}/cert.pem", "tls_key": f"{FILES}/key.pem", "tls_ca": f"{FILES}/ca.pem"}
+    return replace(tls, files=replace(tls.files, **files))
 
 
 def _words(place: Place) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elasticcb.cluster.child import Child, Ending, Launch, SpawnedChild
+from elasticcb.cluster.local.child import Child, Ending, Launch, SpawnedChild
 from elasticcb.process.import_path import python_code
 
 logger = logging.getLogger(__name__)

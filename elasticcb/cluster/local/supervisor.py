@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.child import common_environment
-from elasticcb.cluster.fork_server import ForkedChild, ForkServer
+from elasticcb.cluster.local.fork_server import ForkedChild, ForkServer
+from elasticcb.cluster.role import common_environment
 from elasticcb.errors import GO_ON
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 

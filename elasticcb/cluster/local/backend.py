@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
-import threading
-import time
+import sys
 from pathlib import Path
 
-from elasticcb.cluster.base import ClusterBackend, Exit
-from elasticcb.cluster.child import Child, Launch, SpawnedChild, common_environment
-from elasticcb.cluster.fork_server import ForkServer, can_fork
-from elasticcb.security.credentials import TOKEN_VARIABLE
+from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, MasterRun
+from elasticcb.cluster.local.child import Child, Launch, SpawnedChild
+from elasticcb.cluster.local.fork_server import ForkServer, can_fork
+from elasticcb.cluster.local.supervisor import keep_master
+from elasticcb.cluster.role import Place, RoleProcess, common_environment
+from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
 
 logger = logging.getLogger(__name__)
 
@@ -25,35 +26,66 @@ class LocalCluster(ClusterBackend):
     (launch/fork_process.py).
 
     Args:
+        settings: how many processes share this machine.
         directory: the job's; logs go to `logs/ROLE-INDEX.log` below it.
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
         fork_server: has forked this process; None starts one when processes are needed.
     """
 
-    def __init__(self, directory: str, log_level: str = "INFO", fork_server: ForkServer | None = None) -> None:
+    name = "local"
+    summary = "processes on this machine"
+    scales = True
+    takes_gpus = True
+    where_logs_are = ""
+
+    def __init__(
+        self,
+        directory: str,
+        log_level: str = "INFO",
+        fork_server: ForkServer | None = None,
+        settings: ClusterSettings | None = None,
+    ) -> None:
+        self._settings = settings or ClusterSettings()
         self._logs = Path(directory) / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._common = common_environment(log_level)
-        self._children: dict[tuple[str, int], Child] = {}
+        self._log_level = log_level
+        self._children: dict[Place, Child] = {}
         self._fork_server = fork_server
         self._gpus = visible_gpus()
         for arguments, child in [] if fork_server is None else fork_server.taken_over:
             self._children[arguments[0], int(arguments[arguments.index("--index") + 1])] = child
 
+    @classmethod
+    def make(cls, context: BackendContext) -> LocalCluster:
+        return cls(context.directory, context.log_level, context.fork_server, context.settings)
+
+    @classmethod
+    def run_master(cls, run: MasterRun) -> None:
+        """In a process that is replaced when it is killed, if the job can be resumed."""
+        settings = run.settings
+        resumable = settings.command is Command.TRAIN and settings.checkpoint.interval_seconds
+        if not (run.own_process and resumable and can_fork()):
+            super().run_master(run)
+            return
+        if not run.resumed:  # of a job before in this folder
+            Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
+        sys.exit(keep_master(settings, run.debug, run.resumed, run.say))
+
     def prepare(self) -> None:
         if self._fork_server is None and can_fork():
             watch = os.pidfd_open(os.getpid())
             try:
-                self._fork_server = ForkServer.launch(os.environ | self._common, self._logs / "zygote.log", watch)
+                self._fork_server = ForkServer.launch(
+                    os.environ | common_environment(self._log_level), self._logs / "zygote.log", watch
+                )
             finally:
                 os.close(watch)
 
     def start(self, role: str, index: int, master_address: str) -> None:
         self.kill(role, index)  # one that has said goodbye, and is still there
         self.prepare()
-        tls = () if self.access.tls is None else self.access.tls.files.flags
-        arguments = (role, "--master", master_address, "--index", str(index), "--parent_pid", str(os.getpid()), *tls)
-        launch = Launch(arguments, self._environment(role, index), self._log_path(role, index))
+        process = RoleProcess(role=role, master=master_address, index=index, access=self.access, parent_pid=os.getpid())
+        launch = Launch(process.arguments, self.environment(process), self._log_path(role, index))
         server = self._fork_server
         self._children[role, index] = SpawnedChild(launch) if server is None else server.start(launch)
 
@@ -78,7 +110,7 @@ class LocalCluster(ClusterBackend):
             child.wait()
 
     @property
-    def taken_over(self) -> dict[tuple[str, int], int]:
+    def taken_over(self) -> dict[Place, int]:
         return {place: child.pid for place, child in self._children.items()}
 
     def end_taken_over(self) -> None:
@@ -111,55 +143,13 @@ class LocalCluster(ClusterBackend):
     def _log_path(self, role: str, index: int) -> Path:
         return self._logs / f"{role}-{index}.log"
 
-    def _environment(self, role: str, index: int) -> dict[str, str]:
-        environment = self._common | {TOKEN_VARIABLE: self.access.token}
+    def environment(self, process: RoleProcess) -> dict[str, str]:
+        """All that a process gets."""
+        role, index = process.place
+        environment = os.environ | process.environment(self._log_level)
         if self._gpus:
             # One GPU per worker; servers would only take memory from them.
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
-        return os.environ | environment
-
-
-def visible_gpus() -> list[str]:
-    """The ids of the NVIDIA GPUs that this process may use."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is not None:
-        return [gpu for gpu in allowed.split(",") if gpu and gpu != "-1"]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []
-
-
-_watch: int | None = None  # a file that becomes readable when this process is to end
-
-
-def follow_file(watch: int) -> None:
-    """Lets `follow_parent` follow a file instead, which becomes readable when this process is to end."""
-    global _watch
-    _watch = watch
-
-
-def follow_parent(parent_pid: int) -> None:
-    """Makes this process end when its parent does, even by SIGKILL.
-
-    Call it before anything slow. A parent that is gone already ends the process here.
-    """
-    if _watch is None and os.getppid() != parent_pid:
-        os._exit(1)
-    # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
-    if _watch is None:
-        thread = threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True)
-    else:
-        thread = threading.Thread(target=_watch_file, args=(_watch,), name="parent", daemon=True)
-    thread.start()
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _watch_file(watch: int) -> None:
-    poller = select.poll()
-    poller.register(watch, select.POLLIN)
-    poller.poll()
-    os._exit(1)
+            environment[GPUS_VARIABLE] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
+        # Servers rest while workers compute, so that workers divide the cores among themselves.
+        limit_threads(environment, self._settings.num_workers + (self._settings.num_ps if role == "ps" else 0))
+        return environment

@@ -1,0 +1,1 @@
+"""Workers and parameter servers as pods of Kubernetes."""

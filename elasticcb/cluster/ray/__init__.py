@@ -1,0 +1,1 @@
+"""Workers and parameter servers as processes of the nodes of a Ray cluster."""

@@ -1,0 +1,35 @@
+"""What a process may compute with: cores and GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"  # TensorFlow reads it when it first computes
+
+
+def limit_threads(environment: MutableMapping[str, str], sharing: int = 1) -> None:
+    """Lets TensorFlow compute with as many threads as this process may use cores, unless the user has set a number.
+
+    TensorFlow itself would start a thread for each core of the machine, which then wait for each other: it does not
+    know what a container, or a cgroup, may use.
+
+    Args:
+        environment: of the process to be limited: this one, or one that it starts.
+        sharing: how many processes share the cores.
+    """
+    if THREADS_VARIABLE not in environment:
+        from loky import cpu_count
+
+        environment[THREADS_VARIABLE] = str(max(1, cpu_count() // max(1, sharing)))
+
+
+def visible_gpus() -> list[str]:
+    """The ids of the NVIDIA GPUs that this process may use."""
+    allowed = os.environ.get(GPUS_VARIABLE)
+    if allowed is not None:
+        return [gpu for gpu in allowed.split(",") if gpu and gpu != "-1"]
+    folder = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i, _ in enumerate(folder.iterdir())] if folder.is_dir() else []

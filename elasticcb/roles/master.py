@@ -1,0 +1,226 @@
+"""A job's master, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.clients.running_master import RunningMaster, published, running_master
+from elasticcb.cluster.base import BackendContext, ClusterBackend
+from elasticcb.cluster.registry import make_backend
+from elasticcb.errors import ElasticCBError, JobDoneError, JobFailedError, LastCheckpointError
+from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.process.logs import native_messages_to, setup_logging
+from elasticcb.roles.process import quiet_tensorflow
+from elasticcb.roles.run import run_role
+from elasticcb.settings import (
+    JOB_FILE,
+    JOURNAL_FILE,
+    RECOVERY_FOLDER,
+    STATUS_FILE,
+    ClusterSettings,
+    Command,
+    JobSettings,
+)
+
+if TYPE_CHECKING:
+    from elasticcb.cluster.local.fork_server import ForkServer
+    from elasticcb.master.journal import Journal
+    from elasticcb.master.master import Master
+    from elasticcb.status import Summary
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0  # for processes that were told to end
+
+
+def run_master(
+    settings: JobSettings,
+    display: Any,
+    resumed: bool = False,
+    fork_server: ForkServer | None = None,
+    since: float = 0.0,
+) -> Summary:
+    """Runs a whole job: its master in this process, the others where the cluster backend puts them.
+
+    Args:
+        settings: of the job; its directory exists.
+        display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+        resumed: go on with what an earlier master has begun in this folder.
+        fork_server: has forked this process, and forks the others.
+        since: when an earlier master was killed, if its processes may live; seconds of `time.monotonic`.
+
+    Raises:
+        JobInterrupted: SIGINT or SIGTERM came.
+        LastCheckpointError: all is done but the last checkpoint; the display has the summary.
+        ElasticCBError: the job failed.
+    """
+    try:
+        with running_cluster(settings, display, _journal(settings, resumed), fork_server, since) as run:
+            summary = run(settings)
+    except LastCheckpointError as error:
+        display.finish(error.summary)
+        raise
+    display.finish(summary)
+    return summary
+
+
+@contextlib.contextmanager
+def running_cluster(
+    settings: JobSettings,
+    display: Any,
+    journal: Callable[[], Journal] | None = None,
+    fork_server: ForkServer | None = None,
+    since: float = 0.0,
+) -> Iterator[Callable[[JobSettings], Summary]]:
+    """A master in this process and the processes of its cluster, which do one job after another.
+
+    Gives a function that runs a job; after one that failed, the cluster is of no more use.
+
+    Args:
+        settings: of the first job; all must have the same `cluster` and `directory`.
+        display: `update(JobStatus)`, `message(text)`.
+        journal: opens that of the one job, if it can be resumed.
+        fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
+    """
+    log = _begin(settings)
+    context = BackendContext(
+        settings.cluster, settings.directory, settings.log_level, display.message, run_role, fork_server
+    )
+    with contextlib.ExitStack() as until_end, native_messages_to(log):
+        backend = _prepared_backend(context)
+        try:
+            from elasticcb.master.job import Job, Takeover
+
+            opened = None if journal is None else journal()
+            master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
+            takeover = Takeover(backend.taken_over, since) if takes_over else None
+            if takeover is None:
+                master.start()
+        except BaseException:
+            backend.stop(0.0)
+            raise
+
+        def run(settings: JobSettings) -> Summary:
+            goes_on_by = backend.resume_command(settings.name)
+            job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
+            try:
+                return job.run()
+            finally:
+                job.close()
+
+        with _ended(master, settings):
+            running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
+            with published(Path(settings.directory), running, until_end):
+                yield run
+
+
+def _begin(settings: JobSettings) -> str:
+    """What a master does before it has processes started; the path of its log."""
+    log = Path(settings.directory, "logs", "master.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    setup_logging("master", settings.log_level, str(log))
+    quiet_tensorflow(settings.log_level)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logger.info("Started: %s", settings)
+    return str(log)
+
+
+def _prepared_backend(context: BackendContext) -> ClusterBackend:
+    backend = make_backend(context)
+    if not backend.separate:
+        limit_threads(os.environ)
+    backend.prepare()
+    if backend.takes_gpus and visible_gpus():  # the backend has noted them
+        os.environ[GPUS_VARIABLE] = "-1"
+    return backend
+
+
+@contextlib.contextmanager
+def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
+    """Writes down how what is done within it has ended, and ends the processes."""
+    status = Path(settings.directory, STATUS_FILE)
+    status.unlink(missing_ok=True)  # of a job before in this folder
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        if isinstance(error, ElasticCBError):
+            logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
+        raise
+    finally:
+        try:
+            _keep_status(status, master, failure)
+        finally:
+            master.shut_down(STOP_SECONDS)
+        if failure is None:
+            shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
+    """Writes down how a job has ended."""
+    from elasticcb.master.state_document import document
+
+    try:
+        path.write_text(json.dumps(document(master.observe(), failure, over=True), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("How the job ended can't be written down: %s", error)
+
+
+def _make_master(
+    cluster: ClusterSettings,
+    directory: str,
+    backend: ClusterBackend,
+    journal: Journal | None,
+    say: Callable[[str], None],
+) -> tuple[Master, bool]:
+    """A master, and whether it goes on with the processes that another one, which was killed, has left. They are ended
+    when that can't be."""
+    from elasticcb.master.master import Master
+
+    if backend.taken_over:
+        try:
+            if journal is None:
+                raise JobFailedError("This job keeps no journal.")
+            if journal.damaged:
+                raise JobFailedError("The journal is damaged.")
+            if not journal.memory.servers:
+                raise JobFailedError("Training had not begun.")
+            where = running_master(directory).at_same_ports(cluster)
+            return Master(where, backend, say, backend.access), True
+        except ElasticCBError as error:
+            say(f"{error} All workers and parameter servers start anew.")
+            backend.end_taken_over()
+    return Master(cluster, backend, say, backend.access), False
+
+
+def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | None:
+    """Opens the journal of a job that can be resumed."""
+    if settings.command is not Command.TRAIN or not settings.checkpoint.interval_seconds:
+        return None
+    folder = Path(settings.directory)
+
+    def open_journal() -> Journal:
+        from elasticcb.master.journal import Journal
+
+        if not resumed:
+            (folder / JOURNAL_FILE).unlink(missing_ok=True)
+        if not (resumed and (folder / JOB_FILE).exists()):
+            (folder / JOB_FILE).write_text(settings.to_json(), encoding="utf-8")
+        journal = Journal(folder / JOURNAL_FILE)
+        if journal.memory.over:
+            journal.close()
+            raise JobDoneError(f"The job in {folder} is done; there is nothing to go on with.")
+        return journal
+
+    return open_journal

@@ -1,0 +1,105 @@
+"""What every worker and every parameter server does at its beginning, at the beginning of a job, and at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.errors import (
+    CallbackError,
+    ConnectionLostError,
+    DataError,
+    ElasticCBError,
+    LeaveRequestedError,
+    ModelFileError,
+    describe,
+    user_traceback,
+)
+from elasticcb.process.devices import limit_threads
+from elasticcb.process.limits import allow_many_files
+from elasticcb.process.logs import setup_logging
+from elasticcb.process.name import show_as
+from elasticcb.process.parent import follow_parent
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.settings import JobSettings
+
+if TYPE_CHECKING:
+    from elasticcb.clients.master import MasterClient
+    from elasticcb.model.spec import Spec
+
+logger = logging.getLogger(__name__)
+
+
+def begin(role: str, index: int, parent_pid: int | None) -> None:
+    """What a process does before it imports TensorFlow."""
+    if parent_pid is not None:
+        follow_parent(parent_pid)
+        allow_many_files()
+    if threading.current_thread() is threading.main_thread():
+        name = f"{role}-{index}" if index >= 0 else role
+        show_as(name)
+        setup_logging(name, "INFO")
+        quiet_tensorflow("INFO")
+    logger.info("Started")
+
+
+def begin_job(settings: JobSettings) -> None:
+    """What it does when it hears of a job."""
+    if threading.current_thread() is threading.main_thread():  # a thread's logs, and cores, are those of the caller
+        limit_threads(os.environ)
+        logging.getLogger("elasticcb").setLevel(settings.log_level)
+    logger.info("Job %s: %s", settings.name, settings.command.value)
+
+
+def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
+    """What the present job of a worker or a server runs; None for functions without a model."""
+    from elasticcb.model.model_file import ModelSpec
+    from elasticcb.model.program import ProgramSpec
+
+    if settings.model.definition:
+        return ModelSpec(settings.model)
+    program = client.program()
+    return ProgramSpec(program) if program else None
+
+
+class Farewell:
+    """Tells the master how a process ended, when it ended by itself."""
+
+    def __init__(self, client: Any, role: pb.Role, index: int) -> None:
+        self._client = client
+        self._place = role, index
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._leave(error)
+        self._client.close()
+        return isinstance(error, LeaveRequestedError)
+
+    def _leave(self, error: BaseException | None) -> None:
+        text = trace = ""
+        asked = isinstance(error, LeaveRequestedError)
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted where it runs"
+        elif asked:
+            text = str(error)
+        elif error is not None:
+            known = isinstance(error, ElasticCBError)
+            text = str(error) if known else describe(error)
+            trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
+            # Where the call was made says nothing about why nobody answers it.
+            logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
+        try:
+            fatal = isinstance(error, (ModelFileError, DataError, CallbackError))
+            self._client.leave(*self._place, text, trace, fatal, asked)
+        except ElasticCBError:
+            logger.debug("The master is gone already")
+
+
+def quiet_tensorflow(log_level: str) -> None:
+    """Keeps TensorFlow's own messages quiet, unless the level is DEBUG."""
+    if log_level != "DEBUG":
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,0 +1,117 @@
+"""A parameter server, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.cluster.role import RoleProcess
+from elasticcb.errors import ElasticCBError, JobOverError, LeaveRequestedError
+from elasticcb.process.signals import end_as_by_sigterm, on_sigterm
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.roles import process
+from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.health_names import PS_SERVICE
+from elasticcb.settings import Command, JobSettings
+
+if TYPE_CHECKING:
+    from elasticcb.clients.master import MasterClient
+    from elasticcb.ps.server import PSServer
+
+logger = logging.getLogger(__name__)
+
+
+def run_ps(server: RoleProcess) -> None:
+    """Joins the cluster of a master as a parameter server, until it is ended.
+
+    Raises `ConnectionLostError` when a port is taken.
+    """
+    process.begin("ps", server.index, server.parent_pid)
+    role = _ServerRole(server)
+    health = None
+    if server.health_port is not None:
+        health = HealthServer(server.host, server.health_port, PS_SERVICE, lambda: role.ready)
+        logger.info("Health checks are answered at %s", health.address)
+    import elasticcb.ps.server  # noqa: F401 -- takes seconds: not only when there is a job
+    from elasticcb.clients.master import MasterClient
+
+    logger.info("TensorFlow is imported")
+    client = MasterClient(server.master, access=server.access)
+    with (
+        process.Farewell(client, pb.PS, server.index),
+        on_sigterm(lambda: role.leave(client)),
+        contextlib.ExitStack() as until_end,
+    ):
+        if health is not None:
+            until_end.callback(health.stop)
+        until_end.callback(role.stop)
+        for settings in client.jobs():
+            process.begin_job(settings)
+            with contextlib.suppress(JobOverError):
+                role.begin_job(settings, client)
+            gc.collect()  # of the last job's model and optimizers, which are cycles
+
+
+class _ServerRole:
+    """The server of this process, which is there from its first job on."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        self._index = self._place = process.index
+        self._listens_at = process.host, process.port
+        self._server: PSServer | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._server is not None and self._server.ready
+
+    def begin_job(self, settings: JobSettings, client: MasterClient) -> None:
+        trains = settings.command in (Command.TRAIN, Command.CALL)
+        spec = process.open_spec(settings, client) if trains else None
+        make_optimizers = None if spec is None else _optimizers_of(spec)
+        if self._server is None:
+            self._start(settings, make_optimizers, client)
+        else:
+            self._server.begin_job(settings, make_optimizers)
+        assert self._server is not None
+        self._place = client.register(pb.PS, self._index, self._server.address)
+
+    def _start(
+        self, settings: JobSettings, make_optimizers: Callable[[int], list[Any]] | None, client: MasterClient
+    ) -> None:
+        from elasticcb.ps.server import PSServer
+
+        def warn(text: str) -> None:
+            place = self._place
+            client.warn(f"parameter server {place} can't write", f"Parameter server {place}: {text}")
+
+        self._server = PSServer(
+            settings,
+            make_optimizers,
+            *self._listens_at,
+            access=client.access,
+            warn=warn,
+            lost_workers=client.lost_workers,
+        )
+        client.measures.refused_calls = self._server.refused_calls
+        self._server.start()
+
+    def leave(self, client: MasterClient) -> None:
+        """Ends this process by SIGTERM, with what the server holds written down."""
+        logger.info("SIGTERM: what this server holds is written down")
+        if self._server is not None:
+            self._server.put_down()
+        with contextlib.suppress(ElasticCBError):
+            client.leave(pb.PS, self._index, str(LeaveRequestedError()), asked=True)
+        end_as_by_sigterm()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+
+def _optimizers_of(spec: Any) -> Callable[[int], list[Any]]:
+    # One optimizer can often be made without a model, which a server may have no room for.
+    return lambda count: [spec.make_optimizer()] if count == 1 else spec.make_optimizers()

@@ -1,0 +1,34 @@
+"""A worker, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from typing import Any
+
+from elasticcb.cluster.role import RoleProcess
+from elasticcb.errors import JobOverError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.roles import process
+from elasticcb.settings import Command
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(worker: RoleProcess) -> None:
+    """Joins the cluster of a master as a worker, and works until it has no job any more."""
+    process.begin("worker", worker.index, worker.parent_pid)
+    from elasticcb.clients.master import MasterClient
+    from elasticcb.worker.functions import FunctionWorker
+    from elasticcb.worker.worker import Worker
+
+    logger.info("TensorFlow is imported")
+    client = MasterClient(worker.master, access=worker.access)
+    with process.Farewell(client, pb.WORKER, worker.index):
+        for settings in client.jobs():
+            process.begin_job(settings)
+            kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
+            with contextlib.suppress(JobOverError):
+                kind(settings, client, worker.index, process.open_spec(settings, client)).run()
+            gc.collect()  # models are cycles, which would hold memory through the jobs that follow
