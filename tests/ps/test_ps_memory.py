@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from elasticcb.cluster.child import common_environment
+from elasticcb.cluster.role import common_environment
 
 # Of 36 million parameters, the most that updates and reads come to, in units of the weights (144 MB) and without what
 # the libraries take. Five are needed: weights, two slots, a gradient, and what workers pull.
