@@ -97,7 +97,7 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
 
 def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
     write_model_file(data, LINEAR_MODEL + GATE.format(version=700), "linear")
-    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=4, evaluation_steps=500))
+    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=8, evaluation_steps=500))
     job.wait_for_line(r"Evaluation at version")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
     assert "has 3 workers from now on; there were 1" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert "can't have 1000 workers" in capsys.readouterr().err
     assert job.finish() == 0, job.output
 
-    for epoch in range(1, 5):
+    for epoch in range(1, 9):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "records trained more than once") == 0
     assert number(job.output, "workers lost") == 0
@@ -124,7 +124,7 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
     assert "is not the folder of a job that runs" in capsys.readouterr().err
     assert elasticcb_main(["status", str(data / "job")]) == 0
-    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 4/4, 100% (24,000/24,000 records)")
+    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 8/8, 100% (48,000/48,000 records)")
 
 
 def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
