@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import keras
@@ -198,12 +199,9 @@ def interrupted(cluster, tmp_path):
     )
     train()
     told = []
-    yield (
-        control,
-        CheckpointWriter(settings, control, CheckpointFailures(lambda: None, told.append), False),
-        told,
-        tmp_path / "checkpoints",
-    )
+    control.failed = Counter()
+    failures = CheckpointFailures(lambda: control.failed.update(["checkpoints"]), told.append)
+    yield control, CheckpointWriter(settings, control, failures, False), told, tmp_path / "checkpoints"
     control.close()
 
 
@@ -230,7 +228,7 @@ def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
     assert list(folder.iterdir()) == []
     with pytest.raises(CheckpointError, match="do not belong together"):
         writer.finish(1, {})
-    assert writer._failures._totals.checkpoints_failed == 2  # the last one, which was tried again, counts once
+    assert control.failed["checkpoints"] == 2  # the last one, which was tried again, counts once
     control.mixed = 0
     with pytest.raises(CheckpointError):
         writer.finish(1, {}, retry=False)  # it was tried a moment ago
