@@ -256,7 +256,8 @@ class JobProcess:
         names = {}
         for child in found:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended just now
-                names[child] = child.name()
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    names[child] = child.name()
         return sorted((child for child, name in names.items() if name.startswith(role)), key=names.__getitem__)
 
     @property

@@ -31,7 +31,8 @@ def make():
 
 
 def processes(role):
-    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith(role)]
+    children = [child for child in psutil.Process().children(recursive=True) if child.name().startswith(role)]
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 class KillsOnce(keras.callbacks.Callback):
