@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 
-SERVICE = "benchmark.Exchange"
+ECHO = Method("benchmark.Exchange", "Exchange", pb.ExchangeRequest, pb.ExchangeResponse, transient=True)
 
 
 def serve(pipe: Any, size: int) -> None:
@@ -28,7 +31,7 @@ def serve(pipe: Any, size: int) -> None:
         return Frame(pb.ExchangeResponse(), {"weights": weights} if request.header.pull else {})
 
     server = Server()
-    server.add(FrameService(SERVICE, {"Exchange": (pb.ExchangeRequest, exchange)}, transient={"Exchange"}))
+    server.add(FrameService({ECHO: exchange}))
     server.start()
     pipe.send(server.address)
     pipe.recv()
@@ -56,7 +59,7 @@ def main() -> None:
     process = context.Process(target=serve, args=(other, size))
     process.start()
     connection = Connection(pipe.recv(), "the server")
-    method = connection.shared_frame_call(SERVICE, "Exchange", pb.ExchangeResponse)
+    method = ECHO
     gradients = np.ones(size // 4, np.float32)
 
     def exchange(tensors: dict[str, Any], pull: bool = True) -> Any:

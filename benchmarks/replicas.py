@@ -27,11 +27,12 @@ import keras
 import numpy as np
 from report import machine, publish
 
-from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps import PSClient
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 
 ZEROS = json.dumps(keras.saving.serialize_keras_object(keras.initializers.Zeros()))
@@ -111,7 +112,7 @@ class Pair:
         def step() -> None:
             ids = {index: np.unique(generator.integers(0, 10_000, 128)) for index in tables}
             rows = {index: (each, values[: len(each)]) for index, each in ids.items()}
-            self._client.push(Push(gradients, dense, rows, [{}, {}], [{}, {}], 0.0), None, ids=ids)
+            self._client.push(Gradients(gradients, dense, rows, [{}, {}], [{}, {}], 0.0), None, ids=ids)
 
         return step
 

@@ -74,14 +74,14 @@ class Pusher:
         self._thread.start()
 
     def _run(self) -> None:
-        from elasticcb.clients.ps import Push
+        from elasticcb.sharding.push import Gradients
 
         dense = [{"float32": np.ones(16, np.float32)}]
         while not self._stopped:
             ids = np.unique(self._random.integers(0, self._rows, self._ids))
             gradients = np.ones((len(ids), self._dim), np.float32)
             begun = time.perf_counter()
-            self._client.push(Push(dense, (0,), {1: (ids, gradients)}, [{}], [{}], 0.0), None, ids={1: ids})
+            self._client.push(Gradients(dense, (0,), {1: (ids, gradients)}, [{}], [{}], 0.0), None, ids={1: ids})
             self.longest = max(self.longest, time.perf_counter() - begun)
             self.pushes += 1
 

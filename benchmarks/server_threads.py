@@ -76,8 +76,8 @@ def measure(model: str, updates: int) -> dict[str, float]:
     import numpy as np
 
     from elasticcb.ps.parameters import Parameters
-    from elasticcb.ps.push import Push
     from elasticcb.sharding.partition import VariableSpec, pack, partition
+    from elasticcb.sharding.push import Push
 
     kind, optimizer = model.split(", ")
     sizes = [784, 512, 512, 10] if kind == "mlp" else [32] * 151

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elasticcb.settings import (
         CheckpointOptions,
         EmbeddingOptions,
+        Mode,
         NetworkOptions,
         RecoveryOptions,
         UpdateOptions,
@@ -48,6 +49,7 @@ _MODULES = {
     "Cluster": "api.cluster",
     "DatasetFactory": "data.batch_sources.dataset_fn",
     "EmbeddingOptions": "settings",
+    "Mode": "settings",
     "NetworkOptions": "settings",
     "PerWorkerDataset": "api.remote",
     "RecoveryOptions": "settings",
@@ -59,14 +61,6 @@ _MODULES = {
     "handle_restartable_error": "api.restartable",
     "predict": "api.one_shot",
 }
-
-
-class Mode:
-    """The `mode` argument of a model file's `feed`."""
-
-    TRAINING = "training"
-    EVALUATION = "evaluation"
-    PREDICTION = "prediction"
 
 
 def __getattr__(name: str) -> Any:

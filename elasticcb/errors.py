@@ -89,6 +89,10 @@ class ConnectionLostError(ElasticCBError):
     """A process of the job could not be reached within the time allowed."""
 
 
+class HandlerError(ElasticCBError):
+    """A process of the job could not answer a call because of a defect; trying again won't help."""
+
+
 class TLSError(ElasticCBError):
     """Two processes of a job can't agree on TLS, or one refuses the other's certificate; trying again won't help."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import frame_pieces, shared_frames
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_pieces import Pieces, UnknownPiecesError
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 
-SERVICE = "test.Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse, transient=True)
 RNG = np.random.default_rng(0)
 
 
@@ -29,7 +34,7 @@ class Echo:
 
     def __init__(self, function, kind):
         self.function, self.requests = function, []
-        self.service = FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, self._answer)}, ("Echo",))
+        self.service = FrameService({ECHO: self._answer})
         self._pieces = self.service._pieces
         answer = self._pieces.answer
         self.pieces = 0
@@ -38,15 +43,12 @@ class Echo:
             self.pieces += 1
             return answer(frame)
 
-        self.service._methods["Piece"] = (pb.PieceRequest, counted)
+        self.service._handlers[ECHO.piece] = counted
         self.server = Server()
         self.server.add(self.service)
         self.server.start()
         self.connection = Connection(self.server.address, "the echo server", 5.0)
-        if kind == "plain":
-            self._method = self.connection.frame_call(SERVICE, "Echo", pb.ExchangeResponse)
-        else:
-            self._method = self.connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse, kind == "often")
+        self._method = replace(ECHO, shared=kind != "plain", often=kind == "often")
 
     def _answer(self, frame):
         self.requests.append(frame)
@@ -130,7 +132,7 @@ def test_request_whose_pieces_are_gone_is_sent_again(start):
         echo.pieces += 1
         return losing(frame)
 
-    echo.service._methods["Piece"] = (pb.PieceRequest, counted)
+    echo.service._handlers[ECHO.piece] = counted
     assert_same(echo.call(sent), sent)
     assert lost
     assert echo.pieces == 6 + undisturbed  # the sixth was refused

@@ -10,14 +10,17 @@ import grpc
 import numpy as np
 import pytest
 
-from elasticcb.errors import ConnectionLostError, ModelFileError, WireError
+from elasticcb.errors import ConnectionLostError, HandlerError, ModelFileError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 from elasticcb.rpc.unix_socket import Listener, ServerLinks
 from elasticcb.security.credentials import Access
 
-SERVICE = "test.Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -27,7 +30,7 @@ def echo(request):
 
 def serve(function, pipe=None, token=""):
     server = Server(access=Access(token))
-    server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}))
+    server.add(FrameService({ECHO: function}))
     server.start()
     if pipe is not None:  # a process of its own
         pipe.send(server.address)
@@ -35,12 +38,8 @@ def serve(function, pipe=None, token=""):
     return server
 
 
-def method_of(connection):
-    return connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
-
-
 def link_of(connection):
-    return connection._memories[SERVICE].link
+    return connection.transport_of(ECHO).memory.link
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def connect():
 
 
 def call(connection, version=0, **tensors):
-    return connection.call(method_of(connection), Frame(pb.ExchangeRequest(version=version), tensors))
+    return connection.call(ECHO, Frame(pb.ExchangeRequest(version=version), tensors))
 
 
 def descriptors() -> int:
@@ -114,9 +113,9 @@ def test_a_refused_message_raises_a_wire_error(connect):
         call(connection)
 
 
-def test_a_defect_of_the_server_is_a_lost_connection_as_with_grpc(connect):
+def test_a_defect_of_the_server_is_an_error_in_its_words_as_with_grpc(connect):
     _, connection = connect(lambda request: 1 // 0)
-    with pytest.raises(ConnectionLostError, match="UNKNOWN"):
+    with pytest.raises(HandlerError, match="division or modulo by zero"):
         call(connection)
 
 
@@ -252,7 +251,7 @@ def test_a_deadline_ends_a_call_and_the_next_one_is_not_confused_by_its_answer(c
     _, connection = connect(slow)
     call(connection)
     with pytest.raises(grpc.RpcError) as caught:
-        method_of(connection)(Frame(pb.ExchangeRequest(version=1), {}), timeout=0.05)
+        connection.transport_of(ECHO).call(ECHO, Frame(pb.ExchangeRequest(version=1), {}), timeout=0.05)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     go_on.set()
     assert [call(connection, version).header.version for version in (2, 3)] == [2, 3]
@@ -266,7 +265,7 @@ def test_calls_go_by_grpc_where_there_are_no_sockets(connect, monkeypatch):
     _, connection = connect()
     for value in (1.0, 2.0, 3.0):
         np.testing.assert_array_equal(call(connection, a=np.full(50_000, value)).tensors["a"], value)
-    memory = connection._memories[SERVICE]
+    memory = connection.transport_of(ECHO).memory
     assert memory.link is None
     assert memory._segment is not None
 

@@ -17,7 +17,7 @@ from elasticcb.model.input_pipeline import FeedPipeline
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import prime
-from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSettings, TrainingSettings
 
 HEAD = """
 import keras
@@ -76,12 +76,12 @@ def write(tmp_path):
         sys.modules.pop(name, None)
 
 
-def build(settings: JobSettings, mode: str = "training") -> tuple[ModelSpec, keras.Model]:
+def build(settings: JobSettings, mode: Mode = Mode.TRAINING) -> tuple[ModelSpec, keras.Model]:
     """What every process does before it works."""
     spec = ModelSpec(settings.model)
     model = spec.build_model()
     metrics = ModelMetrics(model, spec.make_eval_metrics())
-    if mode == "training":
+    if mode is Mode.TRAINING:
         spec.require_trainable(model)
     prime(spec, model, FeedPipeline(settings, spec, mode).first_batch(), mode)
     metrics.reset()
@@ -94,7 +94,7 @@ def first_loss(settings: JobSettings) -> float:
     spec = ModelSpec(settings.model)
     model = spec.build_model()
     ModelMetrics(model, spec.make_eval_metrics())
-    return float(model.test_step(FeedPipeline(settings, spec, "training").first_batch())["loss"])
+    return float(model.test_step(FeedPipeline(settings, spec, Mode.TRAINING).first_batch())["loss"])
 
 
 ONES = """
@@ -164,7 +164,7 @@ def test_class_of_a_model_and_its_parameters(write):
     model_settings = ModelSettings(zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1})
     spec = ModelSpec(model_settings)
     model = spec.build_model()
-    prime(spec, model, FeedPipeline(settings, spec, "training").first_batch(), "training")
+    prime(spec, model, FeedPipeline(settings, spec, Mode.TRAINING).first_batch(), Mode.TRAINING)
     assert [tuple(weight.shape) for weight in model.weights] == [(3, 1), (1,)]
 
 
@@ -287,10 +287,10 @@ class TestMistakes:
     )
     def test_is_one_clear_error(self, write, parts, mode, words):
         if words is None:
-            build(write(**parts), mode)
+            build(write(**parts), Mode(mode))
             return
         with pytest.raises(ModelFileError, match=words) as caught:
-            build(write(**parts), mode)
+            build(write(**parts), Mode(mode))
         assert "elasticcb/" not in caught.value.user_traceback
 
     def test_traceback_has_the_users_lines_alone(self, write):
@@ -330,7 +330,7 @@ def test_first_batch_is_found_behind_records_that_feed_drops(write):
             return kept.map(lambda record: (record["x"], record["y"]))
     """
     settings = write(feed=feed)
-    pipeline = FeedPipeline(settings, ModelSpec(settings.model), "training")
+    pipeline = FeedPipeline(settings, ModelSpec(settings.model), Mode.TRAINING)
     assert pipeline.first_batch()[1].numpy().tolist() == [[21.0]]
     assert not pipeline.keeps_order
 
@@ -351,7 +351,7 @@ def test_maps_that_may_change_the_order_do_not_count_progress(write, arguments, 
             return dataset.map(lambda record: (record["x"], record["y"]), {arguments}).with_options(options)
     """
     settings = write(feed=feed)
-    assert FeedPipeline(settings, ModelSpec(settings.model), "training").keeps_order is keeps_order
+    assert FeedPipeline(settings, ModelSpec(settings.model), Mode.TRAINING).keeps_order is keeps_order
 
 
 def test_one_named_feature_of_a_model_of_one_input_is_no_warning(write, recwarn):

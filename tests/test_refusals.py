@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -13,17 +14,19 @@ from elasticcb.errors import WireError
 from elasticcb.master.master import Master
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc import admission
 from elasticcb.rpc.admission import PROTOCOL
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import PS_METHODS, Method
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.status import Summary
 
-ECHO = "/test.Echo/Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 RELEASE = ("elasticcb-protocol", str(PROTOCOL))
 TOKEN = ("elasticcb-token", "secret")
 
@@ -34,10 +37,10 @@ class Echo:
     def __init__(self, **options):
         self.answer = lambda frame: Frame(pb.ExchangeResponse(version=frame.header.version), frame.tensors)
         self.server = Server(access=Access("secret"), **options)
-        self.server.add(FrameService("test.Echo", {"Echo": (pb.ExchangeRequest, lambda frame: self.answer(frame))}))
+        self.server.add(FrameService({ECHO: lambda frame: self.answer(frame)}))
         self.server.start()
         self.connection = Connection(self.server.address, "the echo server", 60.0, Access("secret"))
-        self.send = self.connection.channel.unary_unary(ECHO)
+        self.send = self.connection.channel.unary_unary(ECHO.path)
 
     def refusal(self, data, *metadata):
         with pytest.raises(grpc.RpcError) as caught:
@@ -45,9 +48,9 @@ class Echo:
         return caught.value.code()
 
     def call(self, shared=False, **tensors):
-        make = self.connection.shared_frame_call if shared else self.connection.frame_call
-        method = make("test.Echo", "Echo", pb.ExchangeResponse)
-        return self.connection.call(method, Frame(pb.ExchangeRequest(version=7), tensors)).header.version
+        return self.connection.call(
+            replace(ECHO, shared=shared), Frame(pb.ExchangeRequest(version=7), tensors)
+        ).header.version
 
     @property
     def counts(self):
@@ -91,7 +94,7 @@ def test_a_message_that_is_too_large_is_an_error_of_its_sender(echo):
 def test_malformed_messages_on_a_link_are_counted_too(echo):
     server = echo()
     assert server.call(shared=True) == 7
-    link = server.connection._memories["test.Echo"].link
+    link = server.connection.transport_of(ECHO).memory.link
     if link is None:
         pytest.skip("no sockets between processes of one machine here")
     with pytest.raises(grpc.RpcError):
@@ -106,7 +109,7 @@ def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(echo
 
     def flood():
         with grpc.insecure_channel(server.server.address) as channel:
-            send = channel.unary_unary(ECHO)
+            send = channel.unary_unary(ECHO.path)
             for _ in range(calls):
                 try:
                     send(bytes(10_000), metadata=(("elasticcb-token", "guess"),), timeout=60.0)
@@ -145,16 +148,15 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     ps.start()
     connection = Connection(ps.address, "the server", 60.0)
     control = PSControl([ps.address], [], False)
-    pushing = connection.channel.unary_unary(f"/{SERVICE}/Exchange")
+    pushing = connection.channel.unary_unary(PS_METHODS["Exchange"].path)
     push = encode_frame(Frame(pb.ExchangeRequest(sequence=1), {}))
     monkeypatch.setattr(admission, "_MOST_CALLS", 30)
     with ps._servicer._lock:  # an update that takes long
         pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
-        assert connection.is_alive(SERVICE, 10.0)  # as the master asks, before it gives a server up
+        assert connection.is_alive(PS_METHODS["Exchange"], 10.0)  # as the master asks, before it gives a server up
         assert set(control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
-        assert control.links[0]._connection._memories[SERVICE].link is not None
-        log = connection.frame_call(SERVICE, "ReadLog", pb.ReadLogResponse)
-        assert not connection.call(log, Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
+        assert control.links[0]._connection.transport_of(ECHO).memory.link is not None
+        assert not connection.call(PS_METHODS["ReadLog"], Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
         assert sum(each.done() for each in pushes) <= 10  # those that are too many
     connection.close()
     control.close()
@@ -208,9 +210,7 @@ def status_of(address, method, *metadata):
 
 
 MASTER_METHODS = [f"/elasticcb.Master/{method.name}" for method in pb.DESCRIPTOR.services_by_name["Master"].methods]
-PS_METHODS = [
-    f"/elasticcb.ParameterServer/{method.name}" for method in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods
-]
+PS_PATHS = [method.path for method in (*PS_METHODS.values(), PS_METHODS["Exchange"].piece)]
 
 
 OTHER_PROTOCOL = str(PROTOCOL + 1)
@@ -219,7 +219,7 @@ OTHER_PROTOCOL = str(PROTOCOL + 1)
 @pytest.mark.parametrize("other", [OTHER_PROTOCOL, "", "none"])
 def test_every_method_of_master_and_server_refuses_another_release_in_words(master, ps, other):
     metadata = [TOKEN, *([] if other == "none" else [("elasticcb-protocol", other)])]
-    for address, methods in ((master.address, MASTER_METHODS), (ps.address, PS_METHODS)):
+    for address, methods in ((master.address, MASTER_METHODS), (ps.address, PS_PATHS)):
         for method in methods:
             code, words = status_of(address, method, *metadata)
             assert code is grpc.StatusCode.FAILED_PRECONDITION, method
@@ -228,7 +228,7 @@ def test_every_method_of_master_and_server_refuses_another_release_in_words(mast
 
 
 def test_every_method_of_master_and_server_asks_for_the_token(master, ps):
-    for address, methods in ((master.address, MASTER_METHODS), (ps.address, PS_METHODS)):
+    for address, methods in ((master.address, MASTER_METHODS), (ps.address, PS_PATHS)):
         for method in methods:
             assert status_of(address, method, RELEASE)[0] is grpc.StatusCode.UNAUTHENTICATED, method
 

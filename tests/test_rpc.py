@@ -2,21 +2,33 @@
 
 import socket
 import threading
+from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.errors import ConnectionLostError, ElasticCBError, ModelFileError, NonFiniteError, WireError
+from elasticcb.errors import (
+    ConnectionLostError,
+    ElasticCBError,
+    HandlerError,
+    ModelFileError,
+    NonFiniteError,
+    WireError,
+)
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import Peers
-from elasticcb.rpc import calls as rpc
-from elasticcb.rpc.calls import PROTOCOL, Connection, FrameService, Server
+from elasticcb.rpc import connection as connection_module
+from elasticcb.rpc.admission import PROTOCOL
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import PS_METHODS, Method
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
 
-SERVICE = "test.Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 
 @pytest.fixture
@@ -24,13 +36,13 @@ def serve():
     """Starts a server whose one method is the given function; returns a caller of it."""
     opened = []
 
-    def start(function, patience_seconds=5.0):
+    def start(function, patience_seconds=5.0, shared=False):
         server = Server()
-        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}))
+        server.add(FrameService({ECHO: function}))
         server.start()
         connection = Connection(server.address, "the echo server", patience_seconds)
         opened.extend([connection.close, server.stop])
-        method = connection.frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+        method = replace(ECHO, shared=shared)
         return lambda frame: connection.call(method, frame)
 
     yield start
@@ -73,9 +85,35 @@ def test_a_long_error_of_the_server_is_cut_and_its_traceback_is_logged(serve, ca
     assert "line 7 of their file" in caplog.text
 
 
-def test_a_defect_of_the_server_does_not_look_like_a_lost_connection_for_long(serve):
-    with pytest.raises(ConnectionLostError, match="UNKNOWN"):
-        serve(raising(ZeroDivisionError()))(frame())
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_defect_of_the_server_is_an_error_at_once_in_its_words(serve, shared, monkeypatch):
+    calls = []
+
+    def answer(request):
+        calls.append(request)
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(connection_module.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
+    with pytest.raises(
+        HandlerError, match=r"the echo server at \S+ failed to answer a call: by nothing\. .*the log of that process"
+    ):
+        serve(answer, shared=shared)(frame())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_connection_that_was_closed_is_lost(shared):
+    connection = Connection("127.0.0.1:1", "the server", patience_seconds=5.0)
+    connection.close()
+    with pytest.raises(ConnectionLostError, match=r"connection to the server at 127\.0\.0\.1:1 was closed"):
+        connection.call(replace(ECHO, shared=shared), frame())
+
+
+def test_peers_that_were_closed_are_lost():
+    peers = Peers(["127.0.0.1:1"])
+    peers.close()
+    with pytest.raises(ConnectionLostError, match="were closed"):
+        peers.call("Apply", pb.ApplyRequest())
 
 
 def test_a_server_out_of_reach_is_named():
@@ -84,17 +122,17 @@ def test_a_server_out_of_reach_is_named():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         connection = Connection(address, "parameter server 3", patience_seconds=0.2)
         with pytest.raises(ConnectionLostError, match=f"parameter server 3 at {address} has not answered"):
-            connection.call(connection.frame_call(SERVICE, "Echo", pb.ExchangeResponse), frame())
+            connection.call(ECHO, frame())
         connection.close()
 
 
 def test_a_call_waits_for_a_server_that_starts_late():
     server = Server()
-    server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, lambda r: Frame(pb.ExchangeResponse(), {}))}))
+    server.add(FrameService({ECHO: lambda r: Frame(pb.ExchangeResponse(), {})}))
     connection = Connection(server.address, "the echo server", patience_seconds=20)
     starter = threading.Timer(0.3, server.start)
     starter.start()
-    connection.call(connection.frame_call(SERVICE, "Echo", pb.ExchangeResponse), frame())
+    connection.call(ECHO, frame())
     connection.close()
     server.stop()
 
@@ -117,7 +155,7 @@ def dial():
         calls = []
         server = Server(access=Access(token))
         answer = Frame(pb.ExchangeResponse(version=7), {})
-        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, lambda r: calls.append(r) or answer)}))
+        server.add(FrameService({ECHO: lambda r: calls.append(r) or answer}))
         server.start()
         connection = Connection(server.address, "the echo server", patience_seconds=20.0, access=Access(given_token))
         opened.extend([connection.close, server.stop])
@@ -125,8 +163,7 @@ def dial():
         assert len(others) == len(connection.metadata) - 1
         if protocol != PROTOCOL:
             connection.metadata = (*others, *([("elasticcb-protocol", str(protocol))] if protocol is not None else []))
-        make = connection.shared_frame_call if shared else connection.frame_call
-        method = make(SERVICE, "Echo", pb.ExchangeResponse)
+        method = replace(ECHO, shared=shared)
         return calls, lambda: connection.call(method, frame(a=np.arange(100_000)))
 
     yield start
@@ -158,7 +195,7 @@ def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
     dial, monkeypatch, token, protocol, shown, shared
 ):
     calls, call = dial(token, token, protocol, shared)
-    monkeypatch.setattr(rpc.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
+    monkeypatch.setattr(connection_module.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
     with pytest.raises(ElasticCBError, match=REFUSED.format(shown)) as caught:
         call()
     assert type(caught.value) is ElasticCBError
@@ -192,17 +229,15 @@ def test_calls_of_the_master_and_between_servers_carry_the_protocol(monkeypatch)
             given.append((call.method.rpartition("/")[2], dict(call.invocation_metadata).get("elasticcb-protocol")))
             return continuation(call)
 
-    monkeypatch.setattr(rpc, "Gate", lambda *_: Listens())
+    monkeypatch.setattr("elasticcb.rpc.server.Gate", lambda *_: Listens())
     server = Server()
-    server.add(
-        FrameService("elasticcb.ParameterServer", {"Apply": (pb.ApplyRequest, lambda r: Frame(pb.ApplyResponse(), {}))})
-    )
+    server.add(FrameService({PS_METHODS["Apply"]: lambda r: Frame(pb.ApplyResponse(), {})}))
     server.start()
     master, peers = MasterClient(server.address), Peers([server.address])
     with pytest.raises(ConnectionLostError, match="UNIMPLEMENTED"):
         master.register(pb.WORKER, 0)
     peers.call("Apply", pb.ApplyRequest())
-    assert given == [("Register", str(PROTOCOL)), ("Apply", str(PROTOCOL))]
+    assert given == [("Register", str(PROTOCOL)), ("Attach", str(PROTOCOL))]  # `Apply` goes by the link
     master.close()
     peers.close()
     server.stop()

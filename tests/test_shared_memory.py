@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ import pytest
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import shared_memory
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ServerMemory
 from elasticcb.rpc.shared_memory import Segment
 from elasticcb.rpc.tensors import Frame
 from elasticcb.rpc.unix_socket import ServerLinks
 
-SERVICE = "test.Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 RNG = np.random.default_rng(0)
 
 
@@ -37,13 +41,14 @@ def serve():
     """Starts a server whose one method is the given function; returns a caller of it that shares memory."""
     opened = []
 
-    def start(function, transient=()):
+    def start(function, transient=False):
         server = Server()
-        server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, function)}, transient))
+        method = replace(ECHO, transient=transient)
+        server.add(FrameService({method: function}))
         server.start()
         connection = Connection(server.address, "the echo server", 5.0)
         opened.extend([connection.close, server.stop])
-        method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+        method = ECHO
         start.connection = connection
         return lambda **tensors: connection.call(method, Frame(pb.ExchangeRequest(), tensors))
 
@@ -97,7 +102,7 @@ def test_arrays_of_a_transient_method_are_not_copied(serve):
         seen.append(request.tensors["a"].base is not None)
         return Frame(pb.ExchangeResponse(), {"large": np.zeros(100_000)})
 
-    call = serve(look, transient={"Echo"})
+    call = serve(look, transient=True)
     for _ in range(3):
         call(a=np.ones(50_000))
     assert seen[-1]
@@ -114,7 +119,7 @@ def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
     call = serve(echo)
     call(a=np.ones(50_000))
     # As a new server would see it: a key that it has not attached.
-    serve.connection._memories[SERVICE]._key = b"\0" * 16
+    serve.connection.transport_of(ECHO).memory._key = b"\0" * 16
     np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
     np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
 
@@ -141,13 +146,13 @@ def test_frames_travel_whole_on_a_system_that_can_not_reserve_memory(serve, monk
     call = serve(echo)
     for value in (1.0, 2.0):
         np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
-    assert serve.connection._memories[SERVICE]._segment is None
+    assert serve.connection.transport_of(ECHO).memory._segment is None
 
 
 def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, monkeypatch):
     call = serve(echo)
     call(a=np.ones(50_000))
-    memory = serve.connection._memories[SERVICE]
+    memory = serve.connection.transport_of(ECHO).memory
 
     def interrupted(frame):
         raise KeyboardInterrupt
@@ -162,10 +167,10 @@ def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, mo
 
 def test_memory_is_shared_once_a_server_that_was_away_is_back():
     connection = Connection("127.0.0.1:1", "the echo server", 0.1)
-    method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+    method = ECHO
     with pytest.raises(ConnectionLostError):
         connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(50_000)}))
-    assert connection._memories[SERVICE]._usable
+    assert connection.transport_of(ECHO).memory._usable
     connection.close()
 
 
@@ -248,7 +253,7 @@ def test_a_segment_is_abandoned_when_its_maker_is_killed():
 def call_of_a_large_frame(address, folder):
     shared_memory._FOLDER = folder
     connection = Connection(address, "the echo server", 60.0)
-    method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+    method = ECHO
     connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(1 << 20)}))
 
 
@@ -277,7 +282,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
     if reached == "the server":
         monkeypatch.setattr(ServerLinks, "connect", connect)
     server = Server()
-    service = FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, echo)})
+    service = FrameService({ECHO: echo})
     server.add(service)
     server.start()
     client = multiprocessing.get_context("spawn").Process(

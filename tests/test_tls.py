@@ -10,14 +10,17 @@ import pytest
 from certificates import CA
 from elasticcb.errors import TLSError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import calls as rpc
-from elasticcb.rpc.calls import Connection, FrameService, Server
+from elasticcb.rpc import connection as connection_module
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.certificates import NAME, make_certificates
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS, diagnose, tls_files
 
-SERVICE = "test.Echo"
+ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 
 @pytest.fixture
@@ -28,12 +31,12 @@ def call():
         def call(server_tls, client_tls, token="", host="127.0.0.1"):
             server = Server(host, access=Access(token, server_tls))
             answer = Frame(pb.ExchangeResponse(version=7), {})
-            server.add(FrameService(SERVICE, {"Echo": (pb.ExchangeRequest, lambda request: answer)}))
+            server.add(FrameService({ECHO: lambda request: answer}))
             server.start()
             connection = Connection(server.address, "the echo server", 60.0, Access(token, client_tls))
             stack.callback(server.stop)
             stack.callback(connection.close)
-            method = connection.shared_frame_call(SERVICE, "Echo", pb.ExchangeResponse)
+            method = ECHO
             return connection.call(method, Frame(pb.ExchangeRequest(), {})).header.version
 
         yield call
@@ -42,7 +45,7 @@ def call():
 @pytest.fixture
 def never_again(monkeypatch):
     """No call may be tried again."""
-    monkeypatch.setattr(rpc.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
+    monkeypatch.setattr(connection_module.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
 
 
 def test_processes_with_certificates_of_one_ca_talk_to_each_other(call, tmp_path):

@@ -27,6 +27,7 @@ from elasticcb.settings import (
     Command,
     EmbeddingOptions,
     JobSettings,
+    Mode,
     NetworkOptions,
     RecoveryOptions,
     TrainingSettings,
@@ -253,7 +254,7 @@ class Cluster:
         with self._call("evaluate") as call:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
-            summary, _ = self._jobs.run(Command.EVALUATE, call, model, {"evaluation": source}, listed, params)
+            summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
         return (
             dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
         )
@@ -276,7 +277,7 @@ class Cluster:
         with self._call("predict") as call:
             source = call.adapt(x, batch_size=batch_size, steps=steps, purpose="predict")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
-            _, parts = self._jobs.run(Command.PREDICT, call, model, {"prediction": source}, listed, params)
+            _, parts = self._jobs.run(Command.PREDICT, call, model, {Mode.PREDICTION: source}, listed, params)
             return whole_predictions(model, source, parts)
 
     # ------------------------------------------------------------ as ClusterCoordinator has them

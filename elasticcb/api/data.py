@@ -12,6 +12,7 @@ import tensorflow as tf
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.data.batch_sources.adapt import adapt, split_validation
 from elasticcb.data.batches import BatchSource
+from elasticcb.settings import Mode
 
 
 class MethodCall:
@@ -84,8 +85,8 @@ def training_sources(
     """By mode, the data that `fit` is given; its arguments say the same as those of `keras.Model.fit`."""
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
-    sources = {
-        "training": call.adapt(
+    sources: dict[str, BatchSource] = {
+        Mode.TRAINING: call.adapt(
             x,
             y,
             sample_weight,
@@ -97,7 +98,7 @@ def training_sources(
         )
     }
     if validation_data is not None:
-        sources["evaluation"] = call.adapt(
+        sources[Mode.EVALUATION] = call.adapt(
             *keras.utils.unpack_x_y_sample_weight(validation_data),
             purpose="validation",
             batch_size=validation_batch_size or batch_size,

@@ -26,7 +26,7 @@ from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
-from elasticcb.settings import CheckpointSettings, Command, JobSettings
+from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
 from elasticcb.status import JobStatus, Summary
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class _Display:
 
 def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: ModelHost) -> dict[str, Any]:
     """What must be the same when a fit is resumed, by its name in words."""
-    training, validation = sources["training"], sources.get("evaluation")
+    training, validation = sources[Mode.TRAINING], sources.get(Mode.EVALUATION)
     return {
         "epochs": settings.training.num_epochs,
         "initial epoch": settings.training.initial_epoch,

@@ -17,6 +17,7 @@ from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_p
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding import table_state
+from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, TABLE, WEIGHT, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.table_state import TableState
@@ -77,19 +78,19 @@ def load_slices(
         with _opened(folder, saved) as file:
             names = list(file.keys())
             if has_ids:
-                own = {name: file.get_tensor(name) for name in names if name.startswith("table/")}
+                own = {name: file.get_tensor(name) for name in names if kind_of(name) == TABLE}
                 for number, state in table_state.from_tensors(own).items():
                     tables[number].append(state.part(index, buckets))
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
-                    if name.startswith("extra/"):
+                    if kind_of(name) == EXTRA:
                         result.extras[part.variable, slot] = file.get_tensor(name)
                     else:
                         assemblies[part.variable].fill(slot, part, file, name)
             if place == scalars_from:
                 result.optimizer = (file.metadata() or {}).get("optimizer", "")
-                shared = [name for name in names if name.startswith("shared/")]
+                shared = [name for name in names if kind_of(name) == SHARED]
                 result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
     result.tables = {number: table_state.joined(states) for number, states in tables.items() if states}
     for assembly in assemblies.values():
@@ -174,7 +175,7 @@ def _by_variable(names: Sequence[str]) -> dict[int, list[tuple[str, str]]]:
     found: dict[int, list[tuple[str, str]]] = {}
     for name in names:
         kind, _, rest = name.partition("/")
-        if kind in ("weight", "slot", "extra"):
+        if kind in (WEIGHT, SLOT, EXTRA):
             variable, _, slot = rest.partition("/")
             found.setdefault(int(variable), []).append((name, slot))
     return found

@@ -14,6 +14,16 @@ from safetensors import SafetensorError, safe_open
 
 from elasticcb.errors import CheckpointError
 from elasticcb.sharding import table_state
+from elasticcb.sharding.array_names import (
+    EXTRA,
+    SHARED,
+    SLOT,
+    WEIGHT,
+    by_index,
+    by_index_and_name,
+    named,
+    of_kind,
+)
 from elasticcb.sharding.table_state import TableState
 from elasticcb.storage.tensor_file import Outline, TensorFile
 
@@ -70,11 +80,8 @@ class SavedFile:
 
 def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
-    tensors: dict[str, Array] = {f"weight/{index_}": value for index_, value in part.weights.items()}
-    tensors |= {f"slot/{variable}/{name}": value for (variable, name), value in part.slots.items()}
-    tensors |= {f"extra/{variable}/{name}": value for (variable, name), value in part.extras.items()}
-    tensors |= {f"shared/{name}": value for name, value in part.shared.items()}
-    tensors |= table_state.to_tensors(part.tables)
+    tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
+    tensors |= named(SHARED, part.shared) | table_state.to_tensors(part.tables)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
         with TensorFile(path) as file:
@@ -110,19 +117,15 @@ def read_part(path: Path, saved: SavedFile) -> Part:
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
-    part = Part(int(metadata["version"]), optimizer=metadata["optimizer"], tables=table_state.from_tensors(tensors))
-    for name, array in tensors.items():
-        kind, _, rest = name.partition("/")
-        variable, _, slot = rest.partition("/")
-        if kind == "weight":
-            part.weights[int(variable)] = array
-        elif kind == "slot":
-            part.slots[int(variable), slot] = array
-        elif kind == "extra":
-            part.extras[int(variable), slot] = array
-        elif kind == "shared":
-            part.shared[rest] = array
-    return part
+    return Part(
+        int(metadata["version"]),
+        by_index(WEIGHT, tensors),
+        by_index_and_name(SLOT, tensors),
+        by_index_and_name(EXTRA, tensors),
+        of_kind(SHARED, tensors),
+        metadata["optimizer"],
+        table_state.from_tensors(tensors),
+    )
 
 
 def check_file(path: Path, saved: SavedFile) -> None:

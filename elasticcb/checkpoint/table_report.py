@@ -16,6 +16,7 @@ from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import dtype_of
+from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
 from elasticcb.sharding.table_spec import TableSpec
 
 Array = npt.NDArray[Any]
@@ -105,15 +106,15 @@ def _read(file: Any, found: Mapping[int, _Found]) -> None:
     for name in names:
         kind, _, rest = name.partition("/")
         index, _, part = rest.partition("/")
-        if kind != "table" or int(index) not in found:
+        if kind != TABLE or int(index) not in found:
             continue
         table = found[int(index)]
         if part == "ids":
             table.rows_of_servers.append(file.get_slice(name).get_shape()[0])
         if part in ("ids", "hits", "used"):
             table.counts[part].append(file.get_tensor(name))
-        elif part.startswith("slot/") and part[5:] not in table.slots:
-            table.slots.append(part[5:])
+        elif kind_of(part) == SLOT and part.partition("/")[2] not in table.slots:
+            table.slots.append(part.partition("/")[2])
 
 
 def _report(variable: Mapping[str, Any], table: _Found, version: int, top: int) -> TableReport:

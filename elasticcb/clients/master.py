@@ -19,7 +19,7 @@ from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.bucket_map import BucketMap

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
+from elasticcb.sharding.array_names import STATE, TABLE, WANTED, by_index, named, of_kind, without
 from elasticcb.sharding.bucket_map import BucketMap, even
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, kept, moved_state, recut, unpack_weights
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, kept, moved_state, unpack_weights
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_state import TableState, joined
 from elasticcb.sharding.table_state import from_tensors as tables_from
 
@@ -32,32 +34,6 @@ Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
 _MOVING_PAUSE_SECONDS = 0.01  # before a server that hands over what it holds is asked again
 _PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
-
-
-@dataclass
-class Push:
-    """What a training step hands to the servers.
-
-    Attributes:
-        gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
-        dense_variables: indices of the variables whose gradients `gradients` holds.
-        rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
-        state: by server and dtype, what the step moved the non-trainable variables towards, flat; no unchanged dtypes.
-        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them.
-        loss: of the batch.
-        non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
-            nothing does.
-        partition: by server, the slices that `gradients`, `state` and `shares` are of; None: those of the client.
-    """
-
-    gradients: list[dict[str, Array]]
-    dense_variables: tuple[int, ...]
-    rows: dict[int, tuple[Array, Array]]
-    state: list[dict[str, Array]]
-    shares: list[dict[str, Array]]
-    loss: float
-    non_finite: str = ""
-    partition: Sequence[Sequence[Slice]] | None = None
 
 
 @dataclass(frozen=True)
@@ -254,10 +230,10 @@ class PSClient:
             header.create_rows, header.snapshot = create, evaluation_round
             if evaluation_round:
                 header.pull = False
-            frames.append(Frame(header, {f"lookup/{index}": own for index, (own, _) in wanted.items()}))
+            frames.append(Frame(header, _lookups(wanted)))
         if evaluation_round:  # whose version is not the present one
             for server, answer in zip(self._servers, self._exchanged(self._servers, frames), strict=True):
-                server.rows = _rows_in(answer)
+                server.rows = by_index(TABLE, answer.tensors)
         else:
             self._exchange(self._servers, frames)
         return self._rows_found(ids, asked)
@@ -330,7 +306,9 @@ class PSClient:
             blocks: Blocks = self._by_present_map(pull)
             return blocks
 
-    def push(self, push: Push, learning_rate: float | None, pull: bool = True, ids: Ids | None = None) -> PushResult:
+    def push(
+        self, push: Gradients, learning_rate: float | None, pull: bool = True, ids: Ids | None = None
+    ) -> PushResult:
         """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.
 
         Args:
@@ -342,24 +320,11 @@ class PSClient:
             self._sequence += 1
             # Servers that have taken the push under its name, by the last map, don't apply it again.
             result: PushResult = self._measured(
-                PUSH, lambda: self._push(self._cut(push), learning_rate, pull, ids or {})
+                PUSH, lambda: self._push(push.recut(self.specs, self.partition), learning_rate, pull, ids or {})
             )
             return result
 
-    def _cut(self, push: Push) -> Push:
-        """The push as it is for the present servers."""
-        before = push.partition
-        if before is None or before is self.partition:
-            return push
-        return replace(
-            push,
-            gradients=recut(push.gradients, self.specs, before, self.partition, True, push.dense_variables),
-            state=recut(push.state, self.specs, before, self.partition, False),
-            shares=recut(push.shares, self.specs, before, self.partition, False),
-            partition=self.partition,
-        )
-
-    def _push(self, push: Push, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
+    def _push(self, push: Gradients, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
         asked = self._split(ids)
         # Staged pushes change the other servers only once the first one has decided.
         pull_along = pull and not self._staged
@@ -370,17 +335,11 @@ class PSClient:
             header = self._request(server, push, pull_along).header
             header.version = server.version if oldest is None else oldest
             header.staged = self._staged and index > 0
-            header.state_base = server.state_base
-            if learning_rate is not None:
-                header.learning_rate = learning_rate
-                header.has_learning_rate = True
-            tensors = {f"gradients/{dtype}": flat for dtype, flat in push.gradients[index].items()}
-            tensors |= {f"state/{dtype}": flat for dtype, flat in push.state[index].items()}
-            tensors |= {f"shares/{dtype}": share for dtype, share in push.shares[index].items()}
-            tensors |= self._rows_of(server, index, push.rows)
+            part = push.part(index, self.specs, server.slices, self.buckets, server.state_base, learning_rate)
+            tensors = part.encode(header)
             if not self._staged:
                 header.create_rows = True
-                tensors |= {f"lookup/{table}": own for table, (own, _) in asked[index].items()}
+                tensors |= _lookups(asked[index])
             frames.append(Frame(header, tensors))
         first = 1 if self._staged else 0
         headers = self._exchange(self._servers[first:], frames[first:])
@@ -403,7 +362,7 @@ class PSClient:
             self.pull()
         return result
 
-    def _request(self, server: Server, push: Push | None, pull: bool) -> Frame[Any]:
+    def _request(self, server: Server, push: Gradients | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull or self._has_moved,
@@ -413,8 +372,6 @@ class PSClient:
         )
         if push is not None:
             header.sequence = self._sequence
-            header.dense_variables.extend(push.dense_variables)
-            header.row_variables.extend(push.rows)
             header.loss = push.loss
             header.non_finite = push.non_finite
         return Frame(header, {})
@@ -445,26 +402,6 @@ class PSClient:
                 rows[part[table][1]] = server.rows[table]
         return found
 
-    def _rows_of(self, server: Server, index: int, rows: Mapping[int, tuple[Array, Array]]) -> dict[str, Array]:
-        tensors: dict[str, Array] = {}
-        for variable, (ids, values) in rows.items():
-            if self.specs[variable].table:
-                if len(self._servers) > 1:
-                    places = np.flatnonzero(self.buckets.owns(index, ids))
-                    ids, values = ids[places], values[places]
-                tensors[f"rows/{variable}/ids"], tensors[f"rows/{variable}/values"] = ids, values
-        for part in server.slices:
-            if part.variable not in rows:
-                continue
-            ids, values = rows[part.variable]
-            first, last = part.row_range(self.specs[part.variable])
-            here: Any = (ids >= first) & (ids < last)
-            if here.all():
-                here = slice(None)  # a view instead of a copy
-            tensors[f"rows/{part.variable}/ids"] = ids[here] - first
-            tensors[f"rows/{part.variable}/values"] = values[here]
-        return tensors
-
     def _exchange(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Any]:
         answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
@@ -476,10 +413,9 @@ class PSClient:
                 server.version, server.state_version = header.version, header.state_version
                 server.state_base = header.version
                 server.pulled = True
-            server.rows = _rows_in(answer)
+            server.rows = by_index(TABLE, answer.tensors)
             if len(answer.tensors) > len(server.rows):
-                blocks = {name: block for name, block in answer.tensors.items() if not name.startswith("table/")}
-                server.blocks = {**server.blocks, **kept(blocks)}
+                server.blocks = {**server.blocks, **kept(without(answer.tensors, TABLE))}
         return [answer.header for answer in answers]
 
     def _exchanged(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
@@ -550,10 +486,9 @@ class PSClient:
 
 def _after(blocks: Mapping[str, Array], state: Mapping[str, Array], shares: Mapping[str, Array]) -> dict[str, Array]:
     """The state in `blocks` after the step of a push."""
-    names = {dtype: f"state/{dtype}" for dtype in shares}
-    return {name: moved_state(blocks[name], state[dtype], shares[dtype], 0) for dtype, name in names.items()}
+    before = of_kind(STATE, blocks)
+    return named(STATE, {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares})
 
 
-def _rows_in(answer: Frame[Any]) -> dict[int, Array]:
-    """By embedding table, the rows in an answer."""
-    return {int(name.partition("/")[2]): rows for name, rows in answer.tensors.items() if name.startswith("table/")}
+def _lookups(wanted: Mapping[int, tuple[Array, Any]]) -> dict[str, Array]:
+    return named(WANTED, {table: own for table, (own, _) in wanted.items()})

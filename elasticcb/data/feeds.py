@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticcb import Mode
 from elasticcb.errors import DataError
+from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed

@@ -224,7 +224,7 @@ def _become(arguments: list[str], files: list[int]) -> None:
 def draw_own_random_numbers() -> None:
     """Makes NumPy's global generator another one than that of the process that forked this one.
 
-    Python's own, and that of rpc/calls.py, see to it themselves; TensorFlow's are made when they are first used.
+    Python's own, and that of rpc/connection.py, see to it themselves; TensorFlow's are made when they are first used.
     """
     import numpy as np
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
-
-class Pass(str, Enum):
-    """What a batch is part of; the hooks of its batches are `on_VALUE_batch_begin` and `on_VALUE_batch_end`."""
-
-    TRAINING = "train"  # numbered by epoch
-    EVALUATION = "test"  # numbered by evaluation round
-    PREDICTION = "predict"
+from elasticcb.settings import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
     """A batch that a worker has done."""
 
-    kind: Pass
+    kind: Mode
     number: int  # of the epoch, or of the evaluation round
     version: int  # of the model; of a training batch after its push
     size: int  # records
@@ -53,8 +46,8 @@ class BatchLog:
         self._unordered: list[BatchEvent] = []
         self._arrived = 0
         self._reported: dict[int, int] = {}  # worker -> the version that it has reported all its batches up to
-        self._open: dict[tuple[Pass, int], _Means] = {}
-        self._closed: dict[Pass, int] = {}  # newest number that is over
+        self._open: dict[tuple[Mode, int], _Means] = {}
+        self._closed: dict[Mode, int] = {}  # newest number that is over
 
     def add(self, worker: int, version: int, events: Iterable[BatchEvent]) -> None:
         """`worker` has reported `events`, and will report no more of versions before `version`."""
@@ -63,7 +56,7 @@ class BatchLog:
             if event.number <= self._closed.get(event.kind, -1):
                 continue  # of a worker that was given up; what comes after its epoch's end can't be told any more
             self._arrived += 1
-            if event.kind is Pass.TRAINING:
+            if event.kind is Mode.TRAINING:
                 heapq.heappush(self._waiting, (event.version, self._arrived, event))
             else:
                 self._unordered.append(event)
@@ -83,7 +76,7 @@ class BatchLog:
             taken.append(heapq.heappop(self._waiting)[2])
         return [self._numbered(event) for event in taken]
 
-    def end(self, kind: Pass, number: int) -> list[NumberedBatch]:
+    def end(self, kind: Mode, number: int) -> list[NumberedBatch]:
         """The epoch or round is over, and all its batches are reported: the rest of them."""
         rest = [event for event in self._unordered if _is_of(event, kind, number)]
         rest += [event for _, _, event in sorted(self._waiting) if _is_of(event, kind, number)]
@@ -101,7 +94,7 @@ class BatchLog:
         return NumberedBatch(event, index, means.add(event))
 
 
-def _is_of(event: BatchEvent, kind: Pass, number: int) -> bool:
+def _is_of(event: BatchEvent, kind: Mode, number: int) -> bool:
     return event.kind is kind and event.number == number
 
 

@@ -16,11 +16,15 @@ from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import unwrapped
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
 
 if TYPE_CHECKING:
     from elasticcb.master.keras_host import ModelHost
     from elasticcb.rpc.tensors import Array
+
+# Of the batches of a mode: on_…_batch_begin and on_…_batch_end.
+_HOOKS = {Mode.TRAINING: "train", Mode.EVALUATION: "test", Mode.PREDICTION: "predict"}
 
 
 class MasterHooks:
@@ -125,7 +129,7 @@ class MasterHooks:
         """
         if not batches:
             return
-        hooks = {f"on_{batch.event.kind.value}_batch_{end}" for batch in batches for end in ("begin", "end")}
+        hooks = {f"on_{_HOOKS[batch.event.kind]}_batch_{end}" for batch in batches for end in ("begin", "end")}
         readers = {hook: self._callbacks.readers(hook, len(batches)) for hook in hooks}
         reads = any(readers.values())
         if reads:
@@ -134,9 +138,9 @@ class MasterHooks:
         for batch in batches:
             event = batch.event
             given = {"size": event.size, "version": event.version}
-            self._callbacks.call(f"on_{event.kind.value}_batch_begin", batch.index, given, keras_logs={})
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, given, keras_logs={})
             self._callbacks.call(
-                f"on_{event.kind.value}_batch_end", batch.index, {**event.logs, **given}, keras_logs=batch.means
+                f"on_{_HOOKS[event.kind]}_batch_end", batch.index, {**event.logs, **given}, keras_logs=batch.means
             )
         self._carry_out()
         if reads:

@@ -20,7 +20,6 @@ from typing import Any
 from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CheckpointError
-from elasticcb.master.batch_log import Pass
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epoch_hooks import EpochHooks
@@ -30,7 +29,7 @@ from elasticcb.master.order import Order, ServedModel
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
-from elasticcb.settings import Command
+from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class Course:
                 self._desk.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
             self._hooks.batches(batches)
 
-    def _end_batches(self, kind: Pass, number: int) -> None:
+    def _end_batches(self, kind: Mode, number: int) -> None:
         """All workers have reported all batches of the epoch or round."""
         with self._desk.state() as state:
             batches = state.batch_log.end(kind, number)
@@ -188,7 +187,7 @@ class Course:
             self.finish()
 
     def _prediction_done(self) -> None:
-        self._end_batches(Pass.PREDICTION, 0)
+        self._end_batches(Mode.PREDICTION, 0)
         self._hooks.call("on_predict_end", {})
         with self._desk.state() as state:
             output = state.prediction_output
@@ -203,7 +202,7 @@ class Course:
 
     def _epoch_done(self, epoch: int) -> None:
         self.served.ps.persist()  # what is trained in a whole epoch is not to be lost with a server
-        self._end_batches(Pass.TRAINING, epoch)
+        self._end_batches(Mode.TRAINING, epoch)
         if self.queue.ran_out(epoch):
             self._host.warn_of_missing_data()
         with self._desk.state() as state:
@@ -252,7 +251,7 @@ class Course:
 
     @property
     def _evaluates(self) -> bool:
-        return "evaluation" in self._host.sources
+        return Mode.EVALUATION in self._host.sources
 
     def _round_is_due(self, state: JobState) -> bool:
         """Whether the model has passed the version of the next round."""
@@ -270,7 +269,7 @@ class Course:
         with self._desk.state() as state:
             state.rounds.snapshot_taken(version)
             self._report.evaluated_before = self.queue.accounting.records_evaluated
-            self.queue.add_evaluation(evaluation_round.id, self._host.sources["evaluation"])
+            self.queue.add_evaluation(evaluation_round.id, self._host.sources[Mode.EVALUATION])
             state.wake()
 
     def _round_done(self) -> None:
@@ -282,7 +281,7 @@ class Course:
         self._report.metrics = metrics
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items())
         self._order.display.message(f"Evaluation at version {finished.version}: {shown}")
-        self._end_batches(Pass.EVALUATION, finished.id)
+        self._end_batches(Mode.EVALUATION, finished.id)
         self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._waiting_logs):
             if finished.epoch is not None and epoch <= finished.epoch:

@@ -35,11 +35,9 @@ from elasticcb.optimizers.traits import learning_rate_variable, may_serve_rows, 
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.status import SavedModelInput
-
-_MODES = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
 
 
 class ModelHost:
@@ -72,12 +70,12 @@ class ModelHost:
 
     def _prepare(self, settings: JobSettings) -> None:
         """Builds the model with its first batch."""
-        mode = _MODES[settings.command]
+        mode = Mode.of(settings.command)
         pipeline = open_pipeline(settings, self.spec, mode)
         self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
-        pipelines = {mode: pipeline}
-        if mode == "training" and (settings.data.validation or self.spec.batch_source("evaluation")):
-            pipelines["evaluation"] = open_pipeline(settings, self.spec, "evaluation")
+        pipelines: dict[str, Pipeline] = {mode: pipeline}
+        if mode is Mode.TRAINING and (settings.data.validation or self.spec.batch_source(Mode.EVALUATION)):
+            pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
         self._counts = SourceCounts(settings, pipelines)
         try:
             batch = pipeline.first_batch()
@@ -91,7 +89,7 @@ class ModelHost:
             self._counts.stop()  # when the user has interrupted the job
         self.metrics.reset()
         element = pipeline.element_spec
-        self._features_spec = element[0] if mode != "prediction" and isinstance(element, tuple) else element
+        self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
         self.tables = self._find_tables(settings, batch, mode, updated)
         self.variables = variable_specs(self.model, updated, self.tables)
         self.callbacks = Dispatcher(
@@ -134,12 +132,12 @@ class ModelHost:
             Path(settings.output),
             settings.output_format,
             Path(settings.directory),
-            self.sources["prediction"],
+            self.sources[Mode.PREDICTION],
             names_of_outputs(self.model),
         )
 
     def _find_tables(
-        self, settings: JobSettings, batch: Any, mode: str, updated: Mapping[int, int] | None
+        self, settings: JobSettings, batch: Any, mode: Mode, updated: Mapping[int, int] | None
     ) -> dict[int, TableSpec]:
         """Which variables are embedding tables, by index: those of the checkpoint that the job starts from, else the
         large ones."""
@@ -164,16 +162,16 @@ class ModelHost:
             )
 
     @contextlib.contextmanager
-    def _step(self, mode: str) -> Iterator[Callable[[Any], Any]]:
+    def _step(self, mode: Mode) -> Iterator[Callable[[Any], Any]]:
         """The step that workers run, as far as it looks at a batch."""
-        if mode == "training":
+        if mode is Mode.TRAINING:
             capture = OptimizerCapture(self.model)
             try:
                 yield capture.train_step
             finally:
                 capture.release()
         else:
-            yield self.model.test_step if mode == "evaluation" else self.model.predict_step
+            yield self.model.test_step if mode is Mode.EVALUATION else self.model.predict_step
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
         """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""
@@ -202,7 +200,7 @@ class ModelHost:
         if self.open_ended:
             return None
         size = settings.training.minibatch_size
-        return sum(-(-count // size) for _, count in self.sources[_MODES[settings.command]])
+        return sum(-(-count // size) for _, count in self.sources[Mode.of(settings.command)])
 
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
         """What the exported model will take; nothing when it can't be exported."""
@@ -244,7 +242,7 @@ class ModelHost:
         if state.ids:
             self.model.train_function = None  # what Keras has traced knows slots of fewer rows
 
-    def find_index(self, mode: str, file: str) -> bytes:
+    def find_index(self, mode: Mode, file: str) -> bytes:
         """Where records of a file begin, as `FileIndex.to_bytes`; b"" when that is not known."""
         return self._counts.find_index(mode, file)
 

@@ -22,9 +22,9 @@ from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
-from elasticcb.rpc.calls import Server
 from elasticcb.rpc.health import HealthServer
-from elasticcb.rpc.health_names import MASTER_SERVICE
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import MASTER_SERVICE
 from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.settings import MOST_WORKERS, ClusterSettings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.observation import Observation
-from elasticcb.rpc.health_names import LIVE_PATH, READY_PATH
+from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 
 
 class MetricsServer:

@@ -31,7 +31,7 @@ from elasticcb.master.order import ModelOrigin, Order, ServedModel, Takeover
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import INITIAL_FOLDER, Command
+from elasticcb.settings import INITIAL_FOLDER, Command, Mode
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ def _call_first_hooks(order: Order, served: ServedModel) -> tuple[EpochHooks, in
 def _new_queue(order: Order, host: Any, epochs: EpochHooks, initial_epoch: int) -> TaskQueue:
     training = order.settings.training
     return TaskQueue(
-        training=host.sources.get("training", ()),
-        prediction=host.sources.get("prediction", ()),
+        training=host.sources.get(Mode.TRAINING, ()),
+        prediction=host.sources.get(Mode.PREDICTION, ()),
         records_per_task=training.records_per_task,
         minibatch_size=training.minibatch_size,
         num_epochs=training.num_epochs,
@@ -222,7 +222,7 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
         memory.states.clear()
         return None  # the epoch that was under way begins anew: its other batches can't be told from those done
     saved = [(name, count) for name, count in memory.queue["training"]]
-    found = list(host.sources.get("training", ()))
+    found = list(host.sources.get(Mode.TRAINING, ()))
     if saved != found:
         raise JobFailedError(
             f"The training data have changed: {sum(count for _, count in saved):,} records in {len(saved)} sources "

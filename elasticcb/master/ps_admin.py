@@ -212,13 +212,9 @@ class PSControl(PSClient):
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
             for index, answer in enumerate(answers)
         ]
-        blocks = [
-            {name: array for name, array in answer.tensors.items() if name.startswith(("weights/", "state/"))}
-            for answer in answers
-        ]
         state = ModelState(
             version=int(answers[0].header.version),
-            weights=unpack_weights(blocks, self.specs, self.partition),
+            weights=unpack_weights([{**answer.tensors} for answer in answers], self.specs, self.partition),
             optimizer=join_states(states, self.specs, self.partition),
         )
         for table in answers[0].header.rows:

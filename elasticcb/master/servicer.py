@@ -10,35 +10,28 @@ from typing import Any, TypeVar
 import grpc
 
 from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.master.batch_log import BatchEvent, Pass
+from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.observation import Observation
 from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.state_document import document
-from elasticcb.master.task import Lease, TaskType
+from elasticcb.master.task import Lease
 from elasticcb.model.metric_messages import from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
-from elasticcb.rpc.calls import ERROR_KEY
+from elasticcb.rpc.call_errors import ERROR_KEY
 
-_TYPES = {
-    TaskType.TRAINING: pb.TRAINING,
-    TaskType.EVALUATION: pb.EVALUATION,
-    TaskType.PREDICTION: pb.PREDICTION,
-    TaskType.TRAIN_END: pb.TRAIN_END,
-    TaskType.FUNCTION: pb.FUNCTION,
-}
 _KINDS = {
     DecisionKind.TASK: pb.GetTaskResponse.TASK,
     DecisionKind.WAIT: pb.GetTaskResponse.WAIT,
     DecisionKind.FINISHED: pb.GetTaskResponse.FINISHED,
 }
-_PASSES = {pb.TRAINING: Pass.TRAINING, pb.EVALUATION: Pass.EVALUATION, pb.PREDICTION: Pass.PREDICTION}
 _ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
 # Well below the callers' own deadline, so that an answer is always on its way.
 LONG_POLL_SECONDS = 10.0
@@ -230,10 +223,10 @@ def _role(number: pb.Role) -> Role:
 
 
 def _to_event(event: Any) -> BatchEvent:
-    if event.type not in _PASSES:
-        raise WireError(f"A batch of the type {event.type} was reported; known are {sorted(_PASSES)}.")
+    if event.type not in MODES:
+        raise WireError(f"A batch of the type {event.type} was reported; known are {sorted(MODES)}.")
     logs = dict(sorted(event.logs.items()))  # the order in which Keras's compiled train_step gives them
-    return BatchEvent(_PASSES[event.type], event.number, event.version, event.size, logs)
+    return BatchEvent(MODES[event.type], event.number, event.version, event.size, logs)
 
 
 def _to_message(lease: Lease, payload: bytes) -> pb.Task:
@@ -241,7 +234,7 @@ def _to_message(lease: Lease, payload: bytes) -> pb.Task:
     return pb.Task(
         id=task.id,
         lease=lease.id,
-        type=_TYPES[task.type],
+        type=task.type.name,
         shard=pb.Shard(name=task.shard.name, start=task.shard.start, end=task.shard.end),
         epoch=task.epoch,
         evaluation_round=task.evaluation_round,

@@ -9,11 +9,11 @@ import math
 import threading
 import time
 
-from elasticcb.clients.ps_link import SERVICE
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.master.roster import Member, Role
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 
 _LONGEST_PAUSE_SECONDS = 1.0  # between two looks
 _ANSWER_SECONDS = 5.0  # for a server to say that it is alive
@@ -89,7 +89,7 @@ class Watchdog:
         connection = Connection(member.address, str(member), access=self._desk.access)
         answers = False
         while not answers and not self._stopped.is_set() and self._is_up(member):
-            answers = connection.is_alive(SERVICE, _ANSWER_SECONDS)
+            answers = connection.is_alive(PS_METHODS["Exchange"], _ANSWER_SECONDS)
             if not answers and time.monotonic() - begun >= self._silence:
                 with self._desk.state() as state:
                     if self._is_up(member) and not state.closing:

@@ -17,7 +17,7 @@ from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.spec import Spec
-from elasticcb.settings import JobSettings
+from elasticcb.settings import JobSettings, Mode
 
 Sources = list[tuple[str, int]]
 
@@ -50,9 +50,9 @@ class Pipeline(Protocol):
 
 
 def open_pipeline(
-    settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+    settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
 ) -> Pipeline:
-    """The input of "training", "evaluation" or "prediction".
+    """The input of a mode.
 
     Args:
         find_index: on a worker: asks the master where the records of a file begin.
@@ -68,26 +68,26 @@ def open_pipeline(
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
-    def __init__(self, source: BatchSource, mode: str) -> None:
+    def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
         self._mode = mode
         self._first: Any = None
         self.keeps_order = source.keeps_order
         # Evaluation and prediction count each batch exactly once, so their sources must know.
-        self.ends_by_itself = source.ends_early and mode == "training"
+        self.ends_by_itself = source.ends_early and mode is Mode.TRAINING
         self.open_ended = source.num_batches is None
         self.repeatable = source.repeatable
 
     @property
     def element_spec(self) -> Any:
         batch = self.first_batch()
-        if self._mode == "prediction":
+        if self._mode is Mode.PREDICTION:
             batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
         return tf.nest.map_structure(_spec_of, batch)
 
     def sources(self) -> Sources:
         count = self._source.num_batches
-        return [(self._mode, _UNKNOWN if count is None else count)]
+        return [(self._mode.value, _UNKNOWN if count is None else count)]
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         yield from map(_tensors, self._source.batches(epoch, start, end))
@@ -125,7 +125,7 @@ class FeedPipeline:
     """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
 
     Args:
-        mode: "training", "evaluation" or "prediction".
+        mode: what the batches are for.
         find_index: see `open_pipeline`.
 
     Raises:
@@ -138,9 +138,9 @@ class FeedPipeline:
     repeatable = True
 
     def __init__(
-        self, settings: JobSettings, spec: Spec, mode: str, find_index: Callable[[str], bytes] | None = None
+        self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
     ) -> None:
-        origin = getattr(settings.data, mode if mode != "evaluation" else "validation")
+        origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
         self.reader: Reader = open_reader(
             origin,
             settings.data.reader_params,
@@ -159,7 +159,7 @@ class FeedPipeline:
             )
         raw = self._stream.dataset
         try:
-            fed = spec.call(feed, raw, mode, self.reader.metadata)
+            fed = spec.call(feed, raw, mode.value, self.reader.metadata)
         except ModelFileError as error:
             raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
@@ -168,7 +168,7 @@ class FeedPipeline:
             )
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
-        self._predicts = mode == "prediction"  # then `feed` gives features alone
+        self._predicts = mode is Mode.PREDICTION  # then `feed` gives features alone
         self._minibatch_size = settings.training.minibatch_size
         self.dataset = fed.batch(self._minibatch_size).prefetch(2)
 

@@ -21,7 +21,7 @@ import keras
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.model.loss import make_compute_loss
 from elasticcb.optimizers.traits import model_optimizers
-from elasticcb.settings import ModelSettings
+from elasticcb.settings import Mode, ModelSettings
 
 # Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
 # the process's random seeds while another one draws initial weights from them.
@@ -59,7 +59,7 @@ class ModelSpec:
     def custom_data_reader(self) -> Callable[..., Any] | None:
         return self._get(self._settings.custom_data_reader)
 
-    def batch_source(self, mode: str) -> None:
+    def batch_source(self, mode: Mode) -> None:
         """None: the records of a reader are fed."""
 
     def build_model(self) -> keras.Model:

@@ -19,6 +19,7 @@ from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
 from elasticcb.serialization import keras_config, pickling
 from elasticcb.serialization.model_archive import restore_model, save_model
+from elasticcb.settings import Mode
 
 _NAME = "the model"
 LOSS_ADVICE = "Give `compile` a loss, or let the model add losses of its own."
@@ -26,7 +27,7 @@ LOSS_ADVICE = "Give `compile` a loss, or let the model add losses of its own."
 
 @dataclass(frozen=True)
 class Program:
-    """A model, its data by mode ("training", "evaluation", "prediction"), and the callbacks that run on workers."""
+    """A model, its data by mode, and the callbacks that run on workers."""
 
     model: keras.Model
     sources: Mapping[str, BatchSource]
@@ -97,7 +98,7 @@ class ProgramSpec:
         self._model: keras.Model | None = None
         self._sources: dict[str, BatchSource] | None = None
 
-    def batch_source(self, mode: str) -> BatchSource | None:
+    def batch_source(self, mode: Mode) -> BatchSource | None:
         if self._sources is None:
             self._sources = pickling.loads(self._parts.sources)
         return self._sources.get(mode)
@@ -144,7 +145,7 @@ class CallerSpec:
         self._program = program
         self._callbacks = list(callbacks)
 
-    def batch_source(self, mode: str) -> BatchSource | None:
+    def batch_source(self, mode: Mode) -> BatchSource | None:
         return self._program.sources.get(mode)
 
     def build_model(self) -> keras.Model:

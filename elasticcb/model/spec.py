@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elasticcb.settings import Mode
+
 if TYPE_CHECKING:
     import keras
 
@@ -30,8 +32,8 @@ class Spec(Protocol):
     def custom_data_reader(self) -> Callable[..., Any] | None:
         """Makes the reader; None for the formats that are known."""
 
-    def batch_source(self, mode: str) -> BatchSource | None:
-        """The batches of "training", "evaluation" or "prediction"; None where a reader's records are fed."""
+    def batch_source(self, mode: Mode) -> BatchSource | None:
+        """The batches of a mode; None where a reader's records are fed."""
 
     def build_model(self) -> keras.Model:
         """The model, compiled if it is to be trained."""

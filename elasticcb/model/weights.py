@@ -19,6 +19,7 @@ from elasticcb.optimizers.capture import unchanged, updated_variables
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.traits import decays, model_optimizers
 from elasticcb.optimizers.variables import leaves
+from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -77,14 +78,14 @@ def _constraint(variable: keras.Variable) -> str:
     return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
 
 
-def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, int] | None:
+def prime(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
     """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
     Metrics then hold that batch: reset them.
 
     Args:
-        model: of `spec`, compiled unless `mode` is "prediction".
-        batch: what the step takes: `(features, labels[, sample_weight])`, or `(features,)` for "prediction".
+        model: of `spec`, compiled unless `mode` is `PREDICTION`.
+        batch: what the step takes: `(features, labels[, sample_weight])`, or `(features,)` for `PREDICTION`.
 
     Returns:
         In training, for a model whose step is its own or that has several optimizers: the index of the optimizer that
@@ -107,9 +108,9 @@ def prime(spec: Spec, model: keras.Model, batch: Any, mode: str) -> dict[int, in
     updated: dict[int, int] | None = None
     try:
         with building:
-            if mode == "training":
+            if mode is Mode.TRAINING:
                 updated = _prime_training(model, batch)
-            elif mode == "evaluation":
+            elif mode is Mode.EVALUATION:
                 _run_unchanged(model, model.test_step, batch)
             else:
                 _run_unchanged(model, model.predict_step, batch)
@@ -171,8 +172,8 @@ def _of_fixed_size(model: keras.Model, batch: Any) -> Any:
     return tf.nest.map_structure(repeated, batch)
 
 
-def _check_structure(spec: Spec, batch: Any, mode: str) -> None:
-    if mode != "prediction" and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
+def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
+    if mode is not Mode.PREDICTION and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
             f"`feed` in {spec.path} gives tuples of {len(batch)} in {mode}; expected (features, labels) or "
             "(features, labels, sample_weight). Put several features into a dict, or into a tuple of their own."
@@ -198,13 +199,13 @@ def _count_inputs(model: keras.Model) -> int:
         return 0
 
 
-def _shown(batch: Any, mode: str) -> str:
+def _shown(batch: Any, mode: Mode) -> str:
     parts: dict[str, Any] = {"features": batch}
     if isinstance(batch, tuple):
         parts = dict(zip(("features", "labels", "sample_weight"), batch, strict=False))
     shown = "; ".join(f"{name} {tf.nest.map_structure(_shape, part)}" for name, part in parts.items())
     hint = ""
-    if mode == "prediction" and isinstance(batch, tuple) and len(batch) == 1:
+    if mode is Mode.PREDICTION and isinstance(batch, tuple) and len(batch) == 1:
         hint = " A step gets them as `(features,)`: there are no labels in prediction."
         if isinstance(batch[0], tuple):
             hint = " In prediction, `feed` must return features alone, without labels."

@@ -10,6 +10,18 @@ import numpy.typing as npt
 
 from elasticcb.errors import WireError
 from elasticcb.optimizers.state import Key, OptimizerState
+from elasticcb.sharding.array_names import (
+    EXTRAS,
+    SHARED,
+    SLOTS,
+    STATE,
+    TABLE,
+    WEIGHTS,
+    by_index_and_name,
+    named,
+    of_kind,
+    without,
+)
 from elasticcb.sharding.partition import Slice, VariableSpec
 
 Array = npt.NDArray[Any]
@@ -17,27 +29,19 @@ Array = npt.NDArray[Any]
 
 def to_tensors(state: OptimizerState) -> dict[str, Array]:
     """Named as they travel: "slots/I/NAME", "extras/I/NAME", "shared/NAME"."""
-    tensors = {f"slots/{index}/{name}": value for (index, name), value in state.slots.items()}
-    tensors |= {f"extras/{index}/{name}": value for (index, name), value in state.extras.items()}
-    return tensors | {f"shared/{name}": value for name, value in state.shared.items()}
+    return named(SLOTS, state.slots) | named(EXTRAS, state.extras) | named(SHARED, state.shared)
 
 
 def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -> OptimizerState:
     """The inverse of `to_tensors`. Tensors of weights and tables are passed over; `WireError` for others."""
-    state = OptimizerState(optimizers=tuple(optimizers))
-    for name, value in tensors.items():
-        kind, _, rest = name.partition("/")
-        index, _, own_name = rest.partition("/")
-        if kind == "shared":
-            state.shared[rest] = value
-        elif kind in ("slots", "extras") and index.isdecimal() and own_name:
-            (state.slots if kind == "slots" else state.extras)[int(index), own_name] = value
-        elif kind not in ("weights", "state", "table"):
-            raise WireError(
-                f"A state holds a tensor named {name!r}; known are weights/DTYPE, state/DTYPE, slots/INDEX/NAME, "
-                "extras/INDEX/NAME and shared/NAME."
-            )
-    return state
+    unknown = without(tensors, WEIGHTS, STATE, TABLE, SLOTS, EXTRAS, SHARED)
+    if unknown:
+        raise WireError(
+            f"A state holds a tensor named {next(iter(unknown))!r}; known are weights/DTYPE, state/DTYPE, "
+            "slots/INDEX/NAME, extras/INDEX/NAME and shared/NAME."
+        )
+    slots, extras = (by_index_and_name(kind, tensors) for kind in (SLOTS, EXTRAS))
+    return OptimizerState(slots, extras, of_kind(SHARED, tensors), tuple(optimizers))
 
 
 def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> OptimizerState:

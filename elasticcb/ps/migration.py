@@ -8,6 +8,7 @@ refused meanwhile are made again for it, under their names.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,12 +20,13 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
 from elasticcb.ps.served_model import Gate, ServedModel
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
 from elasticcb.security.credentials import Access
+from elasticcb.sharding.array_names import HELD, WEIGHT, by_index, named, without
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
@@ -33,7 +35,6 @@ from elasticcb.sharding.table_state import to_tensors as tables_to
 _CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
 _PATIENCE_SECONDS = 3.0
 _DEADLINE_SECONDS = 600.0
-_WEIGHT, _HELD = "weight/", "held/"  # prefixes of tensors: the part of a variable; all ids of a table that come
 
 MakeModel = Callable[[Any, Sequence[VariableSpec], Sequence[Slice], BucketMap], ServedModel]
 
@@ -130,12 +131,10 @@ class Move:
             if place == self._index:
                 self._own = piece
                 continue
-            states = {}
-            tensors: dict[str, Array] = {}
-            for number, state in part.tables.items():
-                states[number] = state.select(self.buckets.owns(place, state.ids))
-                tensors[f"{_HELD}{number}"] = ids[number][self.buckets.owns(place, ids[number])]
-            tensors |= {f"{_WEIGHT}{index}": array for index, array in piece.part.weights.items()}
+            owns = functools.partial(self.buckets.owns, place)
+            states = {number: state.select(owns(state.ids)) for number, state in part.tables.items()}
+            tensors = named(HELD, {number: ids[number][owns(ids[number])] for number in states})
+            tensors |= named(WEIGHT, piece.part.weights)
             tensors |= to_tensors(OptimizerState(piece.part.slots, piece.part.extras, piece.part.shared))
             size += self._send(place, tensors | tables_to(states), last=True, optimizer=piece.part.optimizer)
         return size
@@ -143,9 +142,7 @@ class Move:
     def _send(self, place: int, tensors: dict[str, Array], **header: Any) -> int:
         self._sent += 1
         request = pb.ReceiveRequest(map_version=self.version, sender=self._index, number=self._sent, **header)
-        connection = self._peers[place]
-        call = connection.frame_call(SERVICE, "Receive", pb.ReceiveResponse)
-        connection.call(call, Frame(request, tensors), _DEADLINE_SECONDS)
+        self._peers[place].call(PS_METHODS["Receive"], Frame(request, tensors), _DEADLINE_SECONDS)
         return sum(array.nbytes for array in tensors.values())
 
     # -------------------------------------------------------------- what comes
@@ -156,9 +153,8 @@ class Move:
         with self._receiving:
             if self._received.get(sender, 0) >= frame.header.number:
                 return
-            weights = _numbered(frame.tensors, _WEIGHT)
-            held = _numbered(frame.tensors, _HELD)
-            rest = {name: array for name, array in frame.tensors.items() if not name.startswith((_WEIGHT, _HELD))}
+            weights, held = by_index(WEIGHT, frame.tensors), by_index(HELD, frame.tensors)
+            rest = without(frame.tensors, WEIGHT, HELD)
             if self.next is None or not 0 <= sender < len(self._before):
                 raise WireError(f"Server {self._index} expects nothing of server {sender} in this move.")
             tables = self.next.parameters.tables
@@ -224,15 +220,6 @@ class Move:
 
 def _kind(spec: VariableSpec) -> tuple[object, ...]:
     return spec.path, spec.shape, spec.dtype, spec.trainable
-
-
-def _numbered(tensors: Mapping[str, Array], prefix: str) -> dict[int, Array]:
-    """Those of a kind, by the number behind the prefix. Raises `WireError` where that is none."""
-    found = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
-    wrong = [number for number in found if not number.isdecimal()]
-    if wrong:
-        raise WireError(f"{prefix + wrong[0]!r} names no variable; expected {prefix}INDEX.")
-    return {int(number): array for number, array in found.items()}
 
 
 class Moves:

@@ -27,7 +27,6 @@ from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
-from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
@@ -35,6 +34,7 @@ from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
+from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
-
-from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.calls import Connection
+from elasticcb.errors import ConnectionLostError
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 
-SERVICE = "elasticcb.ParameterServer"
-
-_RESPONSES = {
-    "Apply": pb.ApplyResponse,
-    "Snapshot": pb.SnapshotResponse,
-    "Save": pb.SaveResponse,
-    "Export": pb.ExportResponse,
-    "LoadState": pb.LoadStateResponse,
-}
 # An update may have to be compiled first; that a machine is gone is found out by gRPC's keepalive.
 _DEADLINE_SECONDS = 600.0
 
@@ -38,6 +29,7 @@ class Peers:
             Connection(address, f"parameter server {index}", patience_seconds, access)
             for index, address in enumerate(addresses, 1)
         ]
+        self._threads = ThreadPoolExecutor(len(addresses) or 1, thread_name_prefix="peers")
 
     def __bool__(self) -> bool:
         return bool(self._connections)
@@ -47,20 +39,22 @@ class Peers:
 
         Raises `ConnectionLostError` when one is out of reach, `ElasticCBError` when one refuses.
         """
-        frame = Frame(request, {})
-        calls = [connection.frame_sender(SERVICE, method, _RESPONSES[method]) for connection in self._connections]
-        started = [
-            call.future(frame, timeout=_DEADLINE_SECONDS, metadata=connection.metadata)
-            for connection, call in zip(self._connections, calls, strict=True)
-        ]
-        for connection, call, future in zip(self._connections, calls, started, strict=True):
-            try:
-                future.result()
-            except grpc.RpcError as error:
-                connection.raise_unless_transient(error)
-                # Once more, with patience and errors in words; a server that has done it says so.
-                connection.call(call, frame, _DEADLINE_SECONDS)
+        if not self._connections:
+            return
+        called = PS_METHODS[method]
+
+        def call(connection: Connection) -> None:
+            header = type(request).FromString(request.SerializeToString())  # one of its own: encoding sets it
+            connection.call(called, Frame(header, {}), _DEADLINE_SECONDS)
+
+        try:
+            answers = [self._threads.submit(call, each) for each in self._connections]
+        except RuntimeError as closed:  # after `close`
+            raise ConnectionLostError("The connections to the other parameter servers were closed.") from closed
+        for error in filter(None, [answer.exception() for answer in answers]):
+            raise error
 
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
+        self._threads.shutdown(wait=False)

@@ -17,10 +17,10 @@ from typing import Any
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.recovery import RecoveryLog
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import Access
 
@@ -65,16 +65,12 @@ class Replica:
         self._confirmed = 0  # up to this number changes need not be waited for
         self._closed = False
         self._address = address
-        self._connection, self._replicate = self._connected(address)
+        self._connection = self._connected(address)
         self.noted = 0
 
-    def _connected(self, address: str) -> tuple[Connection | None, Callable[..., Any] | None]:
-        """The neighbour, and what calls its `Replicate`."""
-        if not address:
-            return None, None
+    def _connected(self, address: str) -> Connection | None:
         name = f"the neighbour of parameter server {self._origin.server}"
-        connection = Connection(address, name, 0.0, self._access)
-        return connection, connection.shared_frame_call(SERVICE, "Replicate", pb.ReplicateResponse)
+        return Connection(address, name, 0.0, self._access) if address else None
 
     # -------------------------------------------------------------- in training
 
@@ -121,10 +117,10 @@ class Replica:
         return self._size > _SMALLEST_LOG and self._size > self._files.whole_bytes
 
     def _send(self, seconds: float, entries: Sequence[Entry] = (), **more: Any) -> None:
-        if self._connection is None or self._replicate is None:
+        if self._connection is None:
             raise ConnectionLostError(f"The neighbour of parameter server {self._origin.server} is lost.")
         request = pb.ReplicateRequest(run=self._origin.run, index=self._origin.server, stream=self._stream, **more)
-        self._connection.call(self._replicate, packed(request, entries), seconds)
+        self._connection.call(PS_METHODS["Replicate"], packed(request, entries), seconds)
 
     def _add_sizes(self, entries: Iterable[Entry]) -> None:
         with self._state:
@@ -182,7 +178,7 @@ class Replica:
                 self._stop()
                 self._hang_up()
                 self._address = address
-                self._connection, self._replicate = self._connected(address)
+                self._connection = self._connected(address)
 
     def close(self) -> None:
         self._closed = True
@@ -215,14 +211,12 @@ class Replica:
         return complete
 
     def _replay_all(self, connection: Connection, replay: Callable[[Entry], bool]) -> bool:
-        # Whole pages, in memory that is not kept.
-        read = connection.frame_call(SERVICE, "ReadLog", pb.ReadLogResponse)
         while True:
             request = pb.ReadLogRequest(
                 run=self._origin.run, index=self._origin.server, stream=self._stream, after=self.noted
             )
             try:
-                page = connection.call(read, Frame(request, {}), _DEADLINE_SECONDS, _PATIENCE_SECONDS)
+                page = connection.call(PS_METHODS["ReadLog"], Frame(request, {}), _DEADLINE_SECONDS, _PATIENCE_SECONDS)
             except (ConnectionLostError, WireError) as error:
                 logger.warning("The log of the lost server can't be read: %s", error)
                 return False

@@ -16,12 +16,14 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
 from elasticcb.ps.peers import Peers
-from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
+from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
 from elasticcb.sharding.partition import block_sizes as sizes_of
+from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_state import TableState
 
 Array = npt.NDArray[Any]
@@ -169,9 +171,8 @@ def values_of(
 ) -> dict[int, Array]:
     """The slices' arrays in the frame of a call."""
     values: dict[int, Array] = {}
-    for kind, trainable in (("weights", True), ("state", False)):
-        prefix = f"{kind}/"
-        blocks = {name[len(prefix) :]: array for name, array in tensors.items() if name.startswith(prefix)}
+    for kind, trainable in ((WEIGHTS, True), (STATE, False)):
+        blocks = of_kind(kind, tensors)
         check_blocks(blocks, sizes_of(specs, slices, trainable), f"{call}, {kind}")
         for part, dtype, offset in layout(specs, slices, trainable):
             value = blocks[dtype][offset : offset + part.elements]

@@ -9,18 +9,16 @@ from typing import Any
 
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
-from elasticcb.ps.peers import SERVICE
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
-from elasticcb.rpc import calls as rpc
+from elasticcb.rpc.frame_service import FrameService, Handler
+from elasticcb.rpc.server import Server
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import RECOVERY_FOLDER, JobSettings
 
 logger = logging.getLogger(__name__)
-
-# A push may wait for the neighbour, which answers however many pushes wait there.
-_CONTROL = ("Replicate", "ReadLog", "RefusedCalls")
 
 
 class PSServer:
@@ -49,17 +47,14 @@ class PSServer:
     ) -> None:
         self._access = access
         self._warn, self._lost_workers = warn, lost_workers
-        self._server = rpc.Server(host, port, access=access)
+        self._server = Server(host, port, access=access)
         exposed = access.exposed_at(host)
         if exposed:
             logger.warning(exposed)
         self._servicer = self._make_servicer(settings, make_optimizers)
-        methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
-            name: (header_type, self._to_present_servicer(name))
-            for name, (header_type, _) in self._servicer.methods().items()
-        }
-        methods["RefusedCalls"] = (pb.RefusedCallsRequest, self._answer_refused_calls)
-        self._server.add(rpc.FrameService(SERVICE, methods, transient={"Exchange"}, control=_CONTROL))
+        handlers = {PS_METHODS[name]: self._to_present_servicer(name) for name in self._servicer.handlers}
+        handlers[PS_METHODS["RefusedCalls"]] = self._answer_refused_calls
+        self._server.add(FrameService(handlers))
 
     def _answer_refused_calls(self, frame: Frame[Any]) -> Frame[Any]:
         return Frame(pb.RefusedCallsResponse(calls=self.refused_calls()), {})
@@ -68,8 +63,8 @@ class PSServer:
         """How many calls it has refused, by reason in words."""
         return self._server.refused.counts()
 
-    def _to_present_servicer(self, name: str) -> Callable[[Frame[Any]], Frame[Any]]:
-        return lambda frame: self._servicer.methods()[name][1](frame)
+    def _to_present_servicer(self, name: str) -> Handler:
+        return lambda frame: self._servicer.handlers[name](frame)
 
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""

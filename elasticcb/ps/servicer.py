@@ -29,7 +29,7 @@ from elasticcb.ps.once import Once
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.peers import Peers
-from elasticcb.ps.push import Push, PushReader
+from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.recovery import (
     RecoveryLog,
     RecoveryWriter,
@@ -43,19 +43,21 @@ from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import Change, Exported, ServedModel, Staged, Verdict, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+from elasticcb.rpc.frame_service import Handler
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, dtype_of
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import TrainingSettings
+from elasticcb.sharding.array_names import STATE, TABLE, WANTED, WEIGHTS, by_index, named, only, without
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
-
-_LOOKUP = "lookup/"  # prefix of ids of an embedding table whose rows are wanted
 
 
 class Servicer:
@@ -72,6 +74,9 @@ class Servicer:
         patience_seconds: of calls to other servers.
         lost_workers: ids of those whose pushes are refused. It may grow.
         replicas: whether a neighbour keeps what these files lack.
+
+    Attributes:
+        handlers: what answers each call, by the method's name.
     """
 
     def __init__(
@@ -101,33 +106,30 @@ class Servicer:
         self._model: ServedModel | None = None
         self._neighbours = Neighbours()
         self._moves = Moves(self._lock, access, lambda: self._model, self._empty_model, self._serve, self)
+        self.handlers = self._answers()
 
-    def methods(self) -> dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]]:
-        """By method name: the header's type, and the function that answers."""
-        table: dict[str, tuple[type, Callable[[Frame[Any], Any], Frame[Any]]]] = {
-            "Exchange": (pb.ExchangeRequest, self._exchange),
-            "Apply": (pb.ApplyRequest, self._apply),
-            "Snapshot": (pb.SnapshotRequest, self._snapshot),
-            "FinishTraining": (pb.FinishTrainingRequest, self._finish_training),
-            "SetLearningRate": (pb.SetLearningRateRequest, self._set_learning_rate),
-            "LoadState": (pb.LoadStateRequest, self._load_state),
+    def _answers(self) -> dict[str, Handler]:
+        """What answers each call, by the method's name."""
+        locked, saved = self._locked, self._then_saved
+        answers: dict[str, Handler] = {
+            "Exchange": locked(self._exchange),
+            "Apply": locked(self._apply),
+            "Snapshot": locked(self._snapshot),
+            "FinishTraining": saved(locked(self._finish_training)),
+            "SetLearningRate": locked(self._set_learning_rate),
+            "LoadState": saved(locked(self._load_state)),
+            "SetNeighbour": self._set_neighbour,
+            "Persist": self._persist,
+            "Replicate": self._neighbours.replicate,
+            "ReadLog": self._neighbours.read_log,
+            "Initialize": self._initialize,
+            "Save": self._save,
+            "ReadTable": self._read_table,
+            "Export": self._export,
+            "Move": self._moves.move,
+            "Receive": self._moves.receive,
         }
-        methods: dict[str, tuple[type, Callable[[Frame[Any]], Frame[Any]]]] = {
-            name: (header, self._locked(function)) for name, (header, function) in table.items()
-        }
-        for name in ("LoadState", "FinishTraining"):
-            methods[name] = (methods[name][0], self._then_saved(methods[name][1]))
-        methods["SetNeighbour"] = (pb.SetNeighbourRequest, self._set_neighbour)
-        methods["Persist"] = (pb.PersistRequest, self._persist)
-        methods["Replicate"] = (pb.ReplicateRequest, self._neighbours.replicate)
-        methods["ReadLog"] = (pb.ReadLogRequest, self._neighbours.read_log)
-        methods["Initialize"] = (pb.InitializeRequest, self._initialize)
-        methods["Save"] = (pb.SaveRequest, self._save)
-        methods["ReadTable"] = (pb.ReadTableRequest, self._read_table)
-        methods["Export"] = (pb.ExportRequest, self._export)
-        methods["Move"] = (pb.MoveRequest, self._moves.move)
-        methods["Receive"] = (pb.ReceiveRequest, self._moves.receive)
-        return {name: (header, self._once_if_numbered(header, method)) for name, (header, method) in methods.items()}
+        return {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
 
     def close(self) -> None:
         # Without the lock: an update may wait for another server, which this ends.
@@ -138,14 +140,12 @@ class Servicer:
         if self._writer is not None:
             self._writer.close()
 
-    def _once_if_numbered(
-        self, header: Any, method: Callable[[Frame[Any]], Frame[Any]]
-    ) -> Callable[[Frame[Any]], Frame[Any]]:
-        if "call" not in header.DESCRIPTOR.fields_by_name:
-            return method
-        return lambda frame: self._once.do(frame.header.call, lambda: method(frame))
+    def _once_if_numbered(self, name: str, answer: Handler) -> Handler:
+        if not PS_METHODS[name].is_numbered:
+            return answer
+        return lambda frame: self._once.do(frame.header.call, lambda: answer(frame))
 
-    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
+    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self._lock:
                 model = self._initialized()
@@ -173,7 +173,7 @@ class Servicer:
             if after != before and replica.is_full:
                 self.write_down()
 
-    def _then_saved(self, method: Callable[[Frame[Any]], Frame[Any]]) -> Callable[[Frame[Any]], Frame[Any]]:
+    def _then_saved(self, method: Handler) -> Handler:
         """For what workers can't do again: it is in the recovery files before it is answered."""
 
         def answer(frame: Frame[Any]) -> Frame[Any]:
@@ -455,8 +455,7 @@ class Servicer:
         response = pb.ExportResponse(version=part.version)
         if request.hold:
             return Frame(response, {})
-        tensors = {f"weights/{dtype}": block for dtype, block in dense.weights.items()}
-        tensors |= {f"state/{dtype}": block for dtype, block in dense.state.items()}
+        tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
         response.optimizers.extend(name for name in part.optimizer.split(", ") if name)
         response.rows.update({number: len(table) for number, table in part.held.items()})
         return Frame(response, tensors | to_tensors(OptimizerState(part.slots, part.extras, part.shared)))
@@ -488,7 +487,7 @@ class Servicer:
     @staticmethod
     def _read_change(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Change:
         values: dict[int, Array] = {}
-        if any(name.startswith(("weights/", "state/")) for name in frame.tensors):
+        if only(frame.tensors, WEIGHTS, STATE):
             values = values_of(frame.tensors, model.specs, model.slices, "LoadState")
         state = from_tensors(frame.tensors, frame.header.optimizers)
         model.parameters.check_state(state)
@@ -526,8 +525,7 @@ class Servicer:
             return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.buckets.version), {})
         if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
             return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
-        wanted = {name: ids for name, ids in frame.tensors.items() if name.startswith(_LOOKUP)}
-        pushed = {name: array for name, array in frame.tensors.items() if name not in wanted}
+        pushed = without(frame.tensors, WANTED)
         verdict = Verdict(pb.NO_PUSH)
         if request.sequence:
             if request.worker_id in self._lost_workers:
@@ -550,21 +548,16 @@ class Servicer:
         snapshot = model.snapshot_of(request.snapshot) if request.snapshot else None
         if snapshot is not None:
             response.version, response.state_version = snapshot.version, snapshot.state_version
-        tensors: dict[str, Array] = {}
-        for name in wanted:
-            if not name[len(_LOOKUP) :].isdecimal():
-                raise WireError(f"{name!r} names no embedding table; expected lookup/INDEX.")
-        ids = {int(name[len(_LOOKUP) :]): array for name, array in wanted.items()}
-        found = parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables)
-        tensors |= {f"table/{number}": rows for number, rows in found.items()}
+        ids = by_index(WANTED, frame.tensors)
+        tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
         if not request.pull:
             return Frame(response, tensors)
         pulled = snapshot or parameters.snapshot()
         # Not "older than known": a server that was restored may stand at a lower version.
         if pulled.version != request.known_version:
-            tensors |= {f"weights/{dtype}": block for dtype, block in pulled.weights.items()}
+            tensors |= named(WEIGHTS, pulled.weights)
         if pulled.state_version != request.known_state_version:
-            tensors |= {f"state/{dtype}": block for dtype, block in pulled.state.items()}
+            tensors |= named(STATE, pulled.state)
         return Frame(response, tensors)
 
     def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> Verdict:
@@ -574,8 +567,7 @@ class Servicer:
             return verdict
         if model.answered.forgotten(name):
             return Verdict(pb.ACCEPTED, "this push was answered long ago")
-        rate = request.learning_rate if request.has_learning_rate else None
-        push = model.reader.read(tensors, request.dense_variables, rate, request.row_variables, request.state_base)
+        push = model.reader.read(Push.decode(request, tensors))
         model.parameters.check_learning_rate(push)
         verdict = self._judge(name, request, push, model)
         model.answered.remember(name, verdict)

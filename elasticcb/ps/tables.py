@@ -20,12 +20,13 @@ from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
-from elasticcb.ps.push import Rows, check_row_ids
+from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.push import Rows
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 

@@ -14,7 +14,7 @@ from elasticcb.process.signals import end_as_by_sigterm, on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles import process
 from elasticcb.rpc.health import HealthServer
-from elasticcb.rpc.health_names import PS_SERVICE
+from elasticcb.rpc.services import PS_SERVICE
 from elasticcb.settings import Command, JobSettings
 
 if TYPE_CHECKING:

@@ -17,11 +17,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import numpy as np
+
+from elasticcb.rpc.call_errors import CallError, call_error_of_defect
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +33,6 @@ _CHUNK = 64 << 10  # bytes
 _HANDSHAKE_SECONDS = 5.0
 _QUIET_SECONDS = 20.0  # of waiting for an answer, after which the server is asked whether it is alive
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
-
-
-class CallError(grpc.RpcError):
-    """A call that failed, as gRPC would raise it.
-
-    Attributes:
-        metadata: what comes with an error of the project: its class, the user's traceback.
-    """
-
-    def __init__(self, code: grpc.StatusCode, text: str, metadata: Mapping[str, str | bytes] | None = None) -> None:
-        super().__init__(text)
-        self.text = text
-        self.metadata = dict(metadata or {})
-        self._code = code
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self.text
-
-    def trailing_metadata(self) -> Any:
-        return tuple(self.metadata.items())
 
 
 class Listener:
@@ -200,8 +179,7 @@ class ServerLinks:
             answer, failed = _encode_error(error), True
         except Exception as error:  # a defect; as gRPC tells of it
             logger.exception("A call of %s failed", method)
-            text = f"Exception calling application: {error}"
-            answer, failed = _encode_error(CallError(grpc.StatusCode.UNKNOWN, text)), True
+            answer, failed = _encode_error(call_error_of_defect(error)), True
         return _ANSWER.pack(len(answer), failed) + answer
 
     def stop(self, grace_seconds: float) -> None:

@@ -17,6 +17,22 @@ class Command(str, Enum):
     CALL = "call"  # functions that `Cluster.schedule` is given
 
 
+class Mode(str, Enum):
+    """What is done with data: the `mode` argument of a model file's `feed`."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    PREDICTION = "prediction"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def of(cls, command: Command) -> Mode:
+        """With which a job builds its model. A job of functions has none."""
+        return {Command.TRAIN: cls.TRAINING, Command.EVALUATE: cls.EVALUATION, Command.PREDICT: cls.PREDICTION}[command]
+
+
 class NonFinite(str, Enum):
     """What a NaN or an infinity in a loss or a gradient leads to."""
 

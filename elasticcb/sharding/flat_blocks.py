@@ -8,6 +8,7 @@ import numpy as np
 
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.array_names import STATE, WEIGHTS, kind_of, named, of_kind
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpack
 
 Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
@@ -59,7 +60,7 @@ def state_moves(
     parts: Sequence[Sequence[Slice]],
     decays: Mapping[int, float],
 ) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
-    """How a step that began with the state in `blocks` moved it: as `Push.state` and `Push.shares`.
+    """How a step that began with the state in `blocks` moved it: as `Gradients.state` and `Gradients.shares`.
 
     Args:
         state: by server and dtype, the non-trainable variables after the step, flat.
@@ -67,7 +68,8 @@ def state_moves(
     """
     towards, shares = [], []
     for slices, block, own in zip(parts, blocks, state, strict=True):
-        share = {dtype: (new != block[f"state/{dtype}"]).astype(np.float32) for dtype, new in own.items()}
+        before = of_kind(STATE, block)
+        share = {dtype: (new != before[dtype]).astype(np.float32) for dtype, new in own.items()}
         share = {dtype: flat for dtype, flat in share.items() if flat.any()}
         values = {dtype: own[dtype] for dtype in share}
         for part, dtype, offset in layout(specs, slices, False):
@@ -76,7 +78,7 @@ def state_moves(
                 here = slice(offset, offset + part.elements)
                 if values[dtype] is own[dtype]:
                     values[dtype] = own[dtype].copy()
-                old, new = (flat[here].astype(np.float64) for flat in (block[f"state/{dtype}"], own[dtype]))
+                old, new = (flat[here].astype(np.float64) for flat in (before[dtype], own[dtype]))
                 values[dtype][here] = np.where(share[dtype][here] > 0, (new - decay * old) / (1 - decay), new)
                 share[dtype][here] *= 1 - decay
         towards.append(values)
@@ -92,7 +94,7 @@ def moved_state(block: Array, values: Array, shares: Array, lag: int) -> Array:
 
     Args:
         block: the present values, flat.
-        values, shares: as in `Push.state` and `Push.shares`.
+        values, shares: as in `Gradients.state` and `Gradients.shares`.
         lag: updates since those that the step began with. Of values that it set, steps that began with the same
             count as one, as their mean.
     """
@@ -108,21 +110,18 @@ def moved_state(block: Array, values: Array, shares: Array, lag: int) -> Array:
 
 def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
     """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
-    return {name: aligned_copy(block) if name.startswith("state/") else block for name, block in blocks.items()}
+    return {name: aligned_copy(block) if kind_of(name) == STATE else block for name, block in blocks.items()}
 
 
 def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
     """One server's part of `weights`, as it travels."""
-    trainable = pack(weights, specs, slices, trainable=True)
-    state = pack(weights, specs, slices, trainable=False)
-    return {f"weights/{d}": flat for d, flat in trainable.items()} | {f"state/{d}": flat for d, flat in state.items()}
+    return named(WEIGHTS, pack(weights, specs, slices, True)) | named(STATE, pack(weights, specs, slices, False))
 
 
 def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
     """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
     weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
     for server, slices in zip(blocks, parts, strict=True):
-        for prefix, trainable in (("weights/", True), ("state/", False)):
-            found = {key.removeprefix(prefix): flat for key, flat in server.items() if key.startswith(prefix)}
-            unpack(found, specs, slices, trainable, weights)
+        unpack(of_kind(WEIGHTS, server), specs, slices, True, weights)
+        unpack(of_kind(STATE, server), specs, slices, False, weights)
     return weights

@@ -10,9 +10,8 @@ import numpy as np
 
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.array_names import SLOT, TABLE, by_index_and_name, named, of_kind
 from elasticcb.sharding.bucket_map import BucketMap
-
-_PREFIX = "table/"
 
 
 @dataclass
@@ -110,29 +109,21 @@ def overlaid(states: Sequence[TableState]) -> TableState:
 
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
     """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
-    return {
-        f"{_PREFIX}{index}/{name}": array
-        for index, state in tables.items()
-        for name, array in _arrays_of(state).items()
-    }
+    return named(TABLE, {(i, name): array for i, state in tables.items() for name, array in _arrays_of(state).items()})
 
 
 def _arrays_of(state: TableState) -> dict[str, Array]:
     arrays = {"ids": state.ids, "rows": state.rows}
     counts = {"hits": state.hits, "used": state.used}
     arrays |= {name: count for name, count in counts.items() if count is not None}
-    return arrays | {f"slot/{name}": slot for name, slot in state.slots.items()}
+    return arrays | named(SLOT, state.slots)
 
 
 def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
     """The inverse of `to_tensors`; other tensors are passed over. Raises `WireError` for what is no table."""
     found: dict[int, dict[str, Array]] = {}
-    for name, array in tensors.items():
-        if name.startswith(_PREFIX):
-            index, _, rest = name[len(_PREFIX) :].partition("/")
-            if not index.isdecimal():
-                raise WireError(f"{name!r} names no embedding table; expected table/INDEX/….")
-            found.setdefault(int(index), {})[rest] = array
+    for (index, name), array in by_index_and_name(TABLE, tensors).items():
+        found.setdefault(index, {})[name] = array
     return {index: _state_of(index, arrays) for index, arrays in found.items()}
 
 
@@ -143,7 +134,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
     state = TableState(
         arrays["ids"],
         arrays["rows"],
-        {name.partition("/")[2]: array for name, array in arrays.items() if name.startswith("slot/")},
+        of_kind(SLOT, arrays),
         arrays.get("hits"),
         arrays.get("used"),
     )
@@ -152,7 +143,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
         wrong += ["ids", "rows"]
     wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
     wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
-    wrong += [f"slot/{name}" for name, slot in state.slots.items() if slot.shape != rows]
+    wrong += [name for name, slot in named(SLOT, state.slots).items() if slot.shape != rows]
     if wrong:
         shown = ", ".join(
             f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from elasticcb.clients.ps import PSClient, Push, PushResult
+from elasticcb.clients.ps import PSClient, PushResult
+from elasticcb.sharding.push import Gradients
 from elasticcb.worker.task_input import Batch
 
 
@@ -44,7 +45,9 @@ class Exchanges:
             found = found.rows  # none with a push that was refused
         return found or self._run(self._lookup, batch).result()
 
-    def push(self, push: Push, learning_rate: float | None, pull: bool, coming: Sequence[Batch]) -> Future[PushResult]:
+    def push(
+        self, push: Gradients, learning_rate: float | None, pull: bool, coming: Sequence[Batch]
+    ) -> Future[PushResult]:
         """Hands gradients over; `PSClient.push` says more.
 
         Args:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps import PSClient
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.loss_scale import LossScale
@@ -22,6 +22,7 @@ from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.sharding.flat_blocks import state_moves, unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
+from elasticcb.sharding.push import Gradients
 from elasticcb.worker.gradients import clippings, sort_gradients
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class PlacedModel:
         pairs = {index: (next(given), next(given)) for index in rows}
         now = [pack(new, self._specs, slices, trainable=False) for slices in self._ps.partition]
         state, shares = state_moves(self._ps.blocks, now, self._specs, self._ps.partition, {})
-        push = Push(
+        push = Gradients(
             gradients=[pack(gradients, self._specs, slices, True, dense) for slices in self._ps.partition],
             dense_variables=dense,
             rows=pairs,

@@ -16,7 +16,7 @@ from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import prime, variable_specs
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import JobSettings, Mode
 from elasticcb.sharding.flat_blocks import Blocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
@@ -26,8 +26,6 @@ from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-_FIRST_MODE = {Command.TRAIN: "training", Command.EVALUATE: "evaluation", Command.PREDICT: "prediction"}
 
 
 class BuiltModel:
@@ -46,12 +44,12 @@ class BuiltModel:
         self._pipelines: dict[str, Pipeline] = {}
         self.model = spec.build_model()
         self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
-        self.first_mode = _FIRST_MODE[settings.command]
+        self.first_mode = Mode.of(settings.command)
         prime(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
         self.metrics.reset()
         logger.info("The model is built")
 
-    def pipeline(self, mode: str) -> Pipeline:
+    def pipeline(self, mode: Mode) -> Pipeline:
         """The data of a mode; opened when it is asked for first."""
         if mode not in self._pipelines:
             self._pipelines[mode] = open_pipeline(
@@ -64,7 +62,7 @@ class BuiltModel:
         """`callback.params` on this worker, which has joined the job."""
         params = callback_params(self.settings, worker_id=self.client.id)
         spec = self.pipeline(self.first_mode).element_spec
-        labelled = self.first_mode != "prediction" and isinstance(spec, tuple)
+        labelled = self.first_mode is not Mode.PREDICTION and isinstance(spec, tuple)
         params["features_spec"] = spec[0] if labelled else spec
         return params
 

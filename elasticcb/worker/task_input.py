@@ -17,15 +17,15 @@ from typing import Any
 
 from elasticcb.clients.master import MasterClient
 from elasticcb.compute.convert import array_of
+from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError
 from elasticcb.layers.lookups import Wanted
 from elasticcb.model.input_pipeline import Pipeline, records_in
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
 
 logger = logging.getLogger(__name__)
-
-MODES = {pb.TRAINING: "training", pb.EVALUATION: "evaluation", pb.PREDICTION: "prediction"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TaskInput:
     def __init__(
         self,
         client: MasterClient,
-        pipeline_of: Callable[[str], Pipeline],
+        pipeline_of: Callable[[Mode], Pipeline],
         lookups: Mapping[str, Callable[[Any], Any]],
         buffer_batches: int = 4,
     ) -> None:

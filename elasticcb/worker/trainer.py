@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.clients.ps import Push
 from elasticcb.compute.compiled_step import CompiledStep
 from elasticcb.compute.convert import array_of, not_cached, tensor_of
 from elasticcb.errors import ModelFileError
@@ -29,9 +28,11 @@ from elasticcb.optimizers.capture import OptimizerCapture
 from elasticcb.optimizers.loss_scale import LossScale
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import Array, all_finite
-from elasticcb.settings import WireDtype
+from elasticcb.settings import Mode, WireDtype
+from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, state_moves
 from elasticcb.sharding.partition import Slice, VariableSpec, layout
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.worker.assignments import refused_assignments
 from elasticcb.worker.gradients import clippings, sort_gradients
@@ -49,7 +50,7 @@ _NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|
 class TrainResult:
     """A training step: what to push, the batch's own logs, and its metric states."""
 
-    push: Push
+    push: Gradients
     logs: dict[str, Any]
     states: States
     # Why there is nothing to push: the scaled loss has gradients that are not finite. What the step did to
@@ -68,7 +69,7 @@ class Trainer:
         wire_dtype: of gradients; those of another dtype than float32 are left as they are.
 
     Attributes:
-        lookups: by mode ("training", "evaluation", "prediction"), which rows of embedding tables a batch needs: a
+        lookups: by mode, which rows of embedding tables a batch needs: a
             function from the batch to `Wanted`. Safe to call from another thread than the rest.
     """
 
@@ -93,9 +94,9 @@ class Trainer:
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
         self._served = serve_tables(model, tables)
         steps: dict[str, Callable[[Any], Any]] = {
-            "training": self._capture.train_step,
-            "evaluation": model.test_step,
-            "prediction": model.predict_step,
+            Mode.TRAINING: self._capture.train_step,
+            Mode.EVALUATION: model.test_step,
+            Mode.PREDICTION: model.predict_step,
         }
         self.lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
         # Each batch has another number of rows, for which XLA would compile the step again.
@@ -149,7 +150,7 @@ class Trainer:
 
         Args:
             version: of the weights; the optimizers' `iterations` for a `train_step` that goes by them.
-            wanted: what `lookups["training"]` gave for the batch.
+            wanted: what `lookups[Mode.TRAINING]` gave for the batch.
             rows: by embedding table, the rows [n, dim] of the ids in `wanted`.
         """
         self._follow(blocks)
@@ -163,7 +164,7 @@ class Trainer:
         logs = {name: to_number(value) for name, value in logs.items()}
         decays = self._averages.decays
         state, shares = state_moves(blocks, _to_arrays(new_state), self._specs, self._partition, decays)
-        push = Push(
+        push = Gradients(
             gradients=_to_arrays(gradients),
             dense_variables=tuple(dense),
             rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
@@ -298,9 +299,10 @@ class Trainer:
     def _assign_blocks(self, blocks: Any) -> None:
         parts: dict[int, list[tuple[int, Any]]] = {}
         for server, slices in enumerate(self._partition):
-            for prefix, trainable in (("weights", True), ("state", False)):
+            for kind, trainable in ((WEIGHTS, True), (STATE, False)):
+                flat = of_kind(kind, blocks[server])
                 for part, dtype, offset in layout(self._specs, slices, trainable):
-                    piece = blocks[server][f"{prefix}/{dtype}"][offset : offset + part.elements]
+                    piece = flat[dtype][offset : offset + part.elements]
                     parts.setdefault(part.variable, []).append((part.start, piece))
         for index, found in parts.items():
             pieces = [piece for _, piece in sorted(found, key=lambda item: item[0])]
@@ -322,7 +324,7 @@ class Trainer:
             pieces.setdefault(dtype, []).append(new)
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
-    def _find_non_finite(self, push: Push) -> str:
+    def _find_non_finite(self, push: Gradients) -> str:
         if not np.isfinite(push.loss):
             return "the loss"
         for index, (_, values) in push.rows.items():
@@ -343,7 +345,7 @@ class Trainer:
         return ""
 
 
-def _is_finite(push: Push) -> bool:
+def _is_finite(push: Gradients) -> bool:
     arrays = [flat for server in push.gradients for flat in server.values()]
     arrays += [
         flat[shares[dtype] > 0]

@@ -9,7 +9,7 @@ from elasticcb.errors import ConnectionLostError, LeaveRequestedError
 from elasticcb.model.spec import Spec
 from elasticcb.process.signals import on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.settings import JobSettings
+from elasticcb.settings import JobSettings, Mode
 from elasticcb.worker.session import BuiltModel, Session
 from elasticcb.worker.task_input import Batch, Event, Finished, TaskRead, TaskStarted
 from elasticcb.worker.task_run import Tally, TaskRun
@@ -136,7 +136,7 @@ class TaskLoop:
             run = self._run
             if run is not None and (lease != run.task.lease or run.is_left):
                 run = None  # it is of a task that has not begun
-            pipeline = session.pipeline("training")
+            pipeline = session.pipeline(Mode.TRAINING)
             exact = not pipeline.ends_by_itself and (pipeline.keeps_order or run is None)
             if not exact or not session.input.holds(lease):
                 continue

@@ -18,7 +18,7 @@ from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
-from elasticcb.rpc import calls as rpc
+from elasticcb.rpc import connection as connection_module
 from elasticcb.settings import ClusterSettings
 
 NOBODY = "127.0.0.1:9"
@@ -209,8 +209,8 @@ def test_a_forked_process_draws_random_numbers_of_its_own():
     pid = os.fork()
     if pid == 0:
         draw_own_random_numbers()
-        os.write(tell, repr((np.random.rand(), random.random(), rpc._jitter.random())).encode())
+        os.write(tell, repr((np.random.rand(), random.random(), connection_module._jitter.random())).encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    drawn = (np.random.rand(), random.random(), rpc._jitter.random())
+    drawn = (np.random.rand(), random.random(), connection_module._jitter.random())
     assert all(map(operator.ne, ast.literal_eval(os.read(told, 1000).decode()), drawn))

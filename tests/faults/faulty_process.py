@@ -162,10 +162,10 @@ _ACTIONS = {
 
 
 def _go_through_the_network(process: str, control: str) -> None:
-    from elasticcb.rpc import calls as rpc
+    from elasticcb.rpc import connection as connection_module
     from elasticcb.rpc import unix_socket
 
-    connect, listen = rpc.Connection.__init__, unix_socket.Listener.__init__
+    connect, listen = connection_module.Connection.__init__, unix_socket.Listener.__init__
 
     @functools.wraps(connect)
     def connect_by_proxy(self: Any, address: str, name: str, *args: Any, **kwargs: Any) -> None:
@@ -177,7 +177,7 @@ def _go_through_the_network(process: str, control: str) -> None:
         listen(self)
         self.name = _proxy_of(control, process, "ps", f"\0{self.name}").removeprefix("\0")
 
-    rpc.Connection.__init__ = connect_by_proxy
+    connection_module.Connection.__init__ = connect_by_proxy
     unix_socket.Listener.__init__ = listen_by_proxy
 
 

@@ -13,7 +13,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master.master import Master
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 from mutations import ALLOWED, change_one_value, changed_bytes
 

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ import numpy as np
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.reslice import overlap
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
 from elasticcb.sharding.bucket_map import even
@@ -26,7 +28,7 @@ from elasticcb.sharding.table_state import to_tensors as tables_to
 from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
-SERVICE = "elasticcb.ParameterServer"
+METHODS = {**PS_METHODS, "Piece": PS_METHODS["Exchange"].piece}
 TABLE = len(SPECS)
 _ZEROS = '{"class_name": "Zeros", "config": {}, "module": "keras.initializers"}'
 WITH_TABLE = (
@@ -81,7 +83,7 @@ class ServerFuzzer:
         self._random = random.Random(seed)
         self._addresses, self._folder = addresses, folder
         self._connections = [Connection(address, "the server", 5.0) for address in addresses]
-        self._memories = [connection._memory_of(SERVICE) for connection in self._connections]
+        self._memories = [connection.transport_of(PS_METHODS["Exchange"]).memory for connection in self._connections]
         self.codes: Counter[str] = Counter()
         self.surprises: set[tuple[str, str, str]] = set()
         self._initialize()
@@ -106,8 +108,7 @@ class ServerFuzzer:
 
     def _call(self, call: Call) -> Frame[Any]:
         connection = self._connections[call.server]
-        method = connection.frame_call(SERVICE, call.method, getattr(pb, f"{call.method}Response"))
-        answer: Frame[Any] = connection.call(method, call.frame)
+        answer: Frame[Any] = connection.call(replace(METHODS[call.method], shared=False), call.frame)
         return answer
 
     # ------------------------------------------------------------ calls as they should be
@@ -211,11 +212,15 @@ class ServerFuzzer:
         return changed_frame(call.frame, header_type, self._random) if broken else encode_frame(call.frame)
 
     def _by_grpc(self, call: Call, broken: bool) -> None:
-        connection, message, method = self._connections[call.server], self._message(call, broken), call.method
+        connection, message, path = (
+            self._connections[call.server],
+            self._message(call, broken),
+            METHODS[call.method].path,
+        )
         if self._random.random() < 0.01:
             known = b'{"path": "/proc/1/fd/0", "inode": 7, "size": 65536, "key": "00ff", "socket": "elasticcb-0"}'
-            message, method = changed_bytes(known, self._random), "Attach"
-        connection.channel.unary_unary(f"/{SERVICE}/{method}")(message, timeout=30.0, metadata=connection.metadata)
+            message, path = changed_bytes(known, self._random), METHODS[call.method].attach_path
+        connection.channel.unary_unary(path)(message, timeout=30.0, metadata=connection.metadata)
 
     def _by_link(self, call: Call, broken: bool) -> None:
         memory = self._memories[call.server]

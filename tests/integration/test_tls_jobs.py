@@ -17,7 +17,7 @@ from elasticcb.clients.running_master import running_master
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import diagnose
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file

@@ -3,11 +3,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticcb.master.batch_log import BatchEvent, BatchLog, NumberedBatch, Pass
+from elasticcb.master.batch_log import BatchEvent, BatchLog, NumberedBatch
+from elasticcb.settings import Mode
 
 
 def trained(version: int, epoch: int = 0, size: int = 8, **logs: float) -> BatchEvent:
-    return BatchEvent(Pass.TRAINING, epoch, version, size, logs)
+    return BatchEvent(Mode.TRAINING, epoch, version, size, logs)
 
 
 def versions(batches: list[NumberedBatch]) -> list[int]:
@@ -37,13 +38,13 @@ def test_worker_that_does_not_train_holds_nothing_up() -> None:
 def test_end_of_an_epoch_gives_out_its_batches_and_leaves_those_of_the_next() -> None:
     log = BatchLog()
     log.add(1, 9, [trained(2), trained(3, epoch=1), trained(9)])
-    assert versions(log.end(Pass.TRAINING, 0)) == [2, 9]
+    assert versions(log.end(Mode.TRAINING, 0)) == [2, 9]
     assert [(batch.event.version, batch.index) for batch in log.take({1})] == [(3, 0)]
 
 
 def test_batch_of_an_epoch_that_is_over_is_dropped() -> None:
     log = BatchLog()
-    log.end(Pass.TRAINING, 1)
+    log.end(Mode.TRAINING, 1)
     log.add(1, 7, [trained(7, epoch=1), trained(7, epoch=2)])
     assert [batch.event.number for batch in log.take({1})] == [2]
 
@@ -53,7 +54,7 @@ def test_batches_are_numbered_from_zero_in_each_epoch() -> None:
     log.add(1, 3, [trained(1), trained(2), trained(3, epoch=1)])
     assert [(batch.event.number, batch.index) for batch in log.take({1})] == [(0, 0), (0, 1), (1, 0)]
     log.add(1, 5, [trained(4, epoch=1), trained(5, epoch=1)])
-    assert [batch.index for batch in log.end(Pass.TRAINING, 1)] == [1, 2]
+    assert [batch.index for batch in log.end(Mode.TRAINING, 1)] == [1, 2]
 
 
 def test_means_are_over_the_records_of_the_epoch_so_far() -> None:
@@ -67,17 +68,17 @@ def test_means_are_over_the_records_of_the_epoch_so_far() -> None:
 
 def test_batches_of_evaluation_and_prediction_are_given_out_as_they_come() -> None:
     log = BatchLog()
-    tested = [BatchEvent(Pass.EVALUATION, 2, 9, 8), BatchEvent(Pass.EVALUATION, 2, 9, 8)]
-    log.add(1, 0, [*tested, BatchEvent(Pass.PREDICTION, 0, 0, 8)])
+    tested = [BatchEvent(Mode.EVALUATION, 2, 9, 8), BatchEvent(Mode.EVALUATION, 2, 9, 8)]
+    log.add(1, 0, [*tested, BatchEvent(Mode.PREDICTION, 0, 0, 8)])
     taken = log.take({1, 2})
     assert [(batch.event.kind, batch.index) for batch in taken] == [
-        (Pass.EVALUATION, 0),
-        (Pass.EVALUATION, 1),
-        (Pass.PREDICTION, 0),
+        (Mode.EVALUATION, 0),
+        (Mode.EVALUATION, 1),
+        (Mode.PREDICTION, 0),
     ]
     log.add(2, 0, tested[:1])
-    assert [batch.index for batch in log.end(Pass.EVALUATION, 2)] == [2]
-    log.add(2, 0, [BatchEvent(Pass.EVALUATION, 3, 9, 8)])
+    assert [batch.index for batch in log.end(Mode.EVALUATION, 2)] == [2]
+    log.add(2, 0, [BatchEvent(Mode.EVALUATION, 3, 9, 8)])
     assert [batch.index for batch in log.take(())] == [0]
 
 
@@ -99,13 +100,13 @@ def test_order_is_that_of_versions_whatever_the_order_of_reports(pushes: list[tu
             seen += versions(log.take({1, 2, 3}))
     for worker, events in unsent.items():
         log.add(worker, len(pushes), events)
-    seen += versions(log.end(Pass.TRAINING, 0))
+    seen += versions(log.end(Mode.TRAINING, 0))
     assert seen == list(range(1, len(pushes) + 1))
 
 
 def test_no_more_batches_are_given_out_at_once_than_asked_for_and_none_is_lost() -> None:
     log = BatchLog()
-    log.add(1, 3, [trained(1), BatchEvent(Pass.EVALUATION, 1, 1, 8), trained(2), trained(3)])
+    log.add(1, 3, [trained(1), BatchEvent(Mode.EVALUATION, 1, 1, 8), trained(2), trained(3)])
     taken = [log.take({1}, most=2) for _ in range(3)]
     assert [len(batches) for batches in taken] == [2, 2, 0]
     assert versions([*taken[0][1:], *taken[1]]) == [1, 2, 3]

@@ -17,7 +17,7 @@ from elasticcb.errors import DataError
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import FeedPipeline, open_pipeline
 from elasticcb.model.model_file import ModelSpec
-from elasticcb.settings import Command, DataSettings, JobSettings, ModelSettings
+from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSettings
 
 MODEL = """
     import keras
@@ -45,7 +45,9 @@ def job(tmp_path: Path) -> tuple[JobSettings, ModelSpec]:
 
 
 def counts_of(settings: JobSettings, spec: ModelSpec) -> SourceCounts:
-    return SourceCounts(settings, {mode: open_pipeline(settings, spec, mode) for mode in ("training", "evaluation")})
+    return SourceCounts(
+        settings, {mode: open_pipeline(settings, spec, mode) for mode in (Mode.TRAINING, Mode.EVALUATION)}
+    )
 
 
 def test_a_worker_reads_its_first_task_without_a_scan(
@@ -63,12 +65,12 @@ def test_a_worker_reads_its_first_task_without_a_scan(
         return scan(*given, enough=enough, **named)
 
     monkeypatch.setattr(text, "index_records", watched)
-    early: Any = open_pipeline(*job, "training", lambda file: b"")
+    early: Any = open_pipeline(*job, Mode.TRAINING, lambda file: b"")
     assert isinstance(early, FeedPipeline)
     early.first_batch()
     assert set(found) == {64}  # while the master still counts, no more than a batch is looked for
     found.clear()
-    worker: Any = open_pipeline(*job, "training", lambda file: counts.find_index("training", file))
+    worker: Any = open_pipeline(*job, Mode.TRAINING, lambda file: counts.find_index("training", file))
     (batch,) = worker.batches(b, 70_000, 70_010)
     assert batch[0].numpy()[:, 0].tolist() == list(range(70_000, 70_010))
     assert not found

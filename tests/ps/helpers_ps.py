@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -11,12 +12,14 @@ import numpy as np
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.push import Push, PushReader, Rows
+from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc.calls import Connection
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, dtype_of
 from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.sharding.partition import VariableSpec, pack, partition, unpack
+from elasticcb.sharding.push import Push, Rows
 
 SPECS = (
     VariableSpec("embedding/embeddings", (12, 4), "float32", True),
@@ -181,8 +184,7 @@ class Cluster:
         self.slices = partition(specs, num_ps, split)
 
     def call(self, index, method, frame):
-        call = self.connections[index].frame_call("elasticcb.ParameterServer", method, getattr(pb, f"{method}Response"))
-        return self.connections[index].call(call, frame)
+        return self.connections[index].call(replace(PS_METHODS[method], shared=False), frame)
 
     def initialize(self, values=None, folder=""):
         for index, slices in enumerate(self.slices):

@@ -7,13 +7,14 @@ import json
 import keras
 import numpy as np
 
-from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps import PSClient
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
@@ -100,12 +101,12 @@ class Servers:
             state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
         self.worker.lookup({3: np.array(ids)}, create=True)
-        return self.worker.push(Push(gradients, (0, 1), rows, state, shares, 0.0), rate)
+        return self.worker.push(Gradients(gradients, (0, 1), rows, state, shares, 0.0), rate)
 
     def answer_alone(self, index):
         """A change reaches one server alone."""
         request = pb.SetLearningRateRequest(learning_rate=0.1)
-        self.servers[index]._servicer.methods()["SetLearningRate"][1](Frame(request, {}))
+        self.servers[index]._servicer.handlers["SetLearningRate"](Frame(request, {}))
 
     def model(self, index):
         return self.servers[index]._servicer._model

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.clients.ps import Push
 from elasticcb.optimizers.state import read_optimizers
 from elasticcb.sharding.partition import pack
+from elasticcb.sharding.push import Gradients
 
 
 def push_step(client, dense, rows=None, learning_rate=None):
@@ -21,7 +21,8 @@ def push_step(client, dense, rows=None, learning_rate=None):
         for slices in client.partition
     ]
     return client.push(
-        Push(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
+        Gradients(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], [{} for _ in blocks], 1.0),
+        learning_rate,
     )
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import finish_version
-from elasticcb.clients.ps import Push
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
+from elasticcb.sharding.push import Gradients
 from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
 
 
@@ -43,7 +43,7 @@ def step(client, number):
     """A push of dense gradients of everything that is trained."""
     dense = gradients(number, client.specs)
     blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
-    return Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0)
+    return Gradients(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0)
 
 
 def weights(client):

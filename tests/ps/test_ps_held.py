@@ -75,7 +75,7 @@ def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_
     servers = trained(losing)
     expected = copy.deepcopy(servers.model(0).parameters.export())
     training = Training(servers, monkeypatch)
-    save = servers.servers[0]._servicer.methods()["Save"][1]
+    save = servers.servers[0]._servicer.handlers["Save"]
     if held_before:
         save(Frame(pb.SaveRequest(directory=str(tmp_path), hold=True), {}))
         training.push()
@@ -112,7 +112,7 @@ def _order(table, expected):
 
 def test_checkpoint_that_can_not_be_written_holds_nothing_any_more(losing, monkeypatch, tmp_path):
     servers = trained(losing)
-    save = servers.servers[0]._servicer.methods()["Save"][1]
+    save = servers.servers[0]._servicer.handlers["Save"]
     with pytest.raises(Exception, match="can't be written"):
         save(Frame(pb.SaveRequest(directory=str(tmp_path / "no folder")), {}))
     for folder in ("one", "two"):  # the first is never written
@@ -160,25 +160,25 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch, num_ps):
 
 def test_export_that_is_over_gives_nothing_any_more(losing, monkeypatch):
     servers = trained(losing)
-    methods = servers.servers[0]._servicer.methods()
-    methods["Export"][1](Frame(pb.ExportRequest(id=5), {}))
+    methods = servers.servers[0]._servicer.handlers
+    methods["Export"](Frame(pb.ExportRequest(id=5), {}))
 
     def end():  # between the look for the export and its reading
-        methods["Export"][1](Frame(pb.ExportRequest(id=5, release=True), {}))
+        methods["Export"](Frame(pb.ExportRequest(id=5, release=True), {}))
         servers.push(100, range(60))
 
     read_with(monkeypatch, end)
     with pytest.raises(ElasticCBError, match="is over"):
-        methods["ReadTable"][1](Frame(pb.ReadTableRequest(variable=TABLE, export_id=5), {}))
+        methods["ReadTable"](Frame(pb.ReadTableRequest(variable=TABLE, export_id=5), {}))
 
 
 def test_what_a_killed_master_had_held_is_released_by_the_next_one(losing):
     servers = losing(num_ps=2)
     servers.push(1)
     for index in range(2):
-        methods = servers.servers[index]._servicer.methods()
-        methods["Export"][1](Frame(pb.ExportRequest(id=5), {}))
-        methods["Save"][1](Frame(pb.SaveRequest(directory="never written", hold=True), {}))
+        methods = servers.servers[index]._servicer.handlers
+        methods["Export"](Frame(pb.ExportRequest(id=5), {}))
+        methods["Save"](Frame(pb.SaveRequest(directory="never written", hold=True), {}))
     snapshots = [servers.model(index).parameters.tables[TABLE]._rows.snapshots for index in range(2)]
     assert list(map(len, snapshots)) == [2, 2]
     servers.master._end_export(6)  # another one does not end a checkpoint

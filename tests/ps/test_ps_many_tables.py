@@ -12,9 +12,9 @@ import pytest
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.push import Push, Rows
 from elasticcb.ps.table_limits import EVICT, TableLimits
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_spec import TableSpec
 
 UNIFORM, NORMAL = keras.initializers.RandomUniform(-0.5, 0.5), keras.initializers.RandomNormal()

@@ -16,7 +16,7 @@ _SERVER = """
 import keras
 import numpy as np
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.push import Push
+from elasticcb.sharding.push import Push
 from elasticcb.rpc.tensors import aligned
 from elasticcb.sharding.partition import VariableSpec, partition
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.ps_admin import PSControl, Source
@@ -20,6 +20,7 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN
 from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import alone
 
@@ -119,7 +120,7 @@ def push_of(client, ids, amount):
     parts = client.partition
     dense = {1: np.full(SPECS[1].shape, amount, np.float32), 2: np.full(SPECS[2].shape, amount, np.float32)}
     state = [np.full(spec.shape, 1, spec.dtype) for spec in SPECS]
-    return Push(
+    return Gradients(
         gradients=[pack(dense, SPECS, slices, True, dense.keys()) for slices in parts],
         dense_variables=(1, 2),
         rows={0: (ids, np.full((len(ids), 4), amount, np.float32))},

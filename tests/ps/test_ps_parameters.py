@@ -14,9 +14,10 @@ from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.optimizers.traits import may_split
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.push import PushReader
+from elasticcb.ps.push_reader import PushReader
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.push import Push
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
 optimizers = keras.optimizers
@@ -263,7 +264,7 @@ def test_a_gradient_that_an_optimizer_keeps_is_not_changed_by_the_next_push():
     specs = (VariableSpec("dense/kernel", (64, 4), "float32", True),)
     part = Part(lambda: Keeping(0.1), initial_values(specs), specs)
     memory = aligned_copy(np.ones(256, np.float32))  # as that which a worker shares
-    part.parameters.apply(part.reader.read({"gradients/float32": memory}, [0]))
+    part.parameters.apply(part.reader.read(Push((0,), {"float32": memory}, {})))
     memory[...] = 2.0
     np.testing.assert_array_equal(part.parameters.export().slots[0, "last"], 1.0)
 
@@ -295,8 +296,8 @@ def test_gradients_of_two_dtypes_may_come_in_any_order():
     for step in range(2):
         blocks = part.make(gradients(step, specs)).blocks
         for target, order in ((part, sorted(blocks, reverse=bool(step))), (same, sorted(blocks))):
-            tensors = {f"gradients/{dtype}": blocks[dtype] for dtype in order}
-            target.parameters.apply(target.reader.read(tensors, TRAINABLE))
+            push = Push(tuple(TRAINABLE), {dtype: blocks[dtype] for dtype in order}, {})
+            target.parameters.apply(target.reader.read(push))
     for mine, other in zip(part.values(), same.values(), strict=True):
         np.testing.assert_array_equal(mine.astype(np.float32), other.astype(np.float32))
 
@@ -323,6 +324,7 @@ def test_an_update_is_forgotten_with_its_parameters():
         slices = partition(specs, 1, True)[0]
         values = {0: np.zeros((4, 2), "float32")}
         parameters = Parameters(specs, slices, lambda count: [keras.optimizers.Adam()], values)
-        parameters.apply(PushReader(specs, slices).read({"gradients/float32": np.ones(8, "float32")}, [0]))
+        push = Push((0,), {"float32": np.ones(8, "float32")}, {})
+        parameters.apply(PushReader(specs, slices).read(push))
         del parameters
     assert graphs() == before

@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.clients.ps import PSClient, Push
+from elasticcb.clients.ps import PSClient
 from elasticcb.errors import ElasticCBError
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, ModelSettings
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
@@ -37,7 +38,7 @@ def push(address, event, done):
     rows = {2: (IDS[2], np.ones((2, 3), np.float32))}
     gradients, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
     shares = [{"float32": np.ones(2, np.float32)}]
-    client.push(Push(gradients, (0,), rows, state, shares, 0.0), None)
+    client.push(Gradients(gradients, (0,), rows, state, shares, 0.0), None)
     client.close()
 
 

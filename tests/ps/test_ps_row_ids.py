@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import WireError
-from elasticcb.ps.push import check_row_ids
+from elasticcb.ps.push_reader import check_row_ids
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from helpers_ps import CUT, Cluster, Part, gradients, initial_values, push_frame, sgd
 
@@ -285,3 +286,8 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     assert one.push({}, pull=True).header.version == 1
     for mine, other in zip(one.values(), two.values(), strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+def test_every_method_of_the_proto_has_an_answer(shared_cluster):
+    own = {"RefusedCalls"}  # of the process, whichever model it serves
+    assert {*shared_cluster.servers[0]._servicer.handlers, *own} == set(PS_METHODS)

@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.clients.ps import Push
 from elasticcb.errors import ElasticCBError
 from elasticcb.master.ps_admin import PSControl, Source
 from elasticcb.optimizers.state import OptimizerState
@@ -16,6 +15,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
+from elasticcb.sharding.push import Gradients
 from helpers_ps import CUT, Cluster, gradients, initial_values
 
 MIXED = (
@@ -60,7 +60,7 @@ def push(client, number, learning_rate=None):
     dense = gradients(number, client.specs)
     blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
     return client.push(
-        Push(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
+        Gradients(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
     )
 
 

@@ -24,7 +24,7 @@ from elasticcb.cluster.kubernetes.flags import (
 from elasticcb.cluster.kubernetes.patch import patched
 from elasticcb.cluster.kubernetes.resources import resources
 from elasticcb.process.host import POD_NAME
-from elasticcb.rpc.health_names import LIVE_PATH, PS_SERVICE, READY_PATH
+from elasticcb.rpc.services import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
 
 PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; metrics are of the master

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from elasticcb import Mode
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.arrays import ArraySource
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
@@ -20,6 +19,7 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batch_sources.stored import StoredSource
 from elasticcb.data.batches import BatchSource, PassSource
 from elasticcb.data.reader import Reader
+from elasticcb.settings import Mode
 
 Purpose = Literal["fit", "validation", "evaluate", "predict"]
 # What Keras calls the number of batches of an epoch, by purpose.

@@ -12,7 +12,6 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from elasticcb import Mode
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
 from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
@@ -20,6 +19,7 @@ from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
+from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
@@ -153,7 +153,7 @@ class _Pipeline:
             )
         raw = self._stream.dataset
         try:
-            fed = feed(raw, mode, records.reader.metadata)
+            fed = feed(raw, str(mode), records.reader.metadata)
         except ElasticCBError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The content of a push: read from its frame, checked as a whole, and averaged with others.
+"""Pushes as a server takes them: checked as a whole, and averaged with others.
 
 Nothing here changes the model, so a push that is refused leaves no trace.
 """
@@ -6,9 +6,9 @@ Nothing here changes the model, so a push that is refused leaves no trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,39 +16,9 @@ import numpy.typing as npt
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import all_finite, dtype_of
 from elasticcb.sharding.partition import PlacedSlice, Slice, VariableSpec, block_sizes, check_blocks, layout
+from elasticcb.sharding.push import Push, Rows
 
 Array = npt.NDArray[Any]
-
-
-class Rows(NamedTuple):
-    """Gradients of some rows of one variable."""
-
-    ids: Array  # int64 [n], unique, counted from the start of this server's part
-    values: Array  # [n, *trailing dimensions], the variable's dtype
-
-
-@dataclass(frozen=True)
-class Push:
-    """What one server gets of a worker's step, or the mean of several of them."""
-
-    dense: tuple[int, ...]  # the variables whose gradients `blocks` holds, in the order of the model
-    blocks: Mapping[str, Array]  # dense gradients, flat, by dtype
-    rows: Mapping[int, Rows]  # by variable
-    state: Mapping[str, Array] = field(default_factory=dict)  # what the non-trainable ones move towards, flat, by dtype
-    shares: Mapping[str, Array] = field(default_factory=dict)  # how far: float32, for each of `state`
-    state_base: int = -1  # the last version that `state` builds on; -1: nobody knows
-    learning_rate: float | None = None  # for this update only
-    updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
-
-    def copied(self) -> Push:
-        """One that outlives its call: the worker's next one takes the same memory."""
-        return replace(
-            self,
-            blocks={dtype: block.copy() for dtype, block in self.blocks.items()},
-            rows={index: Rows(rows.ids.copy(), rows.values.copy()) for index, rows in self.rows.items()},
-            state={dtype: block.copy() for dtype, block in self.state.items()},
-            shares={dtype: block.copy() for dtype, block in self.shares.items()},
-        )
 
 
 class PushReader:
@@ -71,65 +41,33 @@ class PushReader:
         self._slices = slices
         self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
 
-    def read(
-        self,
-        tensors: Mapping[str, Array],
-        dense: Sequence[int],
-        learning_rate: float | None = None,
-        row_variables: Sequence[int] = (),
-        state_base: int = -1,
-    ) -> Push:
-        """The push in a frame.
-
-        Args:
-            tensors: "gradients/DTYPE", "rows/I/ids", "rows/I/values", "state/DTYPE", "shares/DTYPE".
-            dense: the variables whose gradients "gradients/…" holds; those that other servers hold
-                are passed over.
-            row_variables: the variables whose rows have gradients, on whichever server.
+    def read(self, push: Push) -> Push:
+        """The push as this server applies it; dense variables that others hold are passed over.
 
         Raises `WireError`, which names the variable and says what was expected, for anything that
         does not fit this server's part of the model.
         """
-        blocks: dict[str, Array] = {}
-        state: dict[str, Array] = {}
-        shares: dict[str, Array] = {}
-        pairs: dict[int, dict[str, Array]] = {}
-        for name, array in tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind == "gradients":
-                blocks[rest] = _widened(array, rest)
-            elif kind == "state":
-                state[rest] = array
-            elif kind == "shares":
-                shares[rest] = array
-            elif kind == "rows" and rest.partition("/")[2] in ("ids", "values"):
-                number, _, what = rest.partition("/")
-                pairs.setdefault(self._trainable(number), {})[what] = array
-            else:
-                raise WireError(
-                    f"A push holds a tensor named {name!r}; known are gradients/DTYPE, rows/INDEX/ids, "
-                    "rows/INDEX/values, state/DTYPE and shares/DTYPE."
-                )
-        held = sorted(index for index in {self._trainable(index) for index in dense} if index in self._parts)
+        blocks = {dtype: _widened(block, dtype) for dtype, block in push.blocks.items()}
+        held = sorted(self._parts.keys() & {self._trainable(index) for index in push.dense})
         sizes = block_sizes(self._specs, self._slices, True, held)
         check_blocks(blocks, sizes, self._gradients_of(held))
         blocks = {dtype: blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
         # A dtype of which nothing changed is left out.
-        sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in state}
-        check_blocks(state, sizes, "The non-trainable variables")
-        for dtype in sorted({*sizes, *shares}):
-            _check_shares(dtype, shares.get(dtype), sizes.get(dtype, 0))
-        rows = {index: self._rows(index, pair) for index, pair in sorted(pairs.items())}
+        sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in push.state}
+        check_blocks(push.state, sizes, "The non-trainable variables")
+        for dtype in sorted({*sizes, *push.shares}):
+            _check_shares(dtype, push.shares.get(dtype), sizes.get(dtype, 0))
+        rows = {index: self._rows(self._trainable(index), given) for index, given in sorted(push.rows.items())}
         for index in rows:
             if index in held:
                 raise WireError(
                     f"The push holds a dense gradient and rows of {self._specs[index].path!r} both; it must "
                     "hold one of them."
                 )
-        if learning_rate is not None and not math.isfinite(learning_rate):
-            raise WireError(f"The push asks for the learning rate {learning_rate}; it must be finite.")
-        updated = frozenset({*map(self._trainable, [*dense, *row_variables]), *rows})
-        return Push(tuple(held), blocks, rows, state, shares, state_base, learning_rate, updated)
+        if push.learning_rate is not None and not math.isfinite(push.learning_rate):
+            raise WireError(f"The push asks for the learning rate {push.learning_rate}; it must be finite.")
+        updated = frozenset(map(self._trainable, {*push.updated, *push.dense, *push.rows}))
+        return replace(push, dense=tuple(held), blocks=blocks, rows=rows, updated=updated)
 
     def non_finite(self, push: Push) -> str:
         """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
@@ -201,26 +139,20 @@ class PushReader:
                 view = blocks[dtype][offset : offset + part.elements]
                 view.reshape(part.shape(self._specs[index]))[rows.ids] += rows.values
 
-    def _trainable(self, index: int | str) -> int:
-        try:
-            number = int(index)
-            if number < 0 or not self._specs[number].trainable:
-                raise ValueError
-        except (ValueError, IndexError):
+    def _trainable(self, index: int) -> int:
+        if not 0 <= index < len(self._specs) or not self._specs[index].trainable:
             raise WireError(
                 f"The push names variable {index}; the model has {len(self._specs)} variables, and only "
                 "trainable ones have gradients."
-            ) from None
-        return number
+            )
+        return index
 
-    def _rows(self, index: int, pair: dict[str, Array]) -> Rows:
+    def _rows(self, index: int, given: Rows) -> Rows:
         spec = self._specs[index]
         part = self._parts.get(index)
         if part is None and not spec.table:
             raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
-        if set(pair) != {"ids", "values"}:
-            raise WireError(f"The push holds {sorted(pair)} of the rows of {spec.path!r}; it needs ids and values.")
-        ids, values = pair["ids"], _widened(pair["values"], spec.dtype)
+        ids, values = given.ids, _widened(given.values, spec.dtype)
         if not spec.shape:
             raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
         expected = (len(ids), *spec.shape[1:])

@@ -1,0 +1,93 @@
+"""Errors as they travel: what a handler raises is raised at its caller's, by its class and in its words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from elasticcb import errors
+from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError, WireError
+from elasticcb.rpc.admission import BUSY_KEY
+
+_LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
+
+# By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
+ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
+_ERRORS = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, ElasticCBError) and kind is not WireError
+}
+
+# A call that failed with one of these may be sent again: it did not reach the handler, or the handler
+# recognizes a repeated call.
+_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+# With this text gRPC tells of an exception in a handler that is none of this project's. The code alone does not say so:
+# gRPC has it also for some connections that break.
+_DEFECT = "Exception calling application: "
+
+
+class CallError(grpc.RpcError):
+    """A call that failed, as gRPC would raise it.
+
+    Attributes:
+        metadata: what comes with an error of the project: its class, the user's traceback.
+    """
+
+    def __init__(self, code: grpc.StatusCode, text: str, metadata: Mapping[str, str | bytes] | None = None) -> None:
+        super().__init__(text)
+        self.text = text
+        self.metadata = dict(metadata or {})
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self.text
+
+    def trailing_metadata(self) -> Any:
+        return tuple(self.metadata.items())
+
+
+def call_error_of(error: ElasticCBError) -> CallError:
+    """As which an error of a handler travels."""
+    refused = isinstance(error, WireError)
+    code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
+    trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
+    metadata: dict[str, str | bytes] = {ERROR_KEY: type(error).__name__, _TRACEBACK_KEY: trace}
+    return CallError(code, str(error)[:_LONGEST_ERROR], metadata)
+
+
+def call_error_of_defect(error: Exception) -> CallError:
+    """As which gRPC sends an error that no handler should raise."""
+    return CallError(grpc.StatusCode.UNKNOWN, f"{_DEFECT}{error}")
+
+
+def raise_unless_transient(error: Any, server: str) -> None:
+    """Raises what a failed call to `server` means, unless the same call may succeed later.
+
+    Raises:
+        WireError: the server refused the message.
+        HandlerError: an exception in the server that is a defect.
+        ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
+        ConnectionLostError: anything else.
+    """
+    code, details = error.code(), error.details() or "no details"
+    given = dict(error.trailing_metadata() or ())
+    if code in _TRANSIENT or BUSY_KEY in given:
+        return
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        raise WireError(f"{server} refused a message: {details}") from None
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        kind = _ERRORS.get(given.get(ERROR_KEY, ""), ElasticCBError)
+        raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
+    if code is grpc.StatusCode.UNKNOWN and details.startswith(_DEFECT):
+        raise HandlerError(
+            f"{server} failed to answer a call: {details.removeprefix(_DEFECT) or 'no details'}. This is a defect of "
+            "ElasticCB; the log of that process has the traceback."
+        ) from None
+    raise ConnectionLostError(f"A call to {server} failed: {code.name}: {details}") from None

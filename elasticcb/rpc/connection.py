@@ -1,0 +1,155 @@
+"""Connections to servers, whose calls have deadlines and are repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from elasticcb.errors import ConnectionLostError, TLSError
+from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TOKEN_KEY
+from elasticcb.rpc.call_errors import raise_unless_transient
+from elasticcb.rpc.services import Method
+from elasticcb.rpc.transport import GrpcTransport, Metadata, SharedMemoryTransport, Transport, open_channel
+from elasticcb.security import tls
+from elasticcb.security.credentials import OPEN, Access
+
+logger = logging.getLogger(__name__)
+
+_ATTACH_SECONDS = 10.0
+_ALIVE_SECONDS = 30.0  # for a server to say that it is alive
+
+# Not the module's own generator, whose seed belongs to the user's model.
+_jitter = random.Random()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_jitter.seed)
+
+
+class Connection:
+    """To one server; its calls have deadlines and are repeated on transient failures.
+
+    Calls that go around `call` have to carry `metadata`.
+
+    Args:
+        address: "host:port".
+        name: what the server is, for messages: "the master", "parameter server 1".
+        patience_seconds: how long to go on trying before `ConnectionLostError`.
+        access: to the job.
+    """
+
+    def __init__(self, address: str, name: str, patience_seconds: float = 30.0, access: Access = OPEN) -> None:
+        self.address = address
+        self._name = name
+        self._patience = patience_seconds
+        self.metadata: Metadata = ((PROTOCOL_KEY, str(PROTOCOL)),)
+        if access.token:
+            self.metadata += ((TOKEN_KEY, access.token),)
+        self._tls = access.tls
+        self.channel = open_channel(address, access.tls)
+        self._answered = False  # whether the server has ever answered
+        self._closed = False
+        self._grpc = GrpcTransport(self.channel)
+        self._shared: SharedMemoryTransport | None = None  # when it is first used
+
+    def transport_of(self, method: Method) -> Transport:
+        """By which the frames of a method go."""
+        if not method.shared:
+            return self._grpc
+        if self._shared is None:
+            self._shared = SharedMemoryTransport(
+                self._grpc,
+                functools.partial(self._attach, method.attach_path),
+                functools.partial(self.is_alive, method, _ALIVE_SECONDS),
+            )
+        return self._shared
+
+    def _attach(self, path: str, message: bytes) -> bytes:
+        try:
+            answer: bytes = self._grpc.raw(path)(message, timeout=_ATTACH_SECONDS, metadata=self.metadata)
+            return answer
+        except grpc.RpcError as error:
+            raise_unless_transient(error, self._server)
+            raise ConnectionLostError(f"{self._server} does not answer.") from None
+
+    def is_alive(self, method: Method, seconds: float) -> bool:
+        """Whether the server of a method's service answers within `seconds`."""
+        with contextlib.suppress(grpc.RpcError):
+            self._grpc.raw(method.attach_path)(b"", timeout=seconds, metadata=self.metadata)
+            return True
+        return False
+
+    @property
+    def _server(self) -> str:
+        return f"{self._name} at {self.address}"
+
+    def call(
+        self,
+        method: Method | Callable[..., Any],
+        request: Any,
+        deadline_seconds: float = 60.0,
+        patience_seconds: float | None = None,
+    ) -> Any:
+        """Calls `method` until it answers.
+
+        Args:
+            method: of frames; or one of a stub, of plain messages.
+
+        Raises:
+            ConnectionLostError: the server was out of reach for longer than the patience.
+            TLSError: it and this process can't agree on TLS.
+            WireError: the server refused the message.
+            HandlerError: the server has a defect.
+            ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
+        """
+        if isinstance(method, Method):
+            send: Callable[..., Any] = functools.partial(self.transport_of(method).call, method)
+        else:
+            send = method
+        patience = self._patience if patience_seconds is None else patience_seconds
+        begun = time.monotonic()
+        pause = 0.05
+        while True:
+            try:
+                answer = send(request, timeout=deadline_seconds, metadata=self.metadata)
+                self._answered = True
+                return answer
+            except ValueError as error:  # as gRPC says that a channel is closed
+                if not self._closed:
+                    raise
+                raise ConnectionLostError(f"The connection to {self._server} was closed.") from error
+            except grpc.RpcError as error:
+                raise_unless_transient(error, self._server)
+                self._raise_if_tls_is_why(error)
+                code, details = error.code().name, error.details() or "no details"
+                waited = time.monotonic() - begun
+                if waited + pause > patience:
+                    raise ConnectionLostError(
+                        f"{self._server} has not answered for {waited:.0f} s ({code}: {details})."
+                    ) from None
+                logger.debug("%s: %s, trying again", self._server, code)
+                time.sleep(pause * _jitter.uniform(0.5, 1.0))
+                pause = min(2 * pause, 1.0)
+
+    def _raise_if_tls_is_why(self, error: Any) -> None:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and not self._answered:
+            reason = tls.diagnose(self.address, self._tls)
+            if reason:
+                raise TLSError(f"No connection to {self._server}: {reason}.") from None
+
+    def free_memory(self) -> None:
+        """Frees memory that is shared with the server, after large frames."""
+        if self._shared is not None:
+            self._shared.memory.shrink()
+
+    def close(self) -> None:
+        self._closed = True
+        self.channel.close()
+        if self._shared is not None:
+            self._shared.memory.forget()

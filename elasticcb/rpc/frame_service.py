@@ -1,0 +1,103 @@
+"""The server's side of calls whose messages are frames, by whichever transport they come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.rpc.admission import Refusal, RefusedCalls
+from elasticcb.rpc.call_errors import CallError, call_error_of
+from elasticcb.rpc.frame_pieces import PIECES_MISSING, Pieces, UnknownPiecesError, bytes_of
+from elasticcb.rpc.services import Method
+from elasticcb.rpc.shared_frames import ServerMemory, UnknownSegmentError
+from elasticcb.rpc.tensors import Frame, InPieces
+from elasticcb.rpc.unix_socket import ServerLinks
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Frame[Any]], Frame[Any]]
+
+
+class FrameService(grpc.GenericRpcHandler):
+    """A service whose messages are frames, by gRPC and by the links of clients on this machine.
+
+    Args:
+        handlers: by method of one service, a function from the request frame to the response frame. An
+            `ElasticCBError` that it raises is raised at the caller's.
+
+    Attributes:
+        control: full names of the methods that wait for nothing.
+    """
+
+    def __init__(self, handlers: Mapping[Method, Handler]) -> None:
+        first = next(iter(handlers))
+        self._pieces = Pieces()
+        self._handlers = {**handlers, first.piece: self._pieces.answer}
+        self._methods = {method.name: method for method in self._handlers}
+        self.control = [method.path for method in self._handlers if method.control] + [first.attach_path]
+        self.refused = RefusedCalls()  # the server's, once it has the service
+        self._links = ServerLinks(self._answer_link)
+        self._memory = ServerMemory(self._links)
+        self._by_path = {method.path: self._by_grpc(method) for method in self._handlers}
+        self._by_path[first.attach_path] = grpc.unary_unary_rpc_method_handler(self._attach)
+
+    def service(self, handler_call_details: Any) -> Any:
+        return self._by_path.get(handler_call_details.method)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ends the links."""
+        self._links.stop(grace_seconds)
+
+    def _by_grpc(self, method: Method) -> Any:
+        def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
+            try:
+                return self._answer(method, data)
+            except CallError as error:
+                context.set_trailing_metadata(error.trailing_metadata())
+                context.abort(error.code(), error.details())
+            raise AssertionError("abort raises")
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    def _answer_link(self, name: str, data: bytes) -> bytes:
+        try:
+            return self._answer(self._methods[name], data)
+        except CallError as error:  # else the gate would see it
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                self.refused.add(Refusal.MALFORMED, "a process of this machine")
+            raise
+
+    def _answer(self, method: Method, data: bytes) -> bytes:
+        self._pieces.forget_silent()
+        try:
+            frame, reply = self._memory.decode(data, method.request)
+            if reply.segment is not None and not method.transient:
+                frame = Frame(frame.header, {key: _copied(array) for key, array in frame.tensors.items()})
+            response = self._handlers[method](self._pieces.taken(frame))
+            return reply.encode(response if reply.takes(bytes_of(response)) else self._pieces.offered(response))
+        except UnknownSegmentError as error:
+            raise CallError(grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except UnknownPiecesError as error:
+            raise CallError(PIECES_MISSING, str(error)) from None
+        except ElasticCBError as error:
+            if error.user_traceback:
+                logger.error("%s\n%s", error, error.user_traceback)
+            raise call_error_of(error) from error
+
+    def _attach(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        if not message:  # a client asks whether this server is alive
+            return b""
+        try:
+            return self._memory.attach(message)
+        except WireError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort raises")
+
+
+def _copied(array: Any) -> Any:
+    return array if isinstance(array, InPieces) else np.array(array)

@@ -1,0 +1,80 @@
+"""gRPC servers as this project uses them: on free ports, with threads of their own for calls that wait for nothing."""
+
+from __future__ import annotations
+
+import grpc
+
+from elasticcb.errors import ConnectionLostError
+from elasticcb.rpc.admission import CallThreads, Gate, RefusedCalls
+from elasticcb.rpc.frame_service import FrameService
+from elasticcb.rpc.transport import OPTIONS, message_limit
+from elasticcb.security.credentials import OPEN, Access
+
+_CONTROL_THREADS = 8  # for calls that wait for nothing
+
+
+class Server:
+    """A gRPC server on a free port. It answers calls that carry its `PROTOCOL`.
+
+    Args:
+        host: interface to listen on.
+        port: 0 takes any free one.
+        threads: how many calls it answers at once; a long poll takes one all the while. Calls that wait for nothing
+            have others.
+        access: what a call must carry to be answered, and by which the server shows itself.
+        largest_message: bytes of a message, above which it is refused; -1: what gRPC can carry.
+
+    Attributes:
+        refused: counts the calls that it refuses.
+
+    Raises `ConnectionLostError` when the port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        threads: int = 16,
+        access: Access = OPEN,
+        largest_message: int = -1,
+    ) -> None:
+        self._pool = CallThreads(threads)
+        self.refused = RefusedCalls()
+        self._control_pool = CallThreads(_CONTROL_THREADS)
+        self._control: set[str] = set()  # methods that it answers: "/SERVICE/METHOD"
+        gate = Gate(access.token, self._pool, self.refused, self._control_pool, self._control)
+        options = [*OPTIONS, message_limit(largest_message)]
+        self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
+        try:
+            if access.tls is None:
+                self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
+            else:
+                own = [(access.tls.key, access.tls.cert)]
+                credentials = grpc.ssl_server_credentials(own, access.tls.ca, require_client_auth=True)
+                self.port = self.grpc_server.add_secure_port(f"{host}:{port}", credentials)
+        except RuntimeError as error:
+            raise ConnectionLostError(
+                f"Can't listen on {host}:{port}: another process holds the port, or {host} is no address of this "
+                "machine. Choose another port, or 0 for any that is free."
+            ) from error
+        self.address = f"{host}:{self.port}"
+        self._frame_services: list[FrameService] = []
+
+    def add(self, service: FrameService) -> None:
+        """Serves it from `start` until `stop`."""
+        service.refused = self.refused
+        self._control.update(service.control)
+        self.grpc_server.add_generic_rpc_handlers((service,))
+        self._frame_services.append(service)
+
+    def start(self) -> None:
+        self.grpc_server.start()
+
+    def stop(self, grace_seconds: float = 1.0) -> None:
+        """Ends calls under way after `grace_seconds`, then returns."""
+        stopped = self.grpc_server.stop(grace_seconds)
+        for service in self._frame_services:
+            service.stop(grace_seconds)
+        stopped.wait(grace_seconds + 5.0)
+        for pool in (self._pool, self._control_pool):
+            pool.shutdown(wait=False, cancel_futures=True)

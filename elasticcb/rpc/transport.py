@@ -1,0 +1,148 @@
+"""How a frame gets to a server and its answer back. Callers do not know by which of the transports."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from elasticcb.rpc import frame_pieces
+from elasticcb.rpc.call_errors import CallError
+from elasticcb.rpc.frame_pieces import PIECES_MISSING, bytes_of, in_pieces
+from elasticcb.rpc.services import Method
+from elasticcb.rpc.shared_frames import ClientMemory
+from elasticcb.rpc.tensors import Frame, encode_frame, frame_decoder, has_arrays
+from elasticcb.security import tls
+
+# Weights travel in messages of many MB; gRPC's own limit of 4 MB would refuse them.
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", -1),
+    # An error's text is metadata, of which gRPC takes 8 KB.
+    ("grpc.max_metadata_size", 256 << 10),
+    ("grpc.absolute_max_metadata_size", 512 << 10),
+    ("grpc.so_reuseport", 0),
+    # Long polls are quiet for seconds; a dead machine must be noticed all the same.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # A server that was killed may be back at the same address soon.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+# With these codes the server itself ends a call.
+_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, PIECES_MISSING}
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def open_channel(address: str, own: tls.TLS | None) -> grpc.Channel:
+    """Connects when it is first used."""
+    options = [*OPTIONS, message_limit(-1)]
+    if own is None:
+        return grpc.insecure_channel(address, options=options)
+    if own.files.tls_name:
+        options.append(("grpc.ssl_target_name_override", own.files.tls_name))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(own.ca, own.key, own.cert), options=options)
+
+
+def message_limit(size: int) -> tuple[str, Any]:
+    """The option by which messages of more bytes are refused; -1: none."""
+    return "grpc.max_receive_message_length", size
+
+
+class Transport(ABC):
+    """Sends frames of any size to the methods of one server."""
+
+    def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
+        """The answer to one try of a call. Raises `grpc.RpcError`."""
+        send = functools.partial(self._send, timeout=timeout, metadata=metadata)
+        whole, piece = functools.partial(send, method), functools.partial(send, method.piece)
+        return in_pieces(frame, whole, piece, self._takes(bytes_of(frame), method))
+
+    @abstractmethod
+    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
+        """The answer to a frame that is small enough to go whole."""
+
+    @abstractmethod
+    def _takes(self, size: int, method: Method) -> bool:
+        """Whether a frame with so many bytes of arrays may go whole."""
+
+
+class GrpcTransport(Transport):
+    """Whole frames in messages of gRPC, to any machine.
+
+    Args:
+        channel: to the server; whoever has opened it closes it.
+    """
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+        self._senders: dict[str, Any] = {}
+
+    def raw(self, path: str) -> Any:
+        """What sends bytes to a method."""
+        if path not in self._senders:
+            self._senders[path] = self._channel.unary_unary(path, None, None)
+        return self._senders[path]
+
+    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
+        answer = self.raw(method.path)(encode_frame(frame), timeout=timeout, metadata=metadata)
+        return frame_decoder(method.response)(answer)
+
+    def _takes(self, size: int, method: Method) -> bool:
+        return size <= frame_pieces.LARGEST_FRAME
+
+
+class SharedMemoryTransport(Transport):
+    """Arrays in memory shared with a server of this machine, headers by a Unix socket; by gRPC where that can't be.
+
+    Its calls wait for each other.
+
+    Args:
+        grpc_transport: to the same server.
+        attach: shows the server what is shared, as `ClientMemory` needs it.
+        is_alive: asks the server whether it answers.
+
+    Attributes:
+        memory: that is shared with the server.
+    """
+
+    def __init__(
+        self, grpc_transport: GrpcTransport, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]
+    ) -> None:
+        self._grpc = grpc_transport
+        self.memory = ClientMemory(attach, is_alive)
+
+    def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
+        with self.memory.lock:
+            return super().call(method, frame, timeout, metadata)
+
+    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
+        memory, send = self.memory, self._grpc.raw(method.path)
+        try:
+            data = memory.encode(frame)
+            if memory.link is None or has_arrays(data):
+                answer = send(data, timeout=timeout, metadata=metadata)
+            else:
+                answer = memory.link.call(method.name, data, timeout)
+        except BaseException as error:  # after an interrupt, too, the server may still answer into it
+            if not _is_an_answer(error):
+                memory.forget()
+            if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
+        return memory.decode(answer, method.response)
+
+    def _takes(self, size: int, method: Method) -> bool:
+        return self.memory.takes(size, method.often)
+
+
+def _is_an_answer(error: BaseException) -> bool:
+    """Whether a call failed because the server said so, and so runs no more."""
+    return isinstance(error, CallError) and error.code() in _ANSWERS

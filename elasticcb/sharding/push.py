@@ -1,0 +1,176 @@
+"""What a training step sends to the servers, cut for each of them, and its frame: both ends use this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.array_names import GRADIENTS, ROWS, SHARES, STATE, by_index_and_name, kind_of, named, of_kind
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.flat_blocks import recut
+from elasticcb.sharding.partition import Slice, VariableSpec
+
+_KINDS = (GRADIENTS, STATE, SHARES, ROWS)
+_IDS, _VALUES = "ids", "values"  # what "rows/INDEX/…" holds
+
+
+class Rows(NamedTuple):
+    """Gradients of some rows of one variable."""
+
+    ids: Array  # int64 [n], unique; in a `Push` counted from the start of the server's part, but ids of a table
+    values: Array  # [n, *trailing dimensions], the variable's dtype
+
+
+@dataclass(frozen=True)
+class Push:
+    """What one server gets of a training step, or the mean of several of them."""
+
+    dense: tuple[int, ...]  # the variables whose gradients `blocks` holds, in the order of the model
+    blocks: Mapping[str, Array]  # dense gradients, flat, by dtype
+    rows: Mapping[int, Rows]  # by variable
+    state: Mapping[str, Array] = field(default_factory=dict)  # what the non-trainable ones move towards, flat, by dtype
+    shares: Mapping[str, Array] = field(default_factory=dict)  # how far: float32, for each of `state`
+    state_base: int = -1  # the last version that `state` builds on; -1: nobody knows
+    learning_rate: float | None = None  # for this update only
+    updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
+
+    def copied(self) -> Push:
+        """One that outlives its call: the worker's next one takes the same memory."""
+        return replace(
+            self,
+            blocks={dtype: block.copy() for dtype, block in self.blocks.items()},
+            rows={index: Rows(rows.ids.copy(), rows.values.copy()) for index, rows in self.rows.items()},
+            state={dtype: block.copy() for dtype, block in self.state.items()},
+            shares={dtype: block.copy() for dtype, block in self.shares.items()},
+        )
+
+    def encode(self, header: pb.ExchangeRequest) -> dict[str, Array]:
+        """The arrays of its frame; the header gets what else belongs to it."""
+        header.dense_variables.extend(self.dense)
+        header.row_variables.extend(sorted(self.updated.difference(self.dense)))
+        header.state_base = self.state_base
+        if self.learning_rate is not None:
+            header.learning_rate, header.has_learning_rate = self.learning_rate, True
+        arrays = named(GRADIENTS, self.blocks) | named(STATE, self.state) | named(SHARES, self.shares)
+        for index, rows in self.rows.items():
+            arrays |= named(ROWS, {(index, _IDS): rows.ids, (index, _VALUES): rows.values})
+        return arrays
+
+    @classmethod
+    def decode(cls, header: pb.ExchangeRequest, arrays: Mapping[str, Array]) -> Push:
+        """The inverse of `encode`, of any worker: `dense` also names variables that other servers hold.
+
+        Raises `WireError` for arrays that no push holds. Whether they fit the model, `PushReader` says.
+        """
+        pairs: dict[int, dict[str, Array]] = {}
+        for (index, what), array in by_index_and_name(ROWS, arrays).items():
+            pairs.setdefault(index, {})[what] = array
+        unknown = [name for name in arrays if kind_of(name) not in _KINDS]
+        unknown += [f"{ROWS}/{i}/{what}" for i, pair in pairs.items() for what in pair if what not in (_IDS, _VALUES)]
+        if unknown:
+            raise WireError(
+                f"A push holds a tensor named {unknown[0]!r}; known are gradients/DTYPE, rows/INDEX/ids, "
+                "rows/INDEX/values, state/DTYPE and shares/DTYPE."
+            )
+        for index, pair in pairs.items():
+            if len(pair) < 2:
+                raise WireError(
+                    f"The push holds {sorted(pair)} of the rows of variable {index}; it needs ids and values."
+                )
+        return cls(
+            tuple(header.dense_variables),
+            of_kind(GRADIENTS, arrays),
+            {index: Rows(pair[_IDS], pair[_VALUES]) for index, pair in pairs.items()},
+            of_kind(STATE, arrays),
+            of_kind(SHARES, arrays),
+            header.state_base,
+            header.learning_rate if header.has_learning_rate else None,
+            frozenset({*header.dense_variables, *header.row_variables, *pairs}),
+        )
+
+
+@dataclass
+class Gradients:
+    """What a training step hands to the servers, in blocks as they are cut for these.
+
+    Attributes:
+        gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
+        dense_variables: indices of the variables whose gradients `gradients` holds.
+        rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
+        state: by server and dtype, what the step moved the non-trainable variables towards, flat; no unchanged dtypes.
+        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them.
+        loss: of the batch.
+        non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
+            nothing does.
+        partition: by server, the slices that `gradients`, `state` and `shares` are of; None: those of the client.
+    """
+
+    gradients: list[dict[str, Array]]
+    dense_variables: tuple[int, ...]
+    rows: dict[int, tuple[Array, Array]]
+    state: list[dict[str, Array]]
+    shares: list[dict[str, Array]]
+    loss: float
+    non_finite: str = ""
+    partition: Sequence[Sequence[Slice]] | None = None
+
+    def recut(self, specs: Sequence[VariableSpec], partition: Sequence[Sequence[Slice]]) -> Gradients:
+        """The same for servers of another partition."""
+        before = self.partition
+        if before is None or before is partition:
+            return self
+        return replace(
+            self,
+            gradients=recut(self.gradients, specs, before, partition, True, self.dense_variables),
+            state=recut(self.state, specs, before, partition, False),
+            shares=recut(self.shares, specs, before, partition, False),
+            partition=partition,
+        )
+
+    def part(
+        self,
+        index: int,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+        state_base: int = -1,
+        learning_rate: float | None = None,
+    ) -> Push:
+        """What server `index` gets, which holds `slices` and its `buckets` of tables."""
+        return Push(
+            self.dense_variables,
+            self.gradients[index],
+            self._rows_of(index, specs, slices, buckets),
+            self.state[index],
+            self.shares[index],
+            state_base,
+            learning_rate,
+            frozenset({*self.dense_variables, *self.rows}),
+        )
+
+    def _rows_of(
+        self, index: int, specs: Sequence[VariableSpec], slices: Sequence[Slice], buckets: BucketMap
+    ) -> dict[int, Rows]:
+        found: dict[int, Rows] = {}
+        for variable, (ids, values) in self.rows.items():
+            if specs[variable].table:
+                if buckets.servers > 1:
+                    places = np.flatnonzero(buckets.owns(index, ids))
+                    ids, values = ids[places], values[places]
+                found[variable] = Rows(ids, values)
+        for part in slices:
+            if part.variable not in self.rows:
+                continue
+            ids, values = self.rows[part.variable]
+            first, last = part.row_range(specs[part.variable])
+            here: Any = (ids >= first) & (ids < last)
+            if here.all():
+                here = slice(None)  # a view instead of a copy
+            found[part.variable] = Rows(ids[here] - first, values[here])
+        return found

@@ -1,0 +1,87 @@
+"""A push as it travels: what a worker cuts for a server is what the server reads, whatever the frame is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.sharding import array_names
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec, pack, partition
+from elasticcb.sharding.push import Gradients, Push
+
+PAGE = Path(__file__).parents[2] / "docs" / "wire_protocol.md"
+SPECS = (
+    VariableSpec("rows/embeddings", (6, 2), "float32", True),
+    VariableSpec("dense/kernel", (3, 2), "float32", True),
+    VariableSpec("norm/mean", (2,), "float32", False),
+    VariableSpec("table", (0, 2), "float32", True, table='{"input_dim": null}'),
+)
+
+
+def part_of(index, servers=2):
+    slices = partition(SPECS, servers, False)
+    step = Gradients(
+        gradients=[pack({1: np.ones((3, 2), np.float32)}, SPECS, each, True, {1}) for each in slices],
+        dense_variables=(1,),
+        rows={0: (np.array([1, 4]), np.ones((2, 2), np.float32)), 3: (np.arange(9), np.ones((9, 2), np.float32))},
+        state=[pack({2: np.full(2, 5.0, np.float32)}, SPECS, each, False) for each in slices],
+        shares=[pack({2: np.ones(2, np.float32)}, SPECS, each, False) for each in slices],
+        loss=0.0,
+    )
+    return step.part(index, SPECS, slices[index], even(servers), state_base=7, learning_rate=0.25)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_push_comes_out_of_its_frame_as_it_went_in(index):
+    push, header = part_of(index), pb.ExchangeRequest()
+    arrays = push.encode(header)
+    read = Push.decode(pb.ExchangeRequest.FromString(header.SerializeToString()), arrays)
+    assert (read.dense, read.updated, read.state_base, read.learning_rate) == ((1,), {0, 1, 3}, 7, 0.25)
+    for mine, other in ((push.blocks, read.blocks), (push.state, read.state), (push.shares, read.shares)):
+        assert mine.keys() == other.keys()
+        assert all(mine[dtype] is other[dtype] for dtype in mine)
+    assert push.rows.keys() == read.rows.keys()
+    assert all(push.rows[index] == read.rows[index] for index in push.rows)
+
+
+def test_the_servers_parts_of_a_step_are_the_whole_step():
+    pushes = [part_of(index) for index in (0, 1)]
+    assert sorted(np.concatenate([push.rows[3].ids for push in pushes])) == list(range(9))
+    assert [push for push in pushes if "float32" in push.blocks and push.blocks["float32"].size]
+    assert sum(0 in push.rows for push in pushes) == 1
+
+
+def test_the_names_on_the_wire_are_those_of_the_protocol():
+    names = set().union(*(part_of(index).encode(pb.ExchangeRequest()) for index in (0, 1)))
+    assert names == {
+        "gradients/float32", "state/float32", "shares/float32",
+        "rows/0/ids", "rows/0/values", "rows/3/ids", "rows/3/values",
+    }  # fmt: skip
+
+
+def test_the_page_of_the_protocol_names_all_kinds_of_arrays():
+    kinds = {kind for name, kind in vars(array_names).items() if name.isupper()}
+    table = PAGE.read_text(encoding="utf-8").split("### Names of arrays")[1].split("\n## ")[0]
+    rows = [row.partition(" | ")[0] for row in table.splitlines() if row.startswith("|")]
+    documented = {kind for row in rows for kind in re.findall(r"`(\w+)/[A-Z]", row)}
+    assert kinds - {array_names.SLOT, array_names.EXTRA} == documented  # these are in files alone
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("gradient/float32", "holds a tensor named 'gradient/float32'"),
+        ("rows/0/id", "holds a tensor named 'rows/0/id'"),
+        ("rows/x/ids", "named 'rows/x/ids'; expected rows/INDEX/NAME"),
+        ("rows/0/ids", "needs ids and values"),
+    ],
+)
+def test_an_array_that_no_push_holds_is_refused_by_name(name, what):
+    with pytest.raises(WireError, match=what):
+        Push.decode(pb.ExchangeRequest(), {name: np.zeros(1, np.int64)})
