@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
 
 from elasticcb.cli.options import BY_NAME, BY_PATH, OPTIONS
@@ -67,8 +66,7 @@ def arguments_tables() -> str:
 def _arguments_table(what: str, settings: Sequence[Setting]) -> str:
     rows = []
     for setting in settings:
-        initial = setting.initial.value if isinstance(setting.initial, Enum) else setting.initial
-        default = _in_python(setting.default_text) or f"`{initial!r}`"
+        default = _in_python(setting.default_text) or f"`{setting.initial!r}`"
         name = setting.argument or setting.field
         choices = " or ".join(f"`{choice!r}`" for choice in setting.choices)
         text = f"{choices}. {setting.help}" if choices else setting.help

@@ -49,7 +49,7 @@ class Arguments:
                 self.problems.append(f"{self.as_given(setting.path, value)} can't be. {expected}")
             else:
                 values[setting.path] = read
-                if read != _default(setting):
+                if read != setting.initial:
                     self._given[setting.path] = value
         plain = {"command": Command.TRAIN, **nested(values)}
         self.settings: JobSettings = build(JobSettings, plain)
@@ -65,7 +65,7 @@ class Arguments:
             else:
                 self.problems.append(
                     f"{name}={options!r} can't be. Expected an elasticcb.{group.__name__}, such as "
-                    f"elasticcb.{group.__name__}({GROUPED[name][0].field}={_default(GROUPED[name][0])!r})."
+                    f"elasticcb.{group.__name__}({GROUPED[name][0].field}={GROUPED[name][0].initial!r})."
                 )
         return found
 
@@ -76,7 +76,7 @@ class Arguments:
         return argument_name(_BY_PATH[path])
 
     def with_value(self, path: str) -> str:
-        return self.as_given(path, self._given.get(path, _default(_BY_PATH[path])))
+        return self.as_given(path, self._given.get(path, _BY_PATH[path].initial))
 
     def as_given(self, path: str, value: Any) -> str:
         setting = _BY_PATH[path]
@@ -104,8 +104,3 @@ def where_now(name: str, value: Any) -> str:
                 options = f"elasticcb.{GROUPS[group].__name__}({setting.field}={value!r})"
                 return f"{name}={value!r} has its place in `{group}`: Cluster({group}={options})."
     return ""
-
-
-def _default(setting: Setting) -> Any:
-    default = setting.initial
-    return default.value if hasattr(default, "value") else default

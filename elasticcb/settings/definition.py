@@ -85,7 +85,7 @@ class Setting:
     path: str  # "section.field", or "field"
     owner: type  # class that defines the field
     hint: Any  # type of the field
-    initial: Any  # its default; None where it is made anew each time
+    initial: Any  # its default, that of a choice as its text; None where it is made anew each time
     kind: Kind
     panel: str
     commands: frozenset[Command]  # that take it
@@ -113,10 +113,9 @@ class Setting:
     @property
     def default(self) -> Any:
         """The default as it is written on the command line; None where it is empty or worked out."""
-        default = self.initial.value if isinstance(self.initial, Enum) else self.initial
-        if isinstance(default, bool):
-            return str(default).lower()
-        return None if default == "" or dataclasses.is_dataclass(default) else default
+        if isinstance(self.initial, bool):
+            return str(self.initial).lower()
+        return None if self.initial == "" or dataclasses.is_dataclass(self.initial) else self.initial
 
     @property
     def metavar(self) -> str:
@@ -147,7 +146,7 @@ class Setting:
         if value is None and self.initial is None:
             return value, ""
         if self.kind is Kind.CHOICE:
-            text = value.value if isinstance(value, Enum) else value
+            text = _plain(value)
             expected = f"Expected one of {', '.join(map(repr, self.choices))}."
             return text, "" if text in self.choices else expected
         if self.kind is Kind.TRUTH:
@@ -192,8 +191,12 @@ def _walk(section: type, prefix: str) -> Iterator[Setting]:
                     "choices": _choices(hint),
                     **described,
                 }
-                initial = None if default is dataclasses.MISSING else default
+                initial = None if default is dataclasses.MISSING else _plain(default)
                 yield Setting(path=f"{prefix}{name}", owner=owner, hint=hint, initial=initial, **found)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
 
 
 def _kind(hint: Any) -> Kind:
