@@ -7,7 +7,7 @@ from typing import Any
 
 from elasticcb.settings.choices import Command
 from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
-from elasticcb.settings.definition import Section, Setting, build, nested, settings_of, value_at
+from elasticcb.settings.definition import Section, Setting, build, nested, settings_of
 from elasticcb.settings.job import CheckpointOptions, JobSettings
 from elasticcb.settings.training import EmbeddingOptions, UpdateOptions
 
@@ -61,7 +61,7 @@ class Arguments:
             if options is None:
                 continue
             if isinstance(options, group):
-                found += [(setting, value_at(options, setting.field)) for setting in GROUPED[name]]
+                found += [(setting, getattr(options, setting.field)) for setting in GROUPED[name]]
             else:
                 self.problems.append(
                     f"{name}={options!r} can't be. Expected an elasticcb.{group.__name__}, such as "

@@ -239,7 +239,3 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[name] = value
     return found
-
-
-def value_at(settings: Any, path: str) -> Any:
-    return operator.attrgetter(path)(settings)
