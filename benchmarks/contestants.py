@@ -25,7 +25,7 @@ class Contestant:
         workers: processes that compute.
         stepping: processes that note steps.
         command: from workload and batch size to the arguments of the Python interpreter.
-        needs: fields of `elasticcb.UpdateOptions` without which it is left out.
+        needs: fields of `elasticcb.ExchangeOptions` without which it is left out.
         environment: of its processes, added to the benchmark's own.
         path: folders that come first on Python's path.
         data: names the data that it reads, where a workload has several.
@@ -54,16 +54,16 @@ def _strategy(key: str, workers: int, steps: int = _STRATEGY_STEPS, title: str =
     return Contestant(key, f"ParameterServerStrategy, {_workers(workers)}{title}", workers, 1, command)
 
 
-def elastic(key: str, workers: int, title: str = "", **updates: Any) -> Contestant:
-    """ElasticCB with so many workers, and fields of `elasticcb.UpdateOptions`."""
-    given = json.dumps({"num_workers": workers, "num_ps": 1, "updates": updates})
+def elastic(key: str, workers: int, title: str = "", **exchange: Any) -> Contestant:
+    """ElasticCB with so many workers, and fields of `elasticcb.ExchangeOptions`."""
+    given = json.dumps({"num_workers": workers, "num_ps": 1, "exchange": exchange})
     return Contestant(
         key,
         f"ElasticCB, {_workers(workers)}{title}",
         workers,
         workers,
         lambda workload, batch: [str(PEERS / "elastic.py"), workload, str(batch), given],
-        tuple(updates),
+        tuple(exchange),
     )
 
 
@@ -90,8 +90,8 @@ MORE = (
 
 
 def update_options() -> set[str]:
-    """The fields of `elasticcb.UpdateOptions` of this release; asked in a process of its own."""
-    program = "import elasticcb, inspect; print(*inspect.signature(elasticcb.UpdateOptions).parameters)"
+    """The fields of `elasticcb.ExchangeOptions` of this release; asked in a process of its own."""
+    program = "import elasticcb, inspect; print(*inspect.signature(elasticcb.ExchangeOptions).parameters)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"elasticcb can't be imported:\n{done.stderr}")

@@ -28,7 +28,7 @@ import numpy as np
 from report import machine, publish
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes
@@ -96,7 +96,7 @@ class Pair:
             self._started.append((process, here))
         addresses = [pipe.recv() for _, pipe in self._started]
         self._control = PSControl(addresses, self._specs, True)
-        self._control.initialize(Source([np.zeros(spec.shape, "f4") for spec in self._specs]))
+        self._control.initialize(InitialModel([np.zeros(spec.shape, "f4") for spec in self._specs]))
         self._client = PSClient(addresses, self._specs, True, client_id=1)
         self._client.pull()
         self._step = self._make_step()

@@ -127,11 +127,11 @@ def main() -> None:
     address = pipe.recv()
 
     from elasticcb.clients.ps import PSClient
-    from elasticcb.master.ps_admin import PSControl, Source
+    from elasticcb.master.ps_admin import InitialModel, PSControl
 
     specs = specs_of(given.dim)
     control = PSControl([address], specs, True)
-    control.initialize(Source([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
+    control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
     client = PSClient([address], specs, True, client_id=1)
     client.pull()
     pusher = Pusher(client, rows, given.dim, given.ids)

@@ -55,7 +55,7 @@ def run_queue(tasks: int, workers: int, seconds: float) -> dict[str, float]:
 def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     """The master behind its port."""
     from elasticcb.cluster.external import ExternalCluster
-    from elasticcb.master.cluster_state import Cluster
+    from elasticcb.master.cluster_state import ServedCluster
     from elasticcb.master.master import Master
     from elasticcb.settings import ClusterSettings, Command, DataSettings, JobSettings, ModelSettings
 
@@ -76,7 +76,7 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     ]
     queue = make_queue(tasks)
     with master.desk.state() as state:
-        state.queue, state.cluster = queue, Cluster([], [], False)
+        state.queue, state.cluster = queue, ServedCluster([], [], False)
         state.wake()
     for client in clients:
         client.stdout.readline()  # type: ignore[union-attr]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from elasticcb.settings import (
         CheckpointOptions,
         EmbeddingOptions,
+        ExchangeOptions,
         Mode,
         NetworkOptions,
         RecoveryOptions,
-        UpdateOptions,
     )
     from elasticcb.sidecar import SidecarEvaluator
 
@@ -31,13 +31,13 @@ __all__ = [
     "Cluster",
     "DatasetFactory",
     "EmbeddingOptions",
+    "ExchangeOptions",
     "Mode",
     "NetworkOptions",
     "PerWorkerDataset",
     "RecoveryOptions",
     "RemoteValue",
     "SidecarEvaluator",
-    "UpdateOptions",
     "evaluate",
     "fit",
     "handle_restartable_error",
@@ -55,7 +55,7 @@ _MODULES = {
     "RecoveryOptions": "settings",
     "RemoteValue": "api.remote",
     "SidecarEvaluator": "sidecar",
-    "UpdateOptions": "settings",
+    "ExchangeOptions": "settings",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",
     "handle_restartable_error": "api.restartable",

@@ -8,9 +8,9 @@ from health_probe import NOT_SERVING, SERVING, check
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
-from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -36,7 +36,7 @@ def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():
             state.queue = TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=5)
         assert check(address, "elasticcb.Master") == NOT_SERVING
         with master.desk.state() as state:
-            state.cluster = Cluster([], [], False)
+            state.cluster = ServedCluster([], [], False)
         with master.desk.state():  # while it is busy
             assert check(address, "elasticcb.Master") == SERVING
         with pytest.raises(grpc.RpcError) as caught:
@@ -54,7 +54,7 @@ def test_a_parameter_server_is_ready_when_it_holds_its_part_of_the_model():
     try:
         assert check(health.address, "") == SERVING
         assert check(health.address, "elasticcb.ParameterServer") == NOT_SERVING
-        control.initialize(Source([[1.0, 2.0]]))
+        control.initialize(InitialModel([[1.0, 2.0]]))
         assert check(health.address, "elasticcb.ParameterServer") == SERVING
     finally:
         control.close()

@@ -196,6 +196,23 @@ def test_a_room_imports_only_from_rooms_above_it(room):
     assert not wrong, wrong
 
 
+def test_modules_do_not_import_each_other_in_a_circle():
+    arrows = {module: set(inner_imports(module)) - {module} for module in FILES if module not in ON_TOP}
+    while arrows:
+        ends = {module for module, targets in arrows.items() if not targets & arrows.keys()}
+        assert ends, f"Some of these import each other in a circle: { {m: sorted(t) for m, t in arrows.items()} }"
+        arrows = {module: targets for module, targets in arrows.items() if module not in ends}
+
+
+def test_no_two_classes_have_one_name():
+    files: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in files.items() if len(modules) > 1}
+
+
 def rooms_as_markdown() -> str:
     rows = [f"| `elasticcb/{room}{'/' if room else ''}` | {text} |" for floor in FLOORS for room, text in floor.items()]
     return "\n".join(["| room | what belongs there |", "|---|---|", *rows])

@@ -16,7 +16,7 @@ from elasticcb.model.metric_messages import (
     to_outputs,
     unflatten_outputs,
 )
-from elasticcb.model.metrics import ModelMetrics, Transport
+from elasticcb.model.metrics import MetricTransport, ModelMetrics
 
 generator = np.random.default_rng(0)
 X = generator.normal(size=(40, 3)).astype("float32")
@@ -95,16 +95,16 @@ def all_metrics():
 def test_each_metric_travels_in_its_own_way():
     _, metrics = all_metrics()
     assert metrics.transports() == {
-        "loss": Transport.SUM,
-        "accuracy": Transport.SUM,
-        "final": Transport.OUTPUTS,
-        "mae": Transport.SUM,
-        "auc": Transport.SUM,
-        "halved": Transport.SUM,
-        "last": Transport.OUTPUTS,
-        "largest": Transport.MERGE,
-        "right": Transport.SUM,
-        "average": Transport.SUM,
+        "loss": MetricTransport.SUM,
+        "accuracy": MetricTransport.SUM,
+        "final": MetricTransport.OUTPUTS,
+        "mae": MetricTransport.SUM,
+        "auc": MetricTransport.SUM,
+        "halved": MetricTransport.SUM,
+        "last": MetricTransport.OUTPUTS,
+        "largest": MetricTransport.MERGE,
+        "right": MetricTransport.SUM,
+        "average": MetricTransport.SUM,
     }
 
 

@@ -6,12 +6,12 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
+    ExchangeOptions,
     JobSettings,
     ModelSettings,
     NonFinite,
     RecoveryOptions,
     TrainingSettings,
-    UpdateOptions,
 )
 from elasticcb.settings.arguments import Arguments
 from elasticcb.settings.checks import completed, problems_of
@@ -55,13 +55,13 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "num_workers": 1.5,
         "use_async": "false",
         "checkpoint_dir": 3,
-        "updates": UpdateOptions(max_staleness=-1),
+        "exchange": ExchangeOptions(max_staleness=-1),
         "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
     }
     assert sorted(Arguments(given).problems) == [
         "RecoveryOptions(lease_seconds=inf) can't be. Expected a finite number.",
         "RecoveryOptions(ps_replicas=2) can't be. Expected at most 1.",
-        "UpdateOptions(max_staleness=-1) can't be. Expected at least 0.",
+        "ExchangeOptions(max_staleness=-1) can't be. Expected at least 0.",
         "checkpoint_dir=3 can't be. Expected text.",
         "num_workers=1.5 can't be. Expected a whole number.",
         "use_async='false' can't be. Expected True or False.",
@@ -86,7 +86,7 @@ def test_every_setting_says_what_it_does():
     for each in settings_of(JobSettings):
         assert each.help.endswith((".", "…"))
         assert f"{each.field}: {each.help}" in each.owner.__doc__
-    assert "max_staleness: Asynchronous mode" in UpdateOptions.__doc__
+    assert "max_staleness: Asynchronous mode" in ExchangeOptions.__doc__
 
 
 def test_a_task_holds_whole_batches():

@@ -37,7 +37,7 @@ def main() -> None:
     size = int(batch_size)
     model = compiled_model(workload, legacy=False)
     given = json.loads(arguments)
-    given["updates"] = elasticcb.UpdateOptions(**given["updates"])
+    given["exchange"] = elasticcb.ExchangeOptions(**given["exchange"])
     with elasticcb.Cluster(**given) as cluster:
         cluster.fit(model, lambda: dataset(size), steps_per_epoch=1_000_000_000, callbacks=[Steps()], verbose=0)
 

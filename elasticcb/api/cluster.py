@@ -26,12 +26,12 @@ from elasticcb.settings import (
     CheckpointOptions,
     Command,
     EmbeddingOptions,
+    ExchangeOptions,
     JobSettings,
     Mode,
     NetworkOptions,
     RecoveryOptions,
     TrainingSettings,
-    UpdateOptions,
 )
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
@@ -59,7 +59,7 @@ class Cluster:
             is passed over.
         callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
         log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
-        updates: `elasticcb.UpdateOptions`: how weights and gradients travel.
+        exchange: `elasticcb.ExchangeOptions`: how weights and gradients travel.
         checkpoint: `elasticcb.CheckpointOptions`: when what servers hold is written.
         embedding: `elasticcb.EmbeddingOptions`: embedding tables.
         network: `elasticcb.NetworkOptions`: addresses, ports, TLS.
@@ -92,7 +92,7 @@ class Cluster:
         non_finite: str = "stop",
         callback_errors: str = "stop",
         log_level: str = "INFO",
-        updates: UpdateOptions | None = None,
+        exchange: ExchangeOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         embedding: EmbeddingOptions | None = None,
         network: NetworkOptions | None = None,

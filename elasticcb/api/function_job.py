@@ -15,7 +15,7 @@ import keras
 from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import RemoteValue, sending_to
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
-from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import JobState
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
@@ -184,7 +184,7 @@ class FunctionJob:
 
     def _begin(self) -> None:
         desk, placed = self._desk, self._placed
-        cluster = Cluster((), (), False)
+        cluster = ServedCluster((), (), False)
         if placed is not None:
             with desk.state() as state:
                 while not self._over and not state.roster.complete(Role.PS, state.number):
@@ -198,7 +198,7 @@ class FunctionJob:
             self._start = None
             self._learning_rate = self._servers.control.learning_rate
             self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
-            cluster = Cluster(self._servers.places, placed.variables, placed.may_split)
+            cluster = ServedCluster(self._servers.places, placed.variables, placed.may_split)
         with desk.state() as state:
             state.queue, state.cluster = self._queue, cluster
             state.wake()

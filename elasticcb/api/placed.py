@@ -6,7 +6,7 @@ import keras
 
 from elasticcb.errors import UsageError
 from elasticcb.layers import Embedding
-from elasticcb.master.ps_admin import Source
+from elasticcb.master.ps_admin import InitialModel
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
@@ -43,13 +43,13 @@ class PlacedWeights:
         self.may_split = all(map(may_split, optimizers))
         self._owner_indices = [spec.optimizer for spec in self.variables]
 
-    def start(self) -> Source:
+    def start(self) -> InitialModel:
         """The present state of the model."""
         optimizers = model_optimizers(self.model)
         version = max(int(optimizer.iterations) if optimizer.built else 0 for optimizer in optimizers)
         state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
         weights = [variable.numpy() for variable in self.model.weights]
-        return Source(weights, optimizer_state=state, version=version)
+        return InitialModel(weights, optimizer_state=state, version=version)
 
     def program(self) -> bytes:
         """The model as it travels to workers and servers."""

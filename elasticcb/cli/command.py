@@ -11,7 +11,7 @@ import rich_click as click
 from click.core import ParameterSource
 
 from elasticcb.cli.config import ConfigFile, read_config
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BY_NAME, normalize, options_of, options_of_role
 from elasticcb.cli.values import Params
 from elasticcb.settings import Command
@@ -27,7 +27,7 @@ CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names
 
 
 @dataclass
-class Session:
+class CommandRun:
     """One run of the command line; click hands it to all commands as `context.obj`."""
 
     debug: bool = False  # show the traceback of an error
@@ -65,11 +65,11 @@ def _role_type(option: Setting) -> click.ParamType:
     return click.IntRange(**limits) if option.kind is Kind.INTEGER else click.STRING
 
 
-def given_values(context: click.Context) -> Given:
+def given_values(context: click.Context) -> GivenFlags:
     """What the user gave to the command of `context`."""
     names = [name for name in context.params if name in BY_NAME]
     sources = {name: context.get_parameter_source(name) for name in names}
-    return Given(
+    return GivenFlags(
         values={name: context.params[name] for name in names},
         explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
         from_config=frozenset(n for n, source in sources.items() if source is ParameterSource.DEFAULT_MAP),
@@ -124,7 +124,7 @@ def _click_option(option: Setting) -> Callable[[F], F]:
 
 
 def _note_log_level(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    if value == "DEBUG" and isinstance(context.obj, Session):
+    if value == "DEBUG" and isinstance(context.obj, CommandRun):
         context.obj.debug = True
     return value
 

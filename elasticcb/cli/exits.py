@@ -10,12 +10,12 @@ from typing import Any
 import rich_click as click
 from click.core import ParameterSource
 
-from elasticcb.cli.command import Session, config_file
+from elasticcb.cli.command import CommandRun, config_file
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 from elasticcb.process.limits import describe_scarcity, is_scarcity
 
 
-def exit_code(run: Callable[[], Any], session: Session) -> int:
+def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
     """Calls `run`, shows what it raises, and answers the exit code."""
     try:
         run()
@@ -34,7 +34,7 @@ def exit_code(run: Callable[[], Any], session: Session) -> int:
     return ExitCode.DONE
 
 
-def _end(message: str, code: ExitCode, session: Session) -> int:
+def _end(message: str, code: ExitCode, session: CommandRun) -> int:
     if session.debug:
         traceback.print_exc()
     # Keras makes words in its messages bold, wherever they go.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BY_PATH, options_of
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, JobSettings, WorkerRange
@@ -14,7 +14,7 @@ from elasticcb.settings.definition import Kind, build, nested
 READ_LATER = frozenset({"cluster_spec"})  # a file whose content is the setting
 
 
-def values_of(command: Command, given: Given, section: str = "") -> dict[str, Any]:
+def values_of(command: Command, given: GivenFlags, section: str = "") -> dict[str, Any]:
     """What was given of the settings of a command, by path below `section`; paths of files and folders are absolute."""
     values: dict[str, Any] = {}
     prefix = f"{section}." if section else ""
@@ -32,7 +32,7 @@ def values_of(command: Command, given: Given, section: str = "") -> dict[str, An
     return values
 
 
-def settings_from(command: Command, given: Given) -> JobSettings:
+def settings_from(command: Command, given: GivenFlags) -> JobSettings:
     """The settings that flags stand for, before they are checked: without what follows from others."""
     values = {path: value for path, value in values_of(command, given).items() if not path.startswith(_BESIDE)}
     settings: JobSettings = build(JobSettings, {"command": command, **nested(values)})
@@ -45,7 +45,7 @@ _BESIDE = ("follow.", "submission.")  # sections that are no matter of a job
 class SaidByFlags:
     """How checks speak of settings that are given as flags."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: GivenFlags) -> None:
         self._given = given
 
     def __contains__(self, path: str) -> bool:

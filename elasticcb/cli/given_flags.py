@@ -11,7 +11,7 @@ from elasticcb.storage.remote_files import is_url
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFlags:
     """The flags of one run.
 
     Args:

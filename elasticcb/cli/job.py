@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.cli.command import Session
+from elasticcb.cli.command import CommandRun
 from elasticcb.cli.exits import exit_code
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
 
 
-def run_job(command: Command, given: Given, session: Session) -> None:
+def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
     """Checks the flags, then runs the job to its end.
 
     Raises:
@@ -45,7 +45,7 @@ def end_with(code: int) -> None:
         sys.exit(code)
 
 
-def run_settings(settings: JobSettings, session: Session, resumed: bool = False) -> None:
+def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = False) -> None:
     """Runs a job to its end.
 
     Args:
@@ -90,7 +90,7 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
                 raise
             _say("It was done when its master was killed.")
 
-    return exit_code(run, Session(own_process=True, debug=request["debug"]))
+    return exit_code(run, CommandRun(own_process=True, debug=request["debug"]))
 
 
 def _run_master(
@@ -111,7 +111,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def build_settings(command: Command, given: Given) -> JobSettings:
+def build_settings(command: Command, given: GivenFlags) -> JobSettings:
     """Checks the flags and makes the job's folder; all paths in the settings are absolute.
 
     Raises:

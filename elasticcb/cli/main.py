@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import rich_click as click
 
 from elasticcb import __version__
-from elasticcb.cli.command import CONTEXT, Session
+from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.exits import exit_code
 from elasticcb.cli.jobs import jobs
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own_process:
         heed_sigterm()
         allow_many_files()
-    session = Session(own_process=own_process, debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
+    session = CommandRun(own_process=own_process, debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
     given = arguments or ["--help"]
     return exit_code(
         lambda: elasticcb.main(args=given, prog_name="elasticcb", standalone_mode=False, obj=session), session

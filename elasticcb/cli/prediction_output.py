@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.predictions.formats import ENDINGS, format_of
 from elasticcb.settings import Command
 from elasticcb.settings.choices import PREDICTION_FORMATS
@@ -14,7 +14,7 @@ from elasticcb.storage.remote_files import is_url
 from elasticcb.storage.writable import problem_of_folder
 
 
-def names_predictions(given: Given) -> bool:
+def names_predictions(given: GivenFlags) -> bool:
     """Whether `--output` is a file of predictions.
 
     A config file that `train` shares has the folder of the SavedModel there, which `predict` leaves alone.
@@ -24,12 +24,12 @@ def names_predictions(given: Given) -> bool:
     return "output" not in given.from_config or bool(given["output_format"] or format_of(given["output"]))
 
 
-def prediction_format(given: Given) -> str:
+def prediction_format(given: GivenFlags) -> str:
     """The format of the file; "" when nothing names one."""
     return given["output_format"] or format_of(given["output"] or "")
 
 
-def check_prediction_output(command: Command, given: Given) -> Iterator[str]:
+def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str]:
     """What is wrong with the flags, in words."""
     if command is not Command.PREDICT:
         return
@@ -51,7 +51,7 @@ def check_prediction_output(command: Command, given: Given) -> Iterator[str]:
         yield f"{flag} is a URL. Expected a file of this machine; copy it when the job is done."
 
 
-def check_prediction_file(command: Command, given: Given) -> Iterator[str]:
+def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
     """What stands in the way of writing the file, in words."""
     if command is not Command.PREDICT or not names_predictions(given) or is_url(given["output"]):
         return

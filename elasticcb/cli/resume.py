@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, Session
+from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
@@ -21,7 +21,7 @@ from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 @click.argument("job", metavar="JOB")
 @click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
 @click.pass_obj
-def resume(session: Session, job: str, namespace: str | None) -> None:
+def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     """Go on with a training job that was interrupted, failed, or was killed with its machine.
 
     JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.options import BY_NAME, OPTIONS, options_of
 from elasticcb.cli.origins import resolve_origin
@@ -23,7 +23,7 @@ from elasticcb.storage.remote_files import is_url, problem_of
 from elasticcb.storage.writable import problem_of_folder
 
 
-def validate(command: Command, given: Given) -> dict[str, str]:
+def validate(command: Command, given: GivenFlags) -> dict[str, str]:
     """Checks everything; gives back the data origins, resolved, by flag.
 
     Raises:
@@ -39,7 +39,7 @@ def validate(command: Command, given: Given) -> dict[str, str]:
     return origins
 
 
-def validate_flags(command: Command, given: Given, check_paths: Callable[[Given], Iterator[str]]) -> None:
+def validate_flags(command: Command, given: GivenFlags, check_paths: Callable[[GivenFlags], Iterator[str]]) -> None:
     """As `validate`, for a job that runs where the paths in its flags are others: those are not looked into.
 
     Args:
@@ -54,24 +54,24 @@ def validate_flags(command: Command, given: Given, check_paths: Callable[[Given]
 # ---------------------------------------------------------------- flags by themselves
 
 
-def _check_readable(command: Command, given: Given) -> Iterator[str]:
+def _check_readable(command: Command, given: GivenFlags) -> Iterator[str]:
     yield from given.unreadable
 
 
-def _check_needed(command: Command, given: Given) -> Iterator[str]:
+def _check_needed(command: Command, given: GivenFlags) -> Iterator[str]:
     for option in OPTIONS:
         if command in option.needed and given[option.name] is None:
             yield f"--{option.name} is missing: {option.what}. `{command.value}` needs it."
 
 
-def _check_meaning(command: Command, given: Given) -> Iterator[str]:
+def _check_meaning(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit - given.from_config):
         if command not in BY_NAME[name].commands:
             places = ", ".join(sorted(place.value for place in BY_NAME[name].commands))
             yield f"--{name} means nothing to `{command.value}`, only to: {places}. Leave it out."
 
 
-def _check_empty(command: Command, given: Given) -> Iterator[str]:
+def _check_empty(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit):
         value = given[name]
         if isinstance(value, str) and not value.strip():
@@ -89,7 +89,7 @@ def _expected(name: str) -> str:
     return words.get(kind, "a value")
 
 
-def _check_limits(command: Command, given: Given) -> Iterator[str]:
+def _check_limits(command: Command, given: GivenFlags) -> Iterator[str]:
     for option in options_of([command]):
         value = given[option.name]
         expected = "" if value is None else option.beyond_limits(value)
@@ -100,20 +100,20 @@ def _check_limits(command: Command, given: Given) -> Iterator[str]:
 # ---------------------------------------------------------------- flags that contradict each other
 
 
-def _check_contradictions(command: Command, given: Given) -> Iterator[str]:
+def _check_contradictions(command: Command, given: GivenFlags) -> Iterator[str]:
     settings, said = settings_from(command, given), SaidByFlags(given)
     yield from problems_of(settings, said)
     yield from contradictions(settings, said)
 
 
-def _check_autoscale(command: Command, given: Given) -> Iterator[str]:
+def _check_autoscale(command: Command, given: GivenFlags) -> Iterator[str]:
     try:
         WorkerRange.of(given["autoscale"] or "1..1")
     except UsageError as error:
         yield f"{given.flag('autoscale', with_value=True)}: {error}"
 
 
-def _check_cluster(command: Command, given: Given) -> Iterator[str]:
+def _check_cluster(command: Command, given: GivenFlags) -> Iterator[str]:
     by_panel = {backend.panel: backend.name for backend in backends().values() if backend.panel}
     for name in sorted(given.explicit - given.from_config):
         needed = by_panel.get(BY_NAME[name].panel, given["cluster"])
@@ -122,7 +122,7 @@ def _check_cluster(command: Command, given: Given) -> Iterator[str]:
     yield from backend_of(given["cluster"]).mistakes(given)
 
 
-def _check_follow(command: Command, given: Given) -> Iterator[str]:
+def _check_follow(command: Command, given: GivenFlags) -> Iterator[str]:
     if command is Command.EVALUATE and not given["follow"]:
         for name in ("follow_timeout", "max_evaluations"):
             if name in given:
@@ -138,7 +138,7 @@ def _check_follow(command: Command, given: Given) -> Iterator[str]:
 _MAY_BE_REMOTE = frozenset({"checkpoint_dir", "checkpoint_dir_for_init"})
 
 
-def _check_folders(command: Command, given: Given) -> Iterator[str]:
+def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
     for name, hint in (
         ("checkpoint_dir", ""),
         ("output", " To send the export elsewhere, add elasticcb.callbacks.ModelUploader to the callbacks."),
@@ -168,7 +168,7 @@ def _check_folders(command: Command, given: Given) -> Iterator[str]:
         yield from _check_replaceable(given, output)
 
 
-def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
+def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
     if any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
             f"{given.flag('output')} names {output}, which holds files that are no SavedModel. The export "
@@ -183,11 +183,11 @@ def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
         )
 
 
-def _check_machine(command: Command, given: Given) -> Iterator[str]:
+def _check_machine(command: Command, given: GivenFlags) -> Iterator[str]:
     yield from missing_for(settings_from(command, given).cluster)
 
 
-def _check_initial(command: Command, given: Given) -> Iterator[str]:
+def _check_initial(command: Command, given: GivenFlags) -> Iterator[str]:
     path = given.path("checkpoint_dir_for_init")
     if path is None or "://" in given["checkpoint_dir_for_init"]:
         return
@@ -210,7 +210,7 @@ def _check_initial(command: Command, given: Given) -> Iterator[str]:
 MANIFEST = "manifest.json"
 
 
-def _check_files(command: Command, given: Given) -> tuple[dict[str, str], list[str]]:
+def _check_files(command: Command, given: GivenFlags) -> tuple[dict[str, str], list[str]]:
     """The model file and the data; the second list is what is wrong."""
     problems: list[str] = []
     model: ModelFile | None = None
@@ -237,7 +237,7 @@ def _check_files(command: Command, given: Given) -> tuple[dict[str, str], list[s
     return origins, problems
 
 
-def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iterator[str]:
+def _check_model_names(command: Command, given: GivenFlags, model: ModelFile) -> Iterator[str]:
     name = given["model_def"].rpartition(".")[2]
     if not model.may_define(name):
         yield model.complaint(name, given.flag("model_def", with_value=True))
@@ -258,7 +258,7 @@ def _check_model_names(command: Command, given: Given, model: ModelFile) -> Iter
                 yield model.complaint(given[option.name], given.flag(option.name))
 
 
-def _check_trainable(given: Given, model: ModelFile) -> Iterator[str]:
+def _check_trainable(given: GivenFlags, model: ModelFile) -> Iterator[str]:
     loss, optimizer = given["loss"], given["optimizer"]
     if "optimizer" not in given and not model.may_define(optimizer) and not model.can_compile():
         yield (
@@ -272,7 +272,7 @@ def _check_trainable(given: Given, model: ModelFile) -> Iterator[str]:
         )
 
 
-_FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
+_FLAG_CHECKS: tuple[Callable[[Command, GivenFlags], Iterator[str]], ...] = (
     _check_readable,
     _check_needed,
     _check_meaning,
@@ -284,7 +284,7 @@ _FLAG_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
     check_prediction_output,
     _check_cluster,
 )
-_FILE_CHECKS: tuple[Callable[[Command, Given], Iterator[str]], ...] = (
+_FILE_CHECKS: tuple[Callable[[Command, GivenFlags], Iterator[str]], ...] = (
     _check_folders,
     check_prediction_file,
     _check_machine,

@@ -65,7 +65,7 @@ class ServerReplacedError(ElasticCBError):
 
 
 @dataclass
-class Server:
+class KnownServer:
     """One server as its client knows it."""
 
     index: int
@@ -132,7 +132,7 @@ class PSClient:
         self._patience, self._access = patience_seconds, access
         self._find, self._find_map = find, find_map
         self._closed = False
-        self._servers: list[Server] = []
+        self._servers: list[KnownServer] = []
         self._blocks_before: Blocks = PlacedBlocks((), ())
         self.follow(Places(addresses, ids or [0] * len(addresses), buckets or even(len(addresses))))
 
@@ -152,7 +152,7 @@ class PSClient:
         for index, place in enumerate(zip(places.addresses, places.ids, strict=True)):
             link = known.pop((index, *place)) if (index, *place) in known else self._link(index, place)
             links.append(link)
-        self._servers = [Server(*each) for each in zip(range(count), self.partition, links, strict=True)]
+        self._servers = [KnownServer(*each) for each in zip(range(count), self.partition, links, strict=True)]
         # Another thread may look at the blocks meanwhile.
         self._present = self._servers, self.partition
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="ps-client")
@@ -362,7 +362,7 @@ class PSClient:
             self.pull()
         return result
 
-    def _request(self, server: Server, push: Gradients | None, pull: bool) -> Frame[Any]:
+    def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull or self._has_moved,
@@ -402,7 +402,7 @@ class PSClient:
                 rows[part[table][1]] = server.rows[table]
         return found
 
-    def _exchange(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Any]:
+    def _exchange(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Any]:
         answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
             header = answer.header
@@ -418,7 +418,7 @@ class PSClient:
                 server.blocks = {**server.blocks, **kept(without(answer.tensors, TABLE))}
         return [answer.header for answer in answers]
 
-    def _exchanged(self, servers: Sequence[Server], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
+    def _exchanged(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
         """The answers to calls of `Exchange`."""
         if len(servers) == 1:
             answers = [self._call_frame(servers[0], frames[0])]
@@ -429,10 +429,10 @@ class PSClient:
             raise _MapChangedError(max(moved))
         return answers
 
-    def _call(self, server: Server, method: str, header: Any) -> Frame[Any]:
+    def _call(self, server: KnownServer, method: str, header: Any) -> Frame[Any]:
         return self._call_frame(server, Frame(header, {}), method)
 
-    def _call_frame(self, server: Server, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
+    def _call_frame(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
         begun = time.monotonic()
         while True:
             link = server.link
@@ -454,7 +454,7 @@ class PSClient:
                 else:
                     time.sleep(_PAUSE_SECONDS)
 
-    def _moved(self, server: Server, failed: Link) -> bool:
+    def _moved(self, server: KnownServer, failed: Link) -> bool:
         """Whether another process is the server now, which has taken the place of the one that `failed`."""
         with server.moving:
             if server.link is not failed:
@@ -465,7 +465,7 @@ class PSClient:
                 raise _MapChangedError(0)
             return self._follow(server, address, id)
 
-    def _follow(self, server: Server, address: str, id: int) -> bool:
+    def _follow(self, server: KnownServer, address: str, id: int) -> bool:
         """Speaks to another process from now on, if it is another one; returns whether it is."""
         if id == server.link.id:
             return False

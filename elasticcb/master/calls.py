@@ -13,8 +13,8 @@ from pathlib import Path
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
-from elasticcb.master.cluster_state import Cluster
-from elasticcb.master.decisions import Answer, Decision, DecisionKind, Outcome
+from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import LATE
 from elasticcb.master.roster import Member, Role
@@ -91,7 +91,7 @@ class Calls:
             state.register(member)
             return member
 
-    def wait_for_cluster(self, id: int, seconds: float, map_version: int = 0) -> Cluster | None:
+    def wait_for_cluster(self, id: int, seconds: float, map_version: int = 0) -> ServedCluster | None:
         """The servers, when all hold the model, by a map of at least this version."""
         with self._desk.state() as state:
             state.seen(id, time.monotonic())
@@ -157,7 +157,7 @@ class Calls:
 
     def get_task(
         self, worker: int, held: Collection[int], seconds: float, waits: Callable[[], bool] = lambda: True
-    ) -> Decision:
+    ) -> TaskDecision:
         """Waits up to `seconds` for a task, which is handed out only while the worker still `waits` for it."""
         give_up = time.monotonic() + seconds
         with self._desk.state() as state:
@@ -165,7 +165,7 @@ class Calls:
                 now = time.monotonic()
                 if not waits():
                     state.seen(worker, now)
-                    return Decision(DecisionKind.WAIT, None, "the worker has hung up")
+                    return TaskDecision(DecisionKind.WAIT, None, "the worker has hung up")
                 decision = state.get_task(worker, held, now)
                 if decision.kind is not DecisionKind.WAIT or now >= give_up:
                     return decision

@@ -19,7 +19,7 @@ class ServerPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ServedCluster:
     """What a worker must know of the servers."""
 
     servers: Sequence[ServerPlace]

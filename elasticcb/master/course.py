@@ -25,7 +25,7 @@ from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import Round
 from elasticcb.master.job_state import JobState
-from elasticcb.master.order import Order, ServedModel
+from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
@@ -56,7 +56,7 @@ class Course:
     def __init__(
         self,
         order: Order,
-        served: ServedModel,
+        served: TrainedModel,
         queue: TaskQueue,
         epochs: EpochHooks,
         checkpoints: CheckpointWriter,

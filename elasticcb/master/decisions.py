@@ -17,7 +17,7 @@ class DecisionKind(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TaskDecision:
     """The answer to `get_task`; `lease` is set when `kind` is TASK."""
 
     kind: DecisionKind

@@ -20,8 +20,8 @@ from elasticcb.errors import (
     UsageError,
 )
 from elasticcb.master.batch_log import BatchEvent, BatchLog
-from elasticcb.master.cluster_state import Cluster, Recoveries, ServerPlace, Totals, Wish
-from elasticcb.master.decisions import Answer, Decision, DecisionKind, Outcome
+from elasticcb.master.cluster_state import Recoveries, ServedCluster, ServerPlace, Totals, Wish
+from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.roster import Member, Role, Roster
 from elasticcb.master.stragglers import Paces, Split, plan_split
@@ -116,7 +116,7 @@ class JobState:
         self.crew, self.number, self.settings = crew, number, settings
         self.program, self.datasets, self.describe = program, {} if datasets is None else datasets, describe
         self.queue: TaskQueue | None = None
-        self.cluster: Cluster | None = None
+        self.cluster: ServedCluster | None = None
         self.rounds = EvaluationRounds()
         self.batch_log = BatchLog()
         self.find_index: Callable[[str, str], bytes] = lambda mode, file: b""
@@ -369,13 +369,13 @@ class JobState:
 
     # ------------------------------------------------------------ tasks
 
-    def get_task(self, worker: int, held: Any, now: float) -> Decision:
+    def get_task(self, worker: int, held: Any, now: float) -> TaskDecision:
         """A task for `worker`, which has those leases already; or why there is none."""
         self.seen(worker, now)
         if self.closing or not self.has(worker):
-            return Decision(DecisionKind.FINISHED, None, "the job is over")
+            return TaskDecision(DecisionKind.FINISHED, None, "the job is over")
         if self.queue is None:
-            return Decision(DecisionKind.WAIT, None, "the master is starting")
+            return TaskDecision(DecisionKind.WAIT, None, "the master is starting")
         decision = self.queue.get_task(worker, now, held)
         if decision.kind is DecisionKind.TASK:
             self.note()

@@ -20,7 +20,7 @@ from elasticcb.status import JobStatus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """A place of the job, and the process in it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Observation:
     planned: Mapping[Role, int]
     lost: Mapping[Role, int]
     replaced: Mapping[Role, int]
-    places: Sequence[Place]
+    places: Sequence[ProcessPlace]
     stats: Sequence[Stats]
     refused_calls: Mapping[str, int]
 
@@ -89,10 +89,10 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> Observat
     own = os.getpid(), host_name()
     queue, roster = state.queue, state.roster
 
-    def place(role: Role, index: int, place_state: PlaceState) -> Place:
+    def place(role: Role, index: int, place_state: PlaceState) -> ProcessPlace:
         member = roster.at(role, index)
         separate = member is not None and (member.pid, member.host) != own
-        return Place(
+        return ProcessPlace(
             role=role,
             index=index,
             state=place_state,

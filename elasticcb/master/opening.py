@@ -22,12 +22,12 @@ from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.cluster_state import Cluster, ServerPlace
+from elasticcb.master.cluster_state import ServedCluster, ServerPlace
 from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
-from elasticcb.master.order import ModelOrigin, Order, ServedModel, Takeover
+from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
@@ -131,7 +131,7 @@ def _wait_for_servers(order: Order) -> None:
         order.report.show()
 
 
-def _connect(order: Order, origin: ModelOrigin) -> ServedModel:
+def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
     """Hands the model to the servers: fresh weights, those of a checkpoint, or what they wrote down themselves."""
     memory, host, desk = order.memory, origin.host, order.desk
     taken_over = memory is not None and order.takeover is not None
@@ -169,10 +169,10 @@ def _connect(order: Order, origin: ModelOrigin) -> ServedModel:
     hooks.adopt_learning_rate(ps.learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
-    return ServedModel(host, origin, servers, hooks)
+    return TrainedModel(host, origin, servers, hooks)
 
 
-def _call_first_hooks(order: Order, served: ServedModel) -> tuple[EpochHooks, int]:
+def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, int]:
     """`on_train_begin`, which may restore weights, optimizer and epoch; the hooks of epochs, and the first one."""
     memory, host, training = order.memory, served.host, order.settings.training
     if memory is not None:
@@ -240,7 +240,7 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
     return queue
 
 
-def _lay_out(order: Order, served: ServedModel, queue: TaskQueue, initial_epoch: int) -> None:
+def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch: int) -> None:
     """Tells the state of the queue, the rounds and the journal."""
     host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.version
     logger.info("The servers hold the model, version %d", version)
@@ -263,7 +263,7 @@ def _lay_out(order: Order, served: ServedModel, queue: TaskQueue, initial_epoch:
         _begin_journal(order, state, served, initial_epoch)
 
 
-def _begin_journal(order: Order, state: JobState, served: ServedModel, initial_epoch: int) -> None:
+def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_epoch: int) -> None:
     journal = order.journal
     if journal is not None:
         order.desk.keep(journal)
@@ -273,7 +273,7 @@ def _begin_journal(order: Order, state: JobState, served: ServedModel, initial_e
         state.note(next_id=state.roster.next_id)
 
 
-def _make_course(order: Order, served: ServedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
+def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
     failures = CheckpointFailures(desk.checkpoint_failed, say)
     checkpoints = CheckpointWriter(order.settings, served.ps, failures, resumed=memory is not None)
@@ -285,11 +285,11 @@ def _make_course(order: Order, served: ServedModel, queue: TaskQueue, epochs: Ep
     return Course(order, served, queue, epochs, checkpoints, autoscaling)
 
 
-def _let_workers_begin(order: Order, served: ServedModel, course: Course, epochs: EpochHooks) -> None:
+def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
     """Last of all, since workers take tasks from now on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
     with order.desk.state() as state:
-        state.cluster = Cluster(
+        state.cluster = ServedCluster(
             served.servers.places,
             host.variables,
             ps.split,

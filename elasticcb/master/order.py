@@ -13,7 +13,7 @@ from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.desk import Desk
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.master.report import Report
 from elasticcb.master.servers import Servers
 from elasticcb.settings import JobSettings
@@ -88,17 +88,17 @@ class ModelOrigin:
     host: Any
     checkpoint: str
 
-    def source(self) -> Source:
+    def source(self) -> InitialModel:
         """The newest checkpoint, or fresh weights."""
         if self.checkpoint:
-            return Source(checkpoint=self.checkpoint)
+            return InitialModel(checkpoint=self.checkpoint)
         host = self.host
         weights, ids = host.weights()
-        return Source(weights, "", host.optimizer_state(), host.version, ids, host.used())
+        return InitialModel(weights, "", host.optimizer_state(), host.version, ids, host.used())
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class TrainedModel:
     """The model, on the master and on the servers.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from elasticcb.clients.ps import Ids, PSClient, Server, ServerReplacedError
+from elasticcb.clients.ps import Ids, KnownServer, PSClient, ServerReplacedError
 from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.optimizers.state import ModelState, OptimizerState
@@ -34,7 +34,7 @@ _PERSIST_SECONDS = 2.0  # for a server to say that it will write; it only makes 
 _RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
 
 
-class Source(NamedTuple):
+class InitialModel(NamedTuple):
     """Where servers have the model from: weights in the order of the specs, or the folder of a checkpoint version.
 
     Attributes:
@@ -85,7 +85,7 @@ class PSControl(PSClient):
         """The server that keeps what the recovery files of server `index` lack, where there are replicas."""
         return (index + 1) % len(self._servers)
 
-    def initialize(self, source: Source) -> None:
+    def initialize(self, source: InitialModel) -> None:
         """Gives all servers the model.
 
         Raises `ElasticCBError` when the state is of other optimizers.
@@ -102,7 +102,7 @@ class PSControl(PSClient):
         address: str,
         id: int,
         version: int,
-        source: Callable[[], Source],
+        source: Callable[[], InitialModel],
         evaluation_round: int,
         learning_rate: float | None,
         neighbour: str = "",
@@ -121,7 +121,7 @@ class PSControl(PSClient):
         link, server = Link(index, address, id, _RESTORE_PATIENCE_SECONDS, self._access), self._servers[index]
         try:
             try:
-                frame, method = self._beginning(server, Source(version=version), True, neighbour)
+                frame, method = self._beginning(server, InitialModel(version=version), True, neighbour)
                 answer = link.call(method, frame).header
                 words = f"its recovery files{' and its replica' if answer.complete else ''}"
                 restored = Restored(answer.recovered_version, words, answer.learning_rate, answer.complete)
@@ -153,7 +153,7 @@ class PSControl(PSClient):
             link.close()
 
     def _beginning(
-        self, server: Server, source: Source, recover: bool = False, neighbour: str | None = None
+        self, server: KnownServer, source: InitialModel, recover: bool = False, neighbour: str | None = None
     ) -> tuple[Frame[Any], str]:
         if neighbour is None:
             neighbour = self._servers[self.neighbour(server.index)].link.address
@@ -306,7 +306,7 @@ class PSControl(PSClient):
         """Makes every server keep its present weights for the round, or `weights`; returns their version."""
         if weights is not None:
 
-            def keep(server: Server) -> int:
+            def keep(server: KnownServer) -> int:
                 header = pb.SnapshotRequest(evaluation_round=evaluation_round)
                 frame = Frame(header, pack_weights(weights, self.specs, server.slices))
                 return int(self._call_frame(server, frame, "Snapshot").header.version)
@@ -335,7 +335,7 @@ class PSControl(PSClient):
     def persist(self) -> None:
         """Has the servers write their recovery files soon, beside training. One that does not answer is left out."""
 
-        def ask(server: Server) -> None:
+        def ask(server: KnownServer) -> None:
             with contextlib.suppress(ElasticCBError):
                 server.link.call("Persist", Frame(pb.PersistRequest(), {}), 0.0, _PERSIST_SECONDS)
 

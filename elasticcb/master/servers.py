@@ -13,7 +13,7 @@ from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.desk import Desk
-from elasticcb.master.ps_admin import PSControl, Restored, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
 from elasticcb.master.roster import Role
 from elasticcb.sharding.bucket_map import BucketMap
@@ -48,7 +48,7 @@ class Servers:
         doubt: Callable[[int], None],
         variables: Sequence[VariableSpec],
         may_split: bool,
-        source: Callable[[], Source],
+        source: Callable[[], InitialModel],
         say: Callable[[str], None],
         run: str = "",
         places: Sequence[ServerPlace] = (),

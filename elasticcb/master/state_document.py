@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from elasticcb.errors import JobInterrupted
-from elasticcb.master.observation import Observation, Place
+from elasticcb.master.observation import Observation, ProcessPlace
 from elasticcb.master.roster import PlaceState, Role
 from elasticcb.master.task import TaskState
 
@@ -110,7 +110,7 @@ def _counts(seen: Observation, role: Role) -> dict[str, int]:
     return {"planned": seen.planned[role], "up": _up(seen, role), "lost": lost, "replaced": replaced}
 
 
-def _process(place: Place) -> dict[str, Any]:
+def _process(place: ProcessPlace) -> dict[str, Any]:
     member, stats = place.member, place.stats
     return {
         "role": place.role.name.lower(),

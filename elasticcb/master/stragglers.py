@@ -25,7 +25,7 @@ _LEAST_GAIN_SECONDS = 1.0  # for which a task is split
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StragglerChange:
     """A worker has become a straggler, or is none any more, and why."""
 
     worker: int
@@ -56,7 +56,7 @@ class Paces:
         self._evidence: dict[int, tuple[int, float]] = {}  # by worker, batches and seconds that speak for a change
         self.stragglers: set[int] = set()
 
-    def note(self, worker: int, batches: int, seconds: float) -> Verdict | None:
+    def note(self, worker: int, batches: int, seconds: float) -> StragglerChange | None:
         """`worker` has trained so many batches in so many seconds; answers whether that changes what it is called."""
         if batches <= 0 or not 0 <= seconds < float("inf"):
             return None
@@ -85,7 +85,7 @@ class Paces:
         del self._evidence[worker]
         self.stragglers ^= {worker}
         is_what = "is no straggler any more" if slow else "is a straggler"
-        return Verdict(
+        return StragglerChange(
             worker, not slow, f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from elasticcb.errors import WireError
 from elasticcb.master.accounting import Accounting
-from elasticcb.master.decisions import Answer, Decision, DecisionKind, Milestone, Outcome
+from elasticcb.master.decisions import Answer, DecisionKind, Milestone, Outcome, TaskDecision
 from elasticcb.master.queue_state import QueueSettings, QueueState, reading
 from elasticcb.master.task import RESUMABLE, BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
@@ -97,7 +97,7 @@ class TaskQueue:
 
     # ------------------------------------------------------------ a worker asks for a task
 
-    def get_task(self, worker: int, now: float, held: Collection[int] | None = None) -> Decision:
+    def get_task(self, worker: int, now: float, held: Collection[int] | None = None) -> TaskDecision:
         """The next task for `worker`, if there is one.
 
         Args:
@@ -108,13 +108,13 @@ class TaskQueue:
         doing = self._doing
         doing.tell_time(now)
         if self._state.failure is not None:
-            return Decision(DecisionKind.FINISHED, None, "the job has failed")
+            return TaskDecision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):
-            return Decision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
+            return TaskDecision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
         if held is not None:
             self._put_back_unanswered(worker, held)
         if self._paused:
-            return Decision(DecisionKind.WAIT, None, "the job is being interrupted")
+            return TaskDecision(DecisionKind.WAIT, None, "the job is being interrupted")
         record = self._todo.take(train_end=not doing and self._epochs.done, idle=not doing.held_by(worker))
         if record is None:
             return self._nothing_to_hand_out()
@@ -127,7 +127,7 @@ class TaskQueue:
             self._state.accounting.answers_lost += 1
             self._todo.put_back(record)
 
-    def _hand_out(self, record: TaskRecord, worker: int) -> Decision:
+    def _hand_out(self, record: TaskRecord, worker: int) -> TaskDecision:
         record.move(TaskEvent.HANDED_OUT)
         record.for_idle = False
         lease = self._doing.grant(record, worker)
@@ -135,23 +135,23 @@ class TaskQueue:
             record.maybe_done = False
             self._state.accounting.count_again(lease.task)
         if record.attempts:
-            return Decision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
-        return Decision(DecisionKind.TASK, lease, "the next task")
+            return TaskDecision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
+        return TaskDecision(DecisionKind.TASK, lease, "the next task")
 
-    def _nothing_to_hand_out(self) -> Decision:
+    def _nothing_to_hand_out(self) -> TaskDecision:
         doing = len(self._doing)
         if self._todo.train_end_waits:
             what = f"{doing} running tasks" if doing else "the training"
-            return Decision(DecisionKind.WAIT, None, f"TRAIN_END waits for {what}")
+            return TaskDecision(DecisionKind.WAIT, None, f"TRAIN_END waits for {what}")
         if doing:
-            return Decision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
+            return TaskDecision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
         if self._epochs.is_held:
-            return Decision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
+            return TaskDecision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
         if self._state.finishing:
-            return Decision(DecisionKind.FINISHED, None, "all tasks are done")
+            return TaskDecision(DecisionKind.FINISHED, None, "all tasks are done")
         if self._state.held:
-            return Decision(DecisionKind.FINISHED, None, "all records are predicted; callbacks may end")
-        return Decision(DecisionKind.WAIT, None, "all tasks are done, more may come")
+            return TaskDecision(DecisionKind.FINISHED, None, "all records are predicted; callbacks may end")
+        return TaskDecision(DecisionKind.WAIT, None, "all tasks are done, more may come")
 
     # ------------------------------------------------------------ a worker reports
 

@@ -2,7 +2,7 @@
 
 A worker accumulates the states of a task's metrics and sends them; the master merges the states of
 all tasks and reads the results. Statistics such as AUC so equal those of one process, which averages
-of per-batch results would not. How a metric travels is its `Transport`.
+of per-batch results would not. How a metric travels is its `MetricTransport`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _REPLACED = ("compute_metrics", "train_step", "test_step")  # methods of the model, while it is observed
 
 
-class Transport(Enum):
+class MetricTransport(Enum):
     """How the statistics of a metric get to the master."""
 
     SUM = "sum"  # its variables add up: everything that Keras ships
@@ -181,24 +181,24 @@ class ModelMetrics:
         """Metrics by a name that is the same in every process."""
         return {unit.name: unit.metric for unit in self._units()}
 
-    def transports(self) -> dict[str, Transport]:
+    def transports(self) -> dict[str, MetricTransport]:
         """How each unit travels."""
         return {unit.name: self._transport(unit) for unit in self._units()}
 
-    def _transport(self, unit: _Unit) -> Transport:
+    def _transport(self, unit: _Unit) -> MetricTransport:
         if _adds_up(unit.metric):
-            return Transport.SUM
+            return MetricTransport.SUM
         if hasattr(unit.metric, "merge_state"):
-            return Transport.MERGE
+            return MetricTransport.MERGE
         if unit.compiled or not unit.by_model:
-            return Transport.OUTPUTS
+            return MetricTransport.OUTPUTS
         if unit.name not in self._warned:
             self._warned.add(unit.name)
             logger.warning(
                 "The metric %r (%s) is updated by the model itself and has no merge_state(metrics): the states "
                 "of different workers are added up.", unit.name, type(unit.metric).__name__,
             )  # fmt: skip
-        return Transport.SUM
+        return MetricTransport.SUM
 
     def reset(self) -> None:
         """Back to no records; works inside a `tf.function`."""
@@ -210,7 +210,7 @@ class ModelMetrics:
         return {
             unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables]
             for unit in self._units()
-            if outputs_too or self._transport(unit) is not Transport.OUTPUTS
+            if outputs_too or self._transport(unit) is not MetricTransport.OUTPUTS
         }
 
     def training_units(self) -> frozenset[str]:
@@ -219,7 +219,7 @@ class ModelMetrics:
         self.reset()
         names = set()
         for unit in self._units():
-            if self._transport(unit) is not Transport.OUTPUTS:
+            if self._transport(unit) is not MetricTransport.OUTPUTS:
                 names.add(unit.name)
             elif not any(np.any(np.asarray(variable.value)) for variable in unit.metric.variables):
                 names.add(unit.name)
@@ -235,12 +235,12 @@ class ModelMetrics:
     @property
     def merging_units(self) -> frozenset[str]:
         """The units whose states are put together by the metric itself."""
-        return frozenset(name for name, transport in self.transports().items() if transport is Transport.MERGE)
+        return frozenset(name for name, transport in self.transports().items() if transport is MetricTransport.MERGE)
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The state of one unit over the records of several tasks, or batches."""
         metric = self.units()[name]
-        if self.transports()[name] is not Transport.MERGE:
+        if self.transports()[name] is not MetricTransport.MERGE:
             return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]
         # Two copies, so that `merge_state` meets metrics that are not those of the model.
         total, other = _copy(metric), _copy(metric)
@@ -259,7 +259,7 @@ class ModelMetrics:
         """
         self.reset()
         units = self._units()
-        travelling = [unit for unit in units if self._transport(unit) is Transport.OUTPUTS]
+        travelling = [unit for unit in units if self._transport(unit) is MetricTransport.OUTPUTS]
         for batch in batches:
             labels, predictions, weight = (*batch, None)[:3]
             for metric in self._model.metrics:

@@ -21,7 +21,7 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
-from elasticcb.ps.served_model import Gate, ServedModel
+from elasticcb.ps.served_model import MoveGate, ServedModel
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
@@ -297,7 +297,7 @@ class Moves:
             model = self._model()
             if model is None:
                 return pb.MoveResponse()
-            model.gate = model.gate or Gate()
+            model.gate = model.gate or MoveGate()
             return pb.MoveResponse(pushes=_names(model.answered.last().items()), version=model.parameters.version)
 
     def _drain(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
 
-class Verdict(NamedTuple):
+class PushAnswer(NamedTuple):
     """What is answered to a push, and again to its retry."""
 
     status: int
@@ -61,7 +61,7 @@ class Exported(NamedTuple):
     dense: Snapshot
 
 
-class Gate:
+class MoveGate:
     """Which calls a server takes before it hands over what it holds.
 
     Attributes:
@@ -107,7 +107,7 @@ class ServedModel:
     peers: Peers
     policy: UpdatePolicy
     staged: dict[PushName, Staged]  # synchronous mode: pushes that an update may name
-    answered: Answered[Verdict]
+    answered: Answered[PushAnswer]
     snapshots: dict[int, Snapshot]  # by evaluation round
     held: dict[str, Part]  # by a checkpoint's folder, what is to be written there
     exported: Exported | None = None
@@ -116,7 +116,7 @@ class ServedModel:
     rate_version: int = 0  # rises when the master sets the base rate
     replica: Replica | None = None  # of this server, at its neighbour
     failure: str = ""  # of an update that only some of the servers have made
-    gate: Gate | None = None  # while it hands over what it holds
+    gate: MoveGate | None = None  # while it hands over what it holds
 
     @contextlib.contextmanager
     def all_or_none(self, version: int) -> Iterator[None]:

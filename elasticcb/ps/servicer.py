@@ -40,7 +40,7 @@ from elasticcb.ps.recovery import (
 )
 from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.replica_log import Entry, Origin
-from elasticcb.ps.served_model import Change, Exported, ServedModel, Staged, Verdict, values_of
+from elasticcb.ps.served_model import Change, Exported, PushAnswer, ServedModel, Staged, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
 from elasticcb.rpc.frame_service import Handler
@@ -224,7 +224,7 @@ class Servicer:
         slices = partition(specs, request.num_ps, request.split)[request.index]
         part, log, saved = None, self._recovery_log(request), None
         continues = False  # the server goes on with the files of its recovery log
-        answered: Answered[Verdict] = Answered()
+        answered: Answered[PushAnswer] = Answered()
         if request.recover:
             if self._writer is not None:  # another master has called this, too
                 self._writer.close()
@@ -304,7 +304,7 @@ class Servicer:
         slices: Sequence[Slice],
         buckets: BucketMap,
         parameters: Parameters,
-        answered: Answered[Verdict],
+        answered: Answered[PushAnswer],
     ) -> ServedModel:
         forget_kernels()  # of models that are gone
         training = self._training
@@ -526,7 +526,7 @@ class Servicer:
         if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
             return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
         pushed = without(frame.tensors, WANTED)
-        verdict = Verdict(pb.NO_PUSH)
+        verdict = PushAnswer(pb.NO_PUSH)
         if request.sequence:
             if request.worker_id in self._lost_workers:
                 raise ElasticCBError(
@@ -560,13 +560,13 @@ class Servicer:
             tensors |= named(STATE, pulled.state)
         return Frame(response, tensors)
 
-    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> Verdict:
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> PushAnswer:
         name = PushName(request.worker_id, request.sequence)
         verdict = model.answered.find(name)
         if verdict is not None:
             return verdict
         if model.answered.forgotten(name):
-            return Verdict(pb.ACCEPTED, "this push was answered long ago")
+            return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
         push = model.reader.read(Push.decode(request, tensors))
         model.parameters.check_learning_rate(push)
         verdict = self._judge(name, request, push, model)
@@ -575,10 +575,10 @@ class Servicer:
             model.replica.note("Exchange", request, tensors)
         return verdict
 
-    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: ServedModel) -> Verdict:
+    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: ServedModel) -> PushAnswer:
         reason = _non_finite(request, push, model)
         if reason:
-            return Verdict(pb.NON_FINITE, reason)
+            return PushAnswer(pb.NON_FINITE, reason)
         follows = not model.policy.use_async and model.index > 0
         if request.staged != follows:
             raise WireError(
@@ -590,15 +590,15 @@ class Servicer:
         if follows:
             # Whether it is used, and when, the first server decides.
             model.staged[name] = Staged(push.copied(), request.version)
-            return Verdict(pb.ACCEPTED, "staged")
+            return PushAnswer(pb.ACCEPTED, "staged")
         decision = model.policy.decide(name, request.version, present)
         if decision.action is Action.STALE:
-            return Verdict(pb.STALE, decision.reason)
+            return PushAnswer(pb.STALE, decision.reason)
         applied_now = decision.action is Action.APPLY
         model.staged[name] = Staged(push if applied_now else push.copied(), request.version)
         if decision.action is Action.APPLY:
             self._update(decision.pushes, model)
-        return Verdict(pb.ACCEPTED, decision.reason)
+        return PushAnswer(pb.ACCEPTED, decision.reason)
 
     def _update(self, names: Sequence[PushName], model: ServedModel) -> None:
         """Applies the mean of staged pushes, on all servers when this is the first of several."""

@@ -30,7 +30,7 @@ from elasticcb.settings.job import (
     ModelSettings,
 )
 from elasticcb.settings.kubernetes import KubernetesSettings
-from elasticcb.settings.training import EmbeddingOptions, TrainingSettings, UpdateOptions
+from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions, TrainingSettings
 
 __all__ = [
     "CHECKPOINTS_FOLDER",
@@ -48,6 +48,7 @@ __all__ = [
     "Command",
     "DataSettings",
     "EmbeddingOptions",
+    "ExchangeOptions",
     "JobSettings",
     "KubernetesSettings",
     "Mode",
@@ -56,7 +57,6 @@ __all__ = [
     "NonFinite",
     "RecoveryOptions",
     "TrainingSettings",
-    "UpdateOptions",
     "WhenFull",
     "WireDtype",
     "WorkerRange",

@@ -9,10 +9,10 @@ from elasticcb.settings.choices import Command
 from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
 from elasticcb.settings.definition import Section, Setting, build, nested, settings_of
 from elasticcb.settings.job import CheckpointOptions, JobSettings
-from elasticcb.settings.training import EmbeddingOptions, UpdateOptions
+from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions
 
 GROUPS: dict[str, type[Section]] = {
-    "updates": UpdateOptions,
+    "exchange": ExchangeOptions,
     "checkpoint": CheckpointOptions,
     "embedding": EmbeddingOptions,
     "network": NetworkOptions,
@@ -86,7 +86,7 @@ class Arguments:
 
 
 def argument_name(setting: Setting) -> str:
-    """How a program names a setting: "num_ps", "UpdateOptions.max_staleness"."""
+    """How a program names a setting: "num_ps", "ExchangeOptions.max_staleness"."""
     if setting.path in _GROUP_OF:
         return f"{setting.owner.__name__}.{setting.field}"
     return setting.argument or setting.field

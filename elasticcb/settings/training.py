@@ -9,7 +9,7 @@ from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRA
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOptions(Section):
+class ExchangeOptions(Section):
     """How weights and gradients travel between workers and parameter servers."""
 
     PANEL = TRAINING
@@ -35,7 +35,7 @@ class UpdateOptions(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(UpdateOptions):
+class TrainingSettings(ExchangeOptions):
     """The loop over tasks and batches."""
 
     num_epochs: int = setting(1, "Passes over the training data.", unit="EPOCHS", minimum=1)

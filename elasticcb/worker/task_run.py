@@ -22,7 +22,7 @@ from elasticcb.errors import (
     user_traceback,
 )
 from elasticcb.model.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
-from elasticcb.model.metrics import Transport
+from elasticcb.model.metrics import MetricTransport
 from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import Command, NonFinite
@@ -228,7 +228,7 @@ class TaskRun:
         rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.wanted else {}
         with session.progress.computing(self.task.lease):
             logs, outputs = session.trainer.evaluate(batch.data, batch.wanted, rows)
-        if Transport.OUTPUTS in session.transports.values():
+        if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._note_event(batch, session.ps.snapshot_version)
         session.call("on_test_batch_end", index, {"size": batch.records, **logs})

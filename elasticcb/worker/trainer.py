@@ -23,7 +23,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
 from elasticcb.layers.lookups import Wanted, serve_tables
 from elasticcb.model.metric_messages import States
-from elasticcb.model.metrics import ModelMetrics, Transport, to_number
+from elasticcb.model.metrics import MetricTransport, ModelMetrics, to_number
 from elasticcb.optimizers.capture import OptimizerCapture
 from elasticcb.optimizers.loss_scale import LossScale
 from elasticcb.optimizers.traits import unwrapped
@@ -281,7 +281,7 @@ class Trainer:
 
     def _test_step(self, batch: Any) -> Any:
         outputs: Any = ()
-        if Transport.OUTPUTS in self._metrics.transports().values():
+        if MetricTransport.OUTPUTS in self._metrics.transports().values():
             inner = self.model.compute_metrics
 
             def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:

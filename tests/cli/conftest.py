@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.cli.command import Session, given_values
+from elasticcb.cli.command import CommandRun, given_values
 from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.job import build_settings
 from elasticcb.cli.main import main
@@ -59,7 +59,7 @@ class Workplace:
     def settings(self, *arguments: str, command: Command = Command.TRAIN) -> JobSettings:
         """What the command would run with."""
         click_command = COMMANDS[command]
-        with click_command.make_context(command.value, list(arguments), obj=Session()) as context:
+        with click_command.make_context(command.value, list(arguments), obj=CommandRun()) as context:
             return build_settings(command, given_values(context))
 
 

@@ -58,8 +58,9 @@ _BEGINNINGS: dict[str, tuple[str, Any]] = {
 }
 
 
+@functools.cache
 def wait_for_role() -> None:
-    """Makes this process know its role when it begins it."""
+    """Makes this process, and those that it forks, know their role when they begin it."""
     for name, beginning in _BEGINNINGS.items():
         if name in sys.modules:
             _before(sys.modules[name], *beginning)

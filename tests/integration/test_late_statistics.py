@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb import UpdateOptions
+from elasticcb import ExchangeOptions
 
 X = np.random.default_rng(0).normal(3.0, 2.0, (640, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -21,16 +21,16 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "updates"),
+    ("num_workers", "exchange"),
     [
-        pytest.param(1, UpdateOptions(get_model_steps=32), marks=pytest.mark.deep),
-        (1, UpdateOptions(max_staleness=3)),
-        (3, UpdateOptions()),
+        pytest.param(1, ExchangeOptions(get_model_steps=32), marks=pytest.mark.deep),
+        (1, ExchangeOptions(max_staleness=3)),
+        (3, ExchangeOptions()),
     ],
 )
-def test_statistics_are_those_of_all_batches_however_late_pushes_are(num_workers, updates):
+def test_statistics_are_those_of_all_batches_however_late_pushes_are(num_workers, exchange):
     ours, plain = model(), model()
-    with elasticcb.Cluster(num_workers, 2, kind="inprocess", log_level="ERROR", updates=updates) as cluster:
+    with elasticcb.Cluster(num_workers, 2, kind="inprocess", log_level="ERROR", exchange=exchange) as cluster:
         cluster.fit(ours, X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     plain.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     mean, variance = ours.layers[0].moving_mean.numpy(), ours.layers[0].moving_variance.numpy()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb import CheckpointOptions, NetworkOptions, RecoveryOptions, UpdateOptions
+from elasticcb import CheckpointOptions, ExchangeOptions, NetworkOptions, RecoveryOptions
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
@@ -75,11 +75,11 @@ def test_numbers_of_numpy_make_a_cluster():
         ("use_async='false' can't be. Expected True or False.", {"use_async": "false"}),
         ("log_level='LOUD' can't be. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
         (
-            "raise UpdateOptions.sync_version_tolerance.",
-            {"use_async": False, "updates": UpdateOptions(get_model_steps=3)},
+            "raise ExchangeOptions.sync_version_tolerance.",
+            {"use_async": False, "exchange": ExchangeOptions(get_model_steps=3)},
         ),
         ("Add use_async=False, or leave out grads_to_wait.", {"grads_to_wait": 2}),
-        ("updates=3 can't be. Expected an elasticcb.UpdateOptions, such as", {"updates": 3}),
+        ("exchange=3 can't be. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
         (
             "RecoveryOptions(ps_replicas=1) can't be with num_ps=1: the next server",
             {"recovery": RecoveryOptions(ps_replicas=1)},
@@ -108,10 +108,10 @@ def test_cluster_says_what_cannot_be(words, given):
 
 def test_cluster_says_all_that_cannot_be_at_once():
     with pytest.raises(UsageError) as caught:
-        elasticcb.Cluster(0, kind="cloud", updates=UpdateOptions(max_staleness=-1), checkpoint_dir="s3://bucket")
+        elasticcb.Cluster(0, kind="cloud", exchange=ExchangeOptions(max_staleness=-1), checkpoint_dir="s3://bucket")
     words = str(caught.value)
     assert words.startswith("`Cluster` can't start, for 4 reasons:\n  1. ")
-    for part in ("num_workers=0", "kind='cloud'", "UpdateOptions(max_staleness=-1)", "s3://bucket"):
+    for part in ("num_workers=0", "kind='cloud'", "ExchangeOptions(max_staleness=-1)", "s3://bucket"):
         assert part in words
 
 
@@ -120,7 +120,7 @@ def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
         elasticcb.Cluster(2, max_staleness=1, embedding_memory_bytes=9, tls=True)
     words = str(caught.value)
     assert "for 3 reasons" in words
-    assert "Cluster(updates=elasticcb.UpdateOptions(max_staleness=1))" in words
+    assert "Cluster(exchange=elasticcb.ExchangeOptions(max_staleness=1))" in words
     assert "Cluster(embedding=elasticcb.EmbeddingOptions(memory_bytes=9))" in words
     assert "Cluster(network=elasticcb.NetworkOptions(tls=True))" in words
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_wokers'"):

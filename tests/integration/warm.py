@@ -35,6 +35,7 @@ def _ensure_warm() -> None:
 
     _forks.set_forkserver_preload(["warm_imports"])
     before = dict(os.environ)
+    os.environ.pop("ELASTICCB_FAULTS", None)  # of the present test; others are forked from it, too
     # Python finds what it preloads by this; the rest is what it must have from its start on.
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before.get("PYTHONPATH")])])
     os.environ.update(common_environment("INFO"), PYTHONPATH=path)
@@ -111,6 +112,7 @@ def _run_program(shown: list[str], cwd: str, env: dict[str, str], files: Sequenc
     _set_environment(env)
     sys.path[:] = _own_path(env)
     show_as("python" if script else shown[3])
+    _heed_faults()
     if script is None:
         fork_server.ForkServer.launch = classmethod(_fork_zygote)
         sys.argv = shown[2:]
@@ -130,6 +132,14 @@ def _own_path(env: dict[str, str]) -> list[str]:
 
 def _is_of_tests(folder: str) -> bool:
     return Path(folder) == _TESTS or _TESTS in Path(folder).parents
+
+
+def _heed_faults() -> None:
+    """As faults/sitecustomize.py, which a forked process does not import."""
+    if "ELASTICCB_FAULTS" in os.environ:
+        import faulty_process
+
+        faulty_process.wait_for_role()
 
 
 def _set_environment(env: dict[str, str]) -> None:
@@ -257,8 +267,5 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
     show_as("zygote")
-    if "ELASTICCB_FAULTS" in environment:
-        import faulty_process
-
-        faulty_process.wait_for_role()
+    _heed_faults()
     _leave(fork_process.main)

@@ -12,7 +12,7 @@ from master_state import state_of
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
-from elasticcb.master.cluster_state import Cluster
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
@@ -38,7 +38,7 @@ def master():
     master.calls.register(Role.PS, 0, "here:1", 1, "here")
     worker = master.calls.register(Role.WORKER, 1, "", 2, "here").id
     state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
-    state_of(master).cluster = Cluster([], [], False)
+    state_of(master).cluster = ServedCluster([], [], False)
     lease = master.calls.get_task(worker, (), 0.0).lease
     master.calls.report_progress(worker, lease.id, 5, True, 3, float("inf"))
     return master

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticcb.master.stragglers import Paces, Verdict, plan_split
+from elasticcb.master.stragglers import Paces, StragglerChange, plan_split
 from elasticcb.master.task import BatchesLeft, TaskType
 
 
@@ -21,7 +21,7 @@ def left(records: int, reported: int, lease: int = 7, kind: TaskType = TaskType.
     return BatchesLeft(lease, kind, records, reported, batch=10)
 
 
-def train(paces: Paces, reports: int, **seconds: float) -> list[Verdict]:
+def train(paces: Paces, reports: int, **seconds: float) -> list[StragglerChange]:
     """The verdicts on so many reports of each worker, of a batch each."""
     verdicts = []
     for _ in range(reports):

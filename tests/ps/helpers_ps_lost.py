@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
@@ -51,7 +51,7 @@ class Servers:
         given = (self.addresses, SPECS, True)
         self.master = PSControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
         self.worker = PSClient(*given, client_id=1, ids=self.ids, find=self.find)
-        self.master.initialize(Source(VALUES))
+        self.master.initialize(InitialModel(VALUES))
 
     @property
     def addresses(self):
@@ -80,7 +80,7 @@ class Servers:
             index,
             *self.find(index),
             version,
-            lambda: Source(VALUES),
+            lambda: InitialModel(VALUES),
             evaluation_round,
             learning_rate,
             "" if after in self.lost else self.addresses[after],

@@ -9,7 +9,7 @@ import pytest
 
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import finish_version
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
@@ -33,7 +33,7 @@ def job():
                 return made
 
             master = client()
-            master.initialize(Source(initial_values(specs)))
+            master.initialize(InitialModel(initial_values(specs)))
             return master, client
 
         yield start
@@ -146,6 +146,6 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     for file in files:
         (tmp_path / file.name).rename(folder / file.name)
     final = finish_version(folder, version=0, specs=CUT, parts=master.partition, files=files)
-    master.initialize(Source(checkpoint=str(final)))
+    master.initialize(InitialModel(checkpoint=str(final)))
     master.pull()
     assert_same(weights(master), before)

@@ -12,7 +12,7 @@ import pytest
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.master.resharding import ServerMove
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -50,7 +50,7 @@ class Servers:
         self.changed = threading.Condition()
         self._start(count)
         self.control = PSControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
-        self.control.initialize(Source(weights_of()))
+        self.control.initialize(InitialModel(weights_of()))
         self.places = Places([s.address for s in self.servers], self.ids, self.control.buckets)
         self.clients = []
 

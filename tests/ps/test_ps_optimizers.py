@@ -13,7 +13,7 @@ from helpers_ps_steps import assert_close, assert_same_state, in_one_process, pu
 
 from deep_cases import deep_but
 from elasticcb.errors import ModelFileError
-from elasticcb.master.ps_admin import Source
+from elasticcb.master.ps_admin import InitialModel
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.traits import may_split
 from elasticcb.rpc.tensors import dtype_of
@@ -77,7 +77,7 @@ KEPT = ("SGD", "AdamW", "Adafactor", "MultiOptimizer", "Muon but for a layer", "
 def test_five_updates_on_two_servers_equal_keras_in_one_process(start, name):
     make_it, values = VARIANTS[name], initial_values(SPECS)
     client = start(lambda count: [make_it()], SPECS)
-    client.initialize(Source(values))
+    client.initialize(InitialModel(values))
     if may_split(make_it()):
         assert any(len(p) < 5 for p in client.partition)
     steps = [gradients(number, SPECS) for number in range(5)]
@@ -101,7 +101,7 @@ def test_variables_of_any_floating_dtype_are_updated(start, name, dtype):
     specs = [replace(spec, dtype=dtype) for spec in SPECS]
     values = initial_values(specs)
     client = start(lambda count: [make(name)], specs)
-    client.initialize(Source(values))
+    client.initialize(InitialModel(values))
     steps = [gradients(number, specs) for number in range(2)]
     for dense in steps:
         push_step(client, dense)
@@ -129,7 +129,7 @@ def test_what_weight_decay_leaves_out_is_left_out_on_the_servers(start, make_it,
 
     model.compile(make_optimizer(model), "mse")
     client = start(lambda count: [make_it()], variable_specs(model))
-    client.initialize(Source(model.get_weights()))
+    client.initialize(InitialModel(model.get_weights()))
     steps = [gradients(number, client.specs) for number in range(2)]
     for dense in steps:
         push_step(client, dense)
@@ -147,7 +147,7 @@ class Broken(optimizers.SGD):
 @pytest.mark.parametrize("use_async", [True, False])
 def test_the_error_of_an_optimizer_reaches_the_worker_with_the_users_traceback(start, use_async):
     client = start(lambda count: [Broken(0.1)], SPECS, use_async=use_async)
-    client.initialize(Source(initial_values(SPECS)))
+    client.initialize(InitialModel(initial_values(SPECS)))
     with pytest.raises(ModelFileError, match=r"Broken failed on a parameter server.*no idea what to do") as caught:
         push_step(client, gradients(0, SPECS))
     assert 'raise ValueError("no idea what to do")' in caught.value.user_traceback
@@ -162,7 +162,7 @@ class Unbuildable(optimizers.SGD):
 def test_the_error_of_an_optimizer_that_can_not_be_built_reaches_the_master(start):
     client = start(lambda count: [Unbuildable(0.1)], SPECS)
     with pytest.raises(ModelFileError, match=r"Unbuildable can't be built.*no room") as caught:
-        client.initialize(Source(initial_values(SPECS)))
+        client.initialize(InitialModel(initial_values(SPECS)))
     assert 'raise ValueError("no room")' in caught.value.user_traceback
 
 
@@ -203,7 +203,7 @@ def test_constraints_are_applied_on_the_servers(start, constraint, monkeypatch):
     model.compile("sgd", "mse")
     specs = variable_specs(model)
     client = start(lambda count: [optimizers.SGD(0.1)], specs)
-    client.initialize(Source(model.get_weights()))
+    client.initialize(InitialModel(model.get_weights()))
     push_step(client, gradients(0, specs))
     stepped = model.get_weights()[0] - 0.1 * gradients(0, specs)[0]
     expected = np.asarray(layer.kernel.constraint(tf.constant(stepped)))
@@ -216,4 +216,4 @@ def test_a_constraint_that_can_not_be_made_on_a_server_is_an_error_that_says_wha
     specs = [replace(SPECS[0], constraint='{"class_name": "Nowhere", "config": {}, "module": "nowhere"}')]
     client = start(lambda count: [optimizers.SGD(0.1)], specs)
     with pytest.raises(ModelFileError, match=r"constraint of 'model/embedding/embeddings' can't be made .* Register"):
-        client.initialize(Source(initial_values(specs)))
+        client.initialize(InitialModel(initial_values(specs)))

@@ -11,7 +11,7 @@ import pytest
 
 from elasticcb.clients.ps import PSClient
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, ModelSettings
 from elasticcb.sharding.partition import VariableSpec
@@ -53,7 +53,7 @@ def held(client):
 def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start, tmp_path, event, applied):
     disturbed, undisturbed = (start(lambda count: [keras.optimizers.SGD(0.5)], SPECS, num_ps=1) for _ in range(2))
     for client in (disturbed, undisturbed):
-        client.initialize(Source(VALUES))
+        client.initialize(InitialModel(VALUES))
         client.lookup(IDS, create=True)
     before = held(disturbed)
     worker = multiprocessing.get_context("spawn").Process(
@@ -78,7 +78,7 @@ def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
     server = PSServer(settings, lambda count: [keras.optimizers.SGD(0.5)], lost_workers=lost)
     server.start()
     client = PSControl([server.address], SPECS, True)
-    client.initialize(Source(VALUES))
+    client.initialize(InitialModel(VALUES))
     push(server.address, "", None)
     lost.add(7)
     with pytest.raises(ElasticCBError, match="gradients of worker 7 are refused: the master gave it up"):

@@ -10,7 +10,7 @@ import pytest
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.clients.ps import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError
-from elasticcb.master.ps_admin import Source
+from elasticcb.master.ps_admin import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import SIZES, SPECS, VALUES, assert_same
@@ -100,7 +100,7 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers.push(0)
     servers.write()
     servers.master.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
-    request = servers.master._beginning(servers.master._servers[0], Source(version=1), True)[0]
+    request = servers.master._beginning(servers.master._servers[0], InitialModel(version=1), True)[0]
     with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they are of another model"):
         servers.servers[0]._servicer.handlers["Initialize"](request)
     assert servers.push(1).version == 2  # the server goes on with what it holds

@@ -17,7 +17,7 @@ from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
 from elasticcb.rpc.tensors import Frame
@@ -181,7 +181,7 @@ class Interrupted(PSControl):
 def interrupted(cluster, tmp_path):
     servers = cluster(2, use_async=False, make_optimizer=lambda: keras.optimizers.Adam(0.1))
     control = Interrupted([server.address for server in servers.servers], SPECS, False, synchronous=True)
-    control.initialize(Source(initial_values()))
+    control.initialize(InitialModel(initial_values()))
     sequence = iter(range(1, 99))
 
     def train():

@@ -12,7 +12,7 @@ from helpers_ps_steps import assert_close, assert_same_state, in_one_process, pu
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.master.ps_admin import Source
+from elasticcb.master.ps_admin import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec
@@ -48,7 +48,7 @@ def some(number, variables):
 def test_each_optimizer_updates_its_own_variables_alone(start, num_ps, use_async):
     client = start(three, GAN, num_ps, use_async=use_async)
     values = initial_values(GAN)
-    client.initialize(Source(values))
+    client.initialize(InitialModel(values))
     # A critic that is trained more often than its generator, and a third that is trained once.
     steps = [
         some(0, DISCRIMINATOR | GENERATOR | EXTRA),
@@ -69,7 +69,7 @@ def test_each_optimizer_updates_its_own_variables_alone(start, num_ps, use_async
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_rows_alone_advance_their_optimizer_on_every_server(start, num_ps):
     client = start(lambda count: [optimizers.Adagrad(0.1), *three()[1:]], GAN, num_ps)
-    client.initialize(Source(initial_values(GAN)))
+    client.initialize(InitialModel(initial_values(GAN)))
     ids = np.array([3, 30])
     values = np.ones((2, 16), np.float32)
     push_step(client, {}, {2: (ids, values)})
@@ -93,7 +93,7 @@ def test_the_learning_rate_is_that_of_the_models_own_optimizer(start):
 
     specs = [replace(spec, optimizer=min(spec.optimizer, 1)) for spec in GAN]
     client = start(two, specs)
-    client.initialize(Source(initial_values(specs)))
+    client.initialize(InitialModel(initial_values(specs)))
     assert client.learning_rate == 0.5
     ones = {index: np.ones(spec.shape, np.float32) for index, spec in enumerate(specs) if spec.trainable}
     push_step(client, ones, learning_rate=2.0)
@@ -107,26 +107,26 @@ def test_the_learning_rate_is_that_of_the_models_own_optimizer(start):
 
 def test_a_checkpoint_holds_them_all(start, tmp_path):
     client = start(three, GAN)
-    client.initialize(Source(initial_values(GAN)))
+    client.initialize(InitialModel(initial_values(GAN)))
     push_step(client, some(0, DISCRIMINATOR | GENERATOR | EXTRA))
     push_step(client, some(1, GENERATOR))
     folder = begin_version(tmp_path, 2)
     files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in client.save(str(folder))]
     final = finish_version(folder, version=2, specs=GAN, parts=client.partition, files=files)
     other = start(three, GAN, num_ps=3)
-    other.initialize(Source(checkpoint=str(final)))
+    other.initialize(InitialModel(checkpoint=str(final)))
     for each in (client, other):
         push_step(each, some(2, DISCRIMINATOR | GENERATOR | EXTRA))
     assert_same_state(other.export().optimizer, client.export().optimizer, 0)
     with pytest.raises(
         ElasticCBError, match=r"written with the optimizer Nadam, 1/Adam, 2/SGD, .* Adam, 1/Adam, 2/SGD"
     ):
-        start(lambda count: [optimizers.Adam(0.01), *three()[1:]], GAN).initialize(Source(checkpoint=str(final)))
+        start(lambda count: [optimizers.Adam(0.01), *three()[1:]], GAN).initialize(InitialModel(checkpoint=str(final)))
 
 
 def test_averages_of_one_optimizer_become_the_weights_of_its_variables_alone(start):
     client = start(three, GAN)
-    client.initialize(Source(initial_values(GAN)))
+    client.initialize(InitialModel(initial_values(GAN)))
     for number in range(2):
         push_step(client, some(number, DISCRIMINATOR | GENERATOR))
     before = client.export()
@@ -141,7 +141,7 @@ def test_averages_of_one_optimizer_become_the_weights_of_its_variables_alone(sta
 def test_fewer_optimizers_than_the_model_had_are_an_error(start):
     client = start(lambda count: three()[:2], GAN)
     with pytest.raises(ModelFileError, match=r"trained with 3 optimizers .* on a parameter server it has 2"):
-        client.initialize(Source(initial_values(GAN)))
+        client.initialize(InitialModel(initial_values(GAN)))
 
 
 def selecting(count=1):
@@ -158,7 +158,7 @@ def selecting(count=1):
 def test_a_function_may_choose_the_optimizer_of_each_variable(start, num_ps):
     specs = [replace(spec, optimizer=0) for spec in GAN]
     client = start(selecting, specs, num_ps)
-    client.initialize(Source(initial_values(specs)))
+    client.initialize(InitialModel(initial_values(specs)))
     steps = [gradients(number, specs) for number in range(3)]
     for dense in steps:
         push_step(client, dense)
@@ -174,7 +174,7 @@ def test_a_function_may_choose_the_optimizer_of_each_variable(start, num_ps):
 def test_rows_are_updated_by_the_optimizer_that_a_function_chooses(start):
     specs = [replace(spec, optimizer=0) for spec in GAN]
     client = start(selecting, specs)
-    client.initialize(Source(initial_values(specs)))
+    client.initialize(InitialModel(initial_values(specs)))
     ids, values = np.array([3, 30]), np.ones((2, 16), np.float32)
     push_step(client, {}, {2: (ids, values)})
     expected = initial_values(specs)[2]

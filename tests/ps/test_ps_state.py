@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.ps_admin import PSControl, Source
+from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -80,7 +80,7 @@ def assert_equal_states(one, other):
 @pytest.mark.parametrize("num_ps", [1, 3])
 def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps):
     master, worker = servers(2)
-    master.initialize(Source(initial_values(MIXED), version=40))
+    master.initialize(InitialModel(initial_values(MIXED), version=40))
     for step in range(3):
         push(worker, step)
     state = master.export()
@@ -93,7 +93,7 @@ def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps)
         np.testing.assert_array_equal(mine, other)
 
     other_master, other_worker = servers(num_ps)
-    other_master.initialize(Source(state.weights, optimizer_state=state.optimizer, version=state.version))
+    other_master.initialize(InitialModel(state.weights, optimizer_state=state.optimizer, version=state.version))
     again = other_master.export()
     assert again.version == 43
     assert_equal_states(again.optimizer, state.optimizer)
@@ -109,18 +109,18 @@ def test_optimizers_that_keep_variables_whole_travel_with_what_is_no_slot(server
         return keras.optimizers.Adafactor(0.01)
 
     master, worker = servers(2, make_optimizer=adafactor, split=False)
-    master.initialize(Source(initial_values(MIXED)))
+    master.initialize(InitialModel(initial_values(MIXED)))
     push(worker, 0)
     state = master.export()
     assert state.optimizer.extras[0, "r"].shape == (700,)
     other, _ = servers(3, make_optimizer=adafactor, split=False)
-    other.initialize(Source(state.weights, optimizer_state=state.optimizer))
+    other.initialize(InitialModel(state.weights, optimizer_state=state.optimizer))
     assert_equal_states(other.export().optimizer, state.optimizer)
 
 
 def test_weights_are_set_while_the_optimizer_stays(servers):
     master, worker = servers(2, CUT, momentum)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
     assert master.load_state(initial_values(CUT, seed=1), None) == 2
@@ -132,7 +132,7 @@ def test_weights_are_set_while_the_optimizer_stays(servers):
 
 def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(servers):
     master, worker = servers(2, CUT, momentum)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
     ones = np.ones(CUT[0].shape, np.float32)
@@ -156,7 +156,7 @@ def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(servers):
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(servers, state, message, use_async):
     master, worker = servers(2, CUT, momentum, use_async=use_async)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
     with pytest.raises(ElasticCBError, match=message):
@@ -165,12 +165,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(servers, state
     assert after.version == before.version == 1
     assert_equal_states(after.optimizer, before.optimizer)
     with pytest.raises(ElasticCBError, match=message):
-        master.initialize(Source(initial_values(CUT), optimizer_state=state))
+        master.initialize(InitialModel(initial_values(CUT), optimizer_state=state))
 
 
 def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
     master, worker = servers(3, CUT, momentum, use_async=False)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     assert master.load_state(initial_values(CUT, seed=1), master.export().optimizer) == 2
     worker.pull()
@@ -181,7 +181,7 @@ def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
 
 def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
     master, worker = servers(2, CUT, use_async=False)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     second = master._servers[1]
     tensors = master._packed(1, initial_values(CUT, seed=1), OptimizerState(), {})
     master._call_frame(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
@@ -190,7 +190,7 @@ def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
 
 def test_a_repeated_change_of_state_makes_one_version(servers):
     master, _ = servers(2, CUT, momentum, use_async=False)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     first, second = master._servers
     master.load_state(initial_values(CUT, seed=1), None)
     master._call_frame(second, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
@@ -204,7 +204,7 @@ def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_to
     master, worker = servers(
         2, CUT, lambda: keras.optimizers.SGD(0.5), use_async=False, grads_to_wait=2, sync_version_tolerance=tolerance
     )
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     master.load_state(initial_values(CUT, seed=1), None)
     master.finish_training()
@@ -214,7 +214,7 @@ def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_to
 
 def test_a_snapshot_may_hold_other_weights_than_the_servers(servers):
     master, worker = servers(2, CUT, use_async=False)
-    master.initialize(Source(initial_values(CUT)))
+    master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     assert master.snapshot(1) == 1
     assert master.snapshot(1, initial_values(CUT, seed=2)) == 1

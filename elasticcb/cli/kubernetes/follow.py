@@ -10,7 +10,7 @@ from typing import Any
 
 from elasticcb.cli.kubernetes.job import state_of, why_no_master
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import JobFailedError
 
@@ -120,7 +120,7 @@ class _Follower:
             return False
         return "deletionTimestamp" not in job["metadata"] and state_of(job) == "running"
 
-    def _end_of(self, name: str, restarts: int) -> tuple[Verdict, int]:
+    def _end_of(self, name: str, restarts: int) -> tuple[PodVerdict, int]:
         """How a container ended whose log has ended."""
         while True:
             try:
@@ -137,7 +137,7 @@ class _Follower:
                 return found, (status.get("state", {}).get("terminated") or {}).get("exitCode", 0)
             time.sleep(_PAUSE_SECONDS)
 
-    def _note_waiting(self, pod: str, found: Verdict) -> None:
+    def _note_waiting(self, pod: str, found: PodVerdict) -> None:
         if found.fate in HOPELESS:
             self._api.delete("Job", self._name)
             raise JobFailedError(f"The master's pod can't start: {found.words}. The job was removed.")

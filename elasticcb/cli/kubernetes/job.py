@@ -10,7 +10,7 @@ import rich_click as click
 import yaml
 
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.fate import CONTAINER, ENDED, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.fate import CONTAINER, ENDED, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import parse_name
 from elasticcb.cluster.kubernetes.pods import CONFIG, INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
 from elasticcb.errors import UsageError
@@ -27,7 +27,7 @@ class PodLine:
     index: int
     number: int
     node: str
-    verdict: Verdict
+    verdict: PodVerdict
 
 
 class KubernetesJob:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from elasticcb.cli.from_flags import settings_from
-from elasticcb.cli.given_flags import Given
+from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
@@ -38,7 +38,7 @@ LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # of this machine
 _NAME_SIGNS = 33  # and seven more that make it unlike any other's
 
 
-def submit(command: Command, given: Given) -> int:
+def submit(command: Command, given: GivenFlags) -> int:
     """Submits a job and follows it; the exit code.
 
     Raises:
@@ -76,7 +76,7 @@ def submit(command: Command, given: Given) -> int:
     return follow_job(api, name)
 
 
-def kubernetes_settings(command: Command, given: Given) -> KubernetesSettings:
+def kubernetes_settings(command: Command, given: GivenFlags) -> KubernetesSettings:
     """Of flags that were checked."""
     settings = settings_from(command, given).cluster.kubernetes
     path = given.folder("cluster_spec")
@@ -89,7 +89,7 @@ def unlike_others(definition: str) -> str:
     return f"{safe_name('-'.join(parts), _NAME_SIGNS)}-{secrets.token_hex(3)}"
 
 
-def job_manifests(command: Command, given: Given, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
+def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
     """The objects of a job in the order in which they are made; the Job is the last."""
     token = token_of_environment() or secrets.token_hex(16)
     names, certificates = _certificates(given)
@@ -145,7 +145,7 @@ def kept_paths(job: Mapping[str, Any]) -> list[str]:
     return [each["mountPath"] for each in mounts if each["name"] not in passing and not each.get("readOnly")]
 
 
-def check_paths(given: Given) -> Iterator[str]:
+def check_paths(given: GivenFlags) -> Iterator[str]:
     """Paths in pods, that a job's flags name: they are absolute."""
     for option in options_of(Command):
         value = given[option.name]
@@ -162,7 +162,7 @@ def check_paths(given: Given) -> Iterator[str]:
             )
 
 
-def _check_kept(given: Given, kept: Sequence[str]) -> None:
+def _check_kept(given: GivenFlags, kept: Sequence[str]) -> None:
     for name in ("output", "checkpoint_dir"):
         path = given[name]
         if path and not is_url(path) and not any(_is_below(path, each) for each in kept):
@@ -176,7 +176,7 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _config(command: Command, given: Given, name: str, directory: str) -> dict[str, Any]:
+def _config(command: Command, given: GivenFlags, name: str, directory: str) -> dict[str, Any]:
     """The flags of the job, as the master reads them from its config file."""
     left_out = LOCAL_FILES | {"dry_run", "tls", "tls_name", "host", "port", "job_name", "job_dir"}
     explicit = [option.name for option in options_of([command]) if option.name in given]
@@ -189,7 +189,7 @@ def _config(command: Command, given: Given, name: str, directory: str) -> dict[s
     return config
 
 
-def _certificates(given: Given) -> tuple[list[str], dict[str, bytes]]:
+def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
     """Flags of TLS in a pod, and its files by name."""
     files: TLSFiles | None = tls_files(
         {each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""}

@@ -23,7 +23,7 @@ from typing import Any
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, Given, MasterRun
 from elasticcb.cluster.kubernetes import checks
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, Verdict, verdict
+from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import safe_name
 from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod
 from elasticcb.cluster.kubernetes.pods import (
@@ -261,7 +261,7 @@ class KubernetesCluster(ClusterBackend):
             if error.status == 409:  # an answer got lost
                 return
             if error.hopeless:
-                self._end(name, pod, Verdict(Fate.CANNOT_START, str(error)))
+                self._end(name, pod, PodVerdict(Fate.CANNOT_START, str(error)))
                 return
             pod.held_up = f"{str(error).rstrip('.')}; it is tried again"
             later = threading.Timer(
@@ -329,7 +329,7 @@ class KubernetesCluster(ClusterBackend):
         elif found.fate in HELD_UP:
             pod.held_up = found.words
 
-    def _end(self, name: str, pod: _Pod, found: Verdict) -> None:
+    def _end(self, name: str, pod: _Pod, found: PodVerdict) -> None:
         place, words = pod.place, found.words
         with self._lock:
             if self._pods.pop(name, None) is None:

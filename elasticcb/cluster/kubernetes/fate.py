@@ -69,14 +69,14 @@ _OUT_OF = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "TopologyAffinit
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PodVerdict:
     """What became of a pod, and why: `words` go on after "Worker 1: "."""
 
     fate: Fate
     words: str
 
 
-def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), gone: bool = False) -> Verdict:
+def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), gone: bool = False) -> PodVerdict:
     """What became of a pod.
 
     Args:
@@ -90,7 +90,7 @@ def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), go
     if terminated is not None and terminated.get("reason") == "OOMKilled":
         limit = _limits(pod).get("memory")
         of = f", of which it may have {limit}" if limit else ""
-        return Verdict(Fate.OOM_KILLED, f"it ran out of memory{of} (OOMKilled)")
+        return PodVerdict(Fate.OOM_KILLED, f"it ran out of memory{of} (OOMKilled)")
     leaves = gone or "deletionTimestamp" in pod.get("metadata", {})
     ended = gone or terminated is not None or status.get("phase") in ("Failed", "Succeeded")
     if ended:
@@ -98,20 +98,20 @@ def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), go
         if taken is not None:
             return taken
         if leaves:
-            return Verdict(Fate.DELETED, "its pod was deleted")
+            return PodVerdict(Fate.DELETED, "its pod was deleted")
         return _exit(status, terminated)
     if state.get("running") is not None:
-        return Verdict(Fate.RUNNING, "it runs")
+        return PodVerdict(Fate.RUNNING, "it runs")
     return _held_up(pod, status, waiting, events)
 
 
-def _taken(status: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> Verdict | None:
+def _taken(status: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> PodVerdict | None:
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             known = _TAKEN.get(condition.get("reason", ""))
             if known is not None:
                 return _with(known, condition.get("message"))
-            return Verdict(Fate.EVICTED, _one_line(condition.get("message") or "its node ended it"))
+            return PodVerdict(Fate.EVICTED, _one_line(condition.get("message") or "its node ended it"))
     known = _TAKEN.get(status.get("reason") or "")
     if known is not None:
         return _with(known, status.get("message"))
@@ -123,7 +123,7 @@ def _taken(status: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> Ve
     return None
 
 
-def _exit(status: Mapping[str, Any], terminated: Mapping[str, Any] | None) -> Verdict:
+def _exit(status: Mapping[str, Any], terminated: Mapping[str, Any] | None) -> PodVerdict:
     if terminated is None:  # the node refused it
         reason = status.get("reason") or "unknown reason"
         fate = Fate.DRAINED if reason.startswith(_OUT_OF) else Fate.KILLED
@@ -132,24 +132,24 @@ def _exit(status: Mapping[str, Any], terminated: Mapping[str, Any] | None) -> Ve
     if reason in _NO_EXEC:
         return _with((Fate.CANNOT_START, "its container can't be started"), terminated.get("message"))
     if code == 0:
-        return Verdict(Fate.COMPLETED, "exit code 0")
+        return PodVerdict(Fate.COMPLETED, "exit code 0")
     number = int(terminated.get("signal") or (code - 128 if 128 < code < 128 + signal.NSIG else 0))
     if number:
         try:
-            return Verdict(Fate.KILLED, f"killed by {signal.Signals(number).name}")
+            return PodVerdict(Fate.KILLED, f"killed by {signal.Signals(number).name}")
         except ValueError:
-            return Verdict(Fate.KILLED, f"killed by signal {number}")
-    return Verdict(Fate.FAILED, f"exit code {code}")
+            return PodVerdict(Fate.KILLED, f"killed by signal {number}")
+    return PodVerdict(Fate.FAILED, f"exit code {code}")
 
 
 def _held_up(
     pod: Mapping[str, Any], status: Mapping[str, Any], waiting: Mapping[str, Any], events: Iterable[Mapping[str, Any]]
-) -> Verdict:
+) -> PodVerdict:
     reason, message = waiting.get("reason", ""), waiting.get("message") or ""
     image = next(iter(_containers(pod)), {}).get("image", "")
     if reason in _NEVER_PULLED:
         why = "is not on its node, and may not be pulled" if reason == "ErrImageNeverPull" else "is no image's name"
-        return Verdict(Fate.WRONG_IMAGE, f"the image {image} {why}")
+        return PodVerdict(Fate.WRONG_IMAGE, f"the image {image} {why}")
     if reason in _PULLED_LATER:
         refused = any(word in message.lower() for word in _PULL_REFUSED)
         fate = Fate.WRONG_IMAGE if refused else Fate.NO_IMAGE
@@ -165,7 +165,7 @@ def _held_up(
     unmounted = _last(events, "FailedMount") or _last(events, "FailedAttachVolume")
     if unmounted:
         return _with((Fate.NO_VOLUME, "a volume can't be mounted"), unmounted)
-    return Verdict(Fate.WAITING, "it is on its way")
+    return PodVerdict(Fate.WAITING, "it is on its way")
 
 
 def _last(events: Iterable[Mapping[str, Any]], reason: str) -> str:
@@ -173,9 +173,9 @@ def _last(events: Iterable[Mapping[str, Any]], reason: str) -> str:
     return found[-1] if found else ""
 
 
-def _with(known: tuple[Fate, str], message: str | None) -> Verdict:
+def _with(known: tuple[Fate, str], message: str | None) -> PodVerdict:
     fate, words = known
-    return Verdict(fate, f"{words}: {_one_line(message)}" if message else words)
+    return PodVerdict(fate, f"{words}: {_one_line(message)}" if message else words)
 
 
 def _one_line(text: str) -> str:
