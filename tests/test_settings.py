@@ -59,9 +59,9 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
     }
     assert sorted(Arguments(given).problems) == [
+        "ExchangeOptions(max_staleness=-1) can't be. Expected at least 0.",
         "RecoveryOptions(lease_seconds=inf) can't be. Expected a finite number.",
         "RecoveryOptions(ps_replicas=2) can't be. Expected at most 1.",
-        "ExchangeOptions(max_staleness=-1) can't be. Expected at least 0.",
         "checkpoint_dir=3 can't be. Expected text.",
         "num_workers=1.5 can't be. Expected a whole number.",
         "use_async='false' can't be. Expected True or False.",
