@@ -269,7 +269,8 @@ def test_interrupt_while_the_model_is_built_for_a_second_call_raises_keyboard_in
 
 def test_what_was_predicted_is_not_kept(cluster):
     assert cluster.predict(make(), X, verbose=0).shape == (64, 1)
-    assert cluster._processes.start().predictions == {}
+    with cluster._processes.start().desk.state() as state:
+        assert state.predictions == {}
 
 
 def test_token_that_no_call_can_carry_is_refused_without_showing_it(monkeypatch):
