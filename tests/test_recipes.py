@@ -204,3 +204,69 @@ def test_a_setting(copy):
     ):
         assert words in printed
     assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}
+
+
+def test_an_update_rule(copy):
+    copy.insert(
+        "elasticcb/settings/training.py",
+        "    grads_to_wait: int = setting(",
+        '    my_rule: bool = setting(False, "Leaves out every second gradient.")\n',
+    )
+    copy.insert(
+        "elasticcb/ps/update_policy.py",
+        "def policy_of(",
+        textwrap.dedent(
+            """
+            class MyRule(UpdatePolicy):
+                name = "my"
+                first_decides = False
+
+                def decide(self, push: PushName, version: int, present: int) -> Decision:
+                    return Decision(Action.STALE, "left out") if push.sequence % 2 else _update((push,))
+
+
+            """
+        ).lstrip(),
+    )
+    copy.insert(
+        "elasticcb/ps/update_policy.py",
+        "    if training.use_async:\n",
+        "    if training.my_rule:\n        return MyRule()\n",
+    )
+    printed = copy.run(
+        """
+        from elasticcb.ps.update_policy import PushName, policy_of
+        from elasticcb.settings import TrainingSettings
+
+        policy = policy_of(TrainingSettings(my_rule=True))
+        for sequence in (1, 2):
+            print(policy.decide(PushName(0, sequence), 0, 0).action.name)
+        """
+    )
+    assert printed.split() == ["STALE", "APPLY"]
+    assert copy.touched == files_of("An update rule")
+
+
+def test_a_metric(copy):
+    copy.insert(
+        "elasticcb/master/prometheus.py",
+        '    yield _gauge("tasks",',
+        '    yield _gauge("my_metric", "Tasks of all types and states.", sum(counts.values()))\n',
+    )
+    printed = copy.run(
+        """
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        from elasticcb.cluster.inprocess import InProcessCluster
+        from elasticcb.master.master import Master
+        from elasticcb.master.prometheus import JobCollector
+        from elasticcb.settings import ClusterSettings
+
+        registry = CollectorRegistry()
+        registry.register(JobCollector(Master(ClusterSettings(), InProcessCluster(print), print).observe))
+        (line,) = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("elasticcb_my")]
+        print(line)
+        """
+    )
+    assert printed == "elasticcb_my_metric 0.0\n"
+    assert copy.touched == files_of("A metric")

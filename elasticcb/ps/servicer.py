@@ -42,7 +42,7 @@ from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import Change, Exported, PushAnswer, ServedModel, Staged, values_of
 from elasticcb.ps.table_limits import TableLimits
-from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+from elasticcb.ps.update_policy import Action, Answered, PushName, policy_of
 from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, dtype_of
@@ -325,7 +325,7 @@ class Servicer:
             parameters=parameters,
             reader=PushReader(specs, slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._access, self._patience),
-            policy=UpdatePolicy(training.use_async, training.grads_to_wait, training.sync_version_tolerance),
+            policy=policy_of(training),
             staged={},
             answered=answered,
             snapshots={},
@@ -476,7 +476,7 @@ class Servicer:
             self._set(change, model)
             return Frame(pb.LoadStateResponse(version=parameters.version), {})
         change = self._read_change(frame, model)
-        if not model.policy.use_async and model.index > 0:
+        if model.policy.first_decides and model.index > 0:
             model.change = change
             return Frame(pb.LoadStateResponse(version=parameters.version), {})
         with model.all_or_none(parameters.version + 1):
@@ -579,11 +579,11 @@ class Servicer:
         reason = _non_finite(request, push, model)
         if reason:
             return PushAnswer(pb.NON_FINITE, reason)
-        follows = not model.policy.use_async and model.index > 0
+        follows = model.policy.first_decides and model.index > 0
         if request.staged != follows:
             raise WireError(
                 f"A push with staged={request.staged} came to server {model.index} of {model.num_ps} in "
-                f"{'asynchronous' if model.policy.use_async else 'synchronous'} mode. Only in synchronous "
+                f"{model.policy.name} mode. Only in synchronous "
                 "mode, and only to servers other than the first, pushes are staged."
             )
         present = model.parameters.version

@@ -5,11 +5,14 @@ Pure: pushes in, decisions out, each with its reason.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+from elasticcb.settings import TrainingSettings
 
 Answer = TypeVar("Answer")
 
@@ -34,20 +37,62 @@ class Decision:
     pushes: tuple[PushName, ...] = ()  # of the update, in the order of their arrival
 
 
-class UpdatePolicy:
-    """Asynchronous: every push is an update. Synchronous: an update is the mean of several pushes.
+class UpdatePolicy(ABC):
+    """What becomes of the pushes of a job.
 
-    Args:
-        use_async: which of the two.
-        grads_to_wait: pushes of an update, synchronous mode.
-        sync_version_tolerance: by how many versions the weights that a gradient was computed on may
-            be older than the present ones, synchronous mode.
+    Attributes:
+        name: of the mode, for messages.
+        first_decides: whether the first server decides for all, which then keep pushes until it says so.
     """
 
-    def __init__(self, use_async: bool, grads_to_wait: int = 1, sync_version_tolerance: int = 0) -> None:
-        self.use_async = use_async
-        self.grads_to_wait = 1 if use_async else grads_to_wait
-        self.tolerance = sync_version_tolerance
+    name: ClassVar[str]
+    first_decides: ClassVar[bool]
+
+    @property
+    def waiting(self) -> tuple[PushName, ...]:
+        """Pushes of an update that is not there yet."""
+        return ()
+
+    def too_old(self, version: int, present: int) -> str:
+        """Why gradients of `version` can't be used on weights of version `present`; "" when they can."""
+        return ""
+
+    @abstractmethod
+    def decide(self, push: PushName, version: int, present: int) -> Decision:
+        """What becomes of a push of gradients of `version`, the model being at `present`."""
+
+    def keep(self, pushes: Collection[PushName]) -> None:  # noqa: B027 - where nothing waits
+        """Forgets what waits, but for these."""
+
+    def flush(self) -> Decision:
+        """Makes an update of what waits, however little it is."""
+        return _update(())
+
+
+class Asynchronous(UpdatePolicy):
+    """Every push is an update."""
+
+    name = "asynchronous"
+    first_decides = False
+
+    def decide(self, push: PushName, version: int, present: int) -> Decision:
+        return _update((push,))
+
+
+class Synchronous(UpdatePolicy):
+    """An update is the mean of several pushes.
+
+    Args:
+        grads_to_wait: pushes of an update.
+        version_tolerance: by how many versions the weights that a gradient was computed on may be older than the
+            present ones.
+    """
+
+    name = "synchronous"
+    first_decides = True
+
+    def __init__(self, grads_to_wait: int = 1, version_tolerance: int = 0) -> None:
+        self._grads_to_wait, self._tolerance = grads_to_wait, version_tolerance
         self._waiting: list[PushName] = []
 
     @property
@@ -55,8 +100,7 @@ class UpdatePolicy:
         return tuple(self._waiting)
 
     def too_old(self, version: int, present: int) -> str:
-        """Why gradients of `version` can't be used on weights of version `present`; "" when they can."""
-        if self.use_async or present - self.tolerance <= version <= present:
+        if present - self._tolerance <= version <= present:
             return ""
         if version > present:
             return (
@@ -65,28 +109,36 @@ class UpdatePolicy:
             )
         return (
             f"computed on version {version}, the model is at version {present}, and at most "
-            f"{self.tolerance} versions of difference are allowed; pull and compute again"
+            f"{self._tolerance} versions of difference are allowed; pull and compute again"
         )
 
     def decide(self, push: PushName, version: int, present: int) -> Decision:
-        """What becomes of a push of gradients of `version`, the model being at `present`."""
         reason = self.too_old(version, present)
         if reason:
             return Decision(Action.STALE, reason)
         self._waiting.append(push)
         count = len(self._waiting)
-        if count < self.grads_to_wait:
-            return Decision(Action.WAIT, f"{count} of {self.grads_to_wait} gradients of the next update")
+        if count < self._grads_to_wait:
+            return Decision(Action.WAIT, f"{count} of {self._grads_to_wait} gradients of the next update")
         return self.flush()
 
     def keep(self, pushes: Collection[PushName]) -> None:
-        """Forgets what waits, but for these."""
         self._waiting = [name for name in self._waiting if name in pushes]
 
     def flush(self) -> Decision:
-        """Makes an update of what waits, however little it is."""
         pushes, self._waiting = tuple(self._waiting), []
-        return Decision(Action.APPLY, f"the mean of {len(pushes)} gradients", pushes)
+        return _update(pushes)
+
+
+def policy_of(training: TrainingSettings) -> UpdatePolicy:
+    """The policy that a job's settings ask for."""
+    if training.use_async:
+        return Asynchronous()
+    return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
+
+
+def _update(pushes: tuple[PushName, ...]) -> Decision:
+    return Decision(Action.APPLY, f"the mean of {len(pushes)} gradients", pushes)
 
 
 class Answered(Generic[Answer]):

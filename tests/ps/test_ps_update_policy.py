@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from elasticcb.ps.update_policy import Action, Answered, PushName, UpdatePolicy
+from elasticcb.ps.update_policy import Action, Answered, Asynchronous, PushName, Synchronous
 
 
 def test_every_asynchronous_push_is_an_update():
-    policy = UpdatePolicy(use_async=True, grads_to_wait=4)
+    policy = Asynchronous()
     decision = policy.decide(PushName(1, 1), version=0, present=90)
     assert decision.action is Action.APPLY
     assert decision.pushes == (PushName(1, 1),)
 
 
 def test_a_synchronous_update_waits_for_its_gradients():
-    policy = UpdatePolicy(use_async=False, grads_to_wait=2)
+    policy = Synchronous(grads_to_wait=2)
     first = policy.decide(PushName(1, 1), 0, 0)
     assert first.action is Action.WAIT
     assert first.reason == "1 of 2 gradients of the next update"
@@ -20,7 +20,7 @@ def test_a_synchronous_update_waits_for_its_gradients():
 
 
 def test_a_gradient_that_is_too_old_is_refused_with_both_versions_in_the_reason():
-    policy = UpdatePolicy(use_async=False, grads_to_wait=1, sync_version_tolerance=1)
+    policy = Synchronous(grads_to_wait=1, version_tolerance=1)
     assert policy.decide(PushName(1, 1), 4, 5).action is Action.APPLY
     refused = policy.decide(PushName(1, 2), 3, 5)
     assert refused.action is Action.STALE
@@ -29,19 +29,19 @@ def test_a_gradient_that_is_too_old_is_refused_with_both_versions_in_the_reason(
 
 
 def test_a_gradient_from_the_future_is_refused():
-    policy = UpdatePolicy(use_async=False)
+    policy = Synchronous()
     assert policy.decide(PushName(1, 1), 9, 5).action is Action.STALE
 
 
 def test_flushing_makes_an_update_of_what_waits():
-    policy = UpdatePolicy(use_async=False, grads_to_wait=3)
+    policy = Synchronous(grads_to_wait=3)
     policy.decide(PushName(1, 1), 0, 0)
     assert policy.flush().pushes == (PushName(1, 1),)
     assert policy.flush().pushes == ()
 
 
 def test_gradients_that_are_no_use_any_more_do_not_wait():
-    policy = UpdatePolicy(use_async=False, grads_to_wait=3)
+    policy = Synchronous(grads_to_wait=3)
     for worker in (1, 2):
         policy.decide(PushName(worker, 1), 0, 0)
     policy.keep({PushName(2, 1)})
