@@ -155,7 +155,8 @@ def disturb(
 def members(launcher: int, role: str) -> list[psutil.Process]:
     named = {"master": "train"}.get(role, role)
     try:
-        return [child for child in psutil.Process(launcher).children(recursive=True) if named in child.cmdline()]
+        children = psutil.Process(launcher).children(recursive=True)
+        return [child for child in children if child.name().partition("-")[0] == named]
     except psutil.NoSuchProcess:
         return []
 

@@ -22,7 +22,7 @@ from throughput import QUICK, started
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 # What tells a role in a command line.
-ROLES = {"worker": " worker ", "server": " ps "}
+ROLES = {"worker": "worker-", "server": "ps-"}  # by the beginning of the process's name
 
 
 def main() -> None:
@@ -42,8 +42,8 @@ def main() -> None:
     contestant = elastic("elastic1", 1, max_staleness=arguments.staleness)
     with started(arguments.workload, arguments.batch_size, [contestant], QUICK) as (runner,):
         runner.gate.open()
-        for role, words in ROLES.items():
-            pids = [pid for line, pid in runner.tree.command_lines() if words in f"{line} "]
+        for role, begin in ROLES.items():
+            pids = [pid for name, pid in runner.tree.names() if name.startswith(begin)]
             if len(pids) != 1:
                 raise SystemExit(f"{len(pids)} processes look like a {role}; one was expected.")
             target = arguments.output / f"flame-{role}.svg"

@@ -55,12 +55,12 @@ class ProcessTree:
                 total += 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
         return total
 
-    def command_lines(self) -> list[tuple[str, int]]:
-        """Of each process its command line and id, for profilers."""
+    def names(self) -> list[tuple[str, int]]:
+        """Of each process its name, such as "worker-0", and its id, for profilers."""
         found = []
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
-                found.append((" ".join(process.cmdline()), process.pid))
+                found.append((process.name(), process.pid))
         return found
 
     def end(self) -> None:

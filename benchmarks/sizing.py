@@ -78,7 +78,7 @@ def measure(runner: Runner, seconds: float) -> Cost:
 
 
 def _processes(runner: Runner, role: str) -> list[psutil.Process]:
-    return [psutil.Process(number) for line, number in runner.tree.command_lines() if f"elasticcb {role}" in line]
+    return [psutil.Process(number) for name, number in runner.tree.names() if name.startswith(f"{role}-")]
 
 
 def _cpu_seconds(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:

@@ -91,7 +91,7 @@ def own_memory(pid: int) -> float:
 def name(process: psutil.Process, launcher: int) -> str:
     if process.pid == launcher:
         return "launcher"
-    return next((role for word, role in ROLES.items() if word in process.cmdline()), "zygote")
+    return ROLES.get(process.name().partition("-")[0], "zygote")
 
 
 def table(samples: dict[str, list[list[float]]]) -> tuple[str, list[str]]:

@@ -89,10 +89,6 @@ class ConnectionLostError(ElasticCBError):
     """A process of the job could not be reached within the time allowed."""
 
 
-class HandlerError(ElasticCBError):
-    """A process of the job could not answer a call because of a defect; trying again won't help."""
-
-
 class TLSError(ElasticCBError):
     """Two processes of a job can't agree on TLS, or one refuses the other's certificate; trying again won't help."""
 
@@ -114,6 +110,10 @@ class LeaveRequestedError(ElasticCBError):
 
 class JobFailedError(ElasticCBError):
     """The job can't go on; carries the story of what failed."""
+
+
+class HandlerError(JobFailedError):
+    """A process of the job could not answer a call because of a defect; trying again won't help."""
 
 
 class ClusterLostError(JobFailedError):

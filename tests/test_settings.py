@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from elasticcb.errors import UsageError
@@ -97,3 +99,9 @@ def test_max_step_counts_updates_and_so_takes_several_batches_each_in_synchronou
     assert TrainingSettings(max_step=10).max_batches == 10
     assert TrainingSettings(max_step=10, use_async=False, grads_to_wait=4).max_batches == 40
     assert TrainingSettings().max_batches == 0
+
+
+def test_settings_of_a_release_whose_lease_was_one_of_training_are_read():
+    settings = json.loads(JobSettings(command=Command.TRAIN).to_json())
+    settings["training"]["lease_seconds"] = settings["cluster"].pop("lease_seconds") / 10
+    assert JobSettings.from_json(json.dumps(settings)).cluster.lease_seconds == 30

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -371,7 +372,8 @@ class Cluster:
                     name="functions",
                     directory=self._processes.directory,
                     training=TrainingSettings(non_finite=self._settings.training.non_finite),
-                    cluster=self._settings.cluster,
+                    # Functions may take longer than batches.
+                    cluster=replace(self._settings.cluster, lease_seconds=RecoveryOptions.lease_seconds),
                     log_level=self._settings.log_level,
                 ),
             )

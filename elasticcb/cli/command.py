@@ -14,6 +14,7 @@ from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BY_NAME, normalize, options_of, options_of_role
 from elasticcb.cli.values import Params
+from elasticcb.cluster.role import RoleProcess
 from elasticcb.settings import Command
 from elasticcb.settings.definition import JOB, Kind, Setting
 
@@ -53,7 +54,8 @@ def role_options(role: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         for option in reversed(options_of_role(role)):
-            described: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "default": option.default}
+            default = option.default if option.default is not None else getattr(RoleProcess, option.name, None)
+            described: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "default": default}
             function = click.option(f"--{option.name}", type=_role_type(option), **described)(function)
         return function
 

@@ -45,11 +45,11 @@ _BESIDE = ("follow.", "submission.")  # sections that are no matter of a job
 class SaidByFlags:
     """How checks speak of settings that are given as flags."""
 
-    def __init__(self, given: GivenFlags) -> None:
-        self._given = given
+    def __init__(self, command: Command, given: GivenFlags) -> None:
+        self._command, self._given = command, given
 
     def __contains__(self, path: str) -> bool:
-        return BY_PATH[path].name in self._given
+        return self._command in BY_PATH[path].commands and BY_PATH[path].name in self._given
 
     def name(self, path: str) -> str:
         return f"--{BY_PATH[path].name}"

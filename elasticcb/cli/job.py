@@ -118,7 +118,7 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
         UsageError: with all that is wrong.
     """
     origins = validate(command, given)
-    settings = completed(settings_from(command, given), SaidByFlags(given))
+    settings = completed(settings_from(command, given), SaidByFlags(command, given))
     data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
     directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))

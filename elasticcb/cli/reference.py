@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elasticcb.cli.options import BY_NAME, BY_PATH, OPTIONS
+from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
 from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, argument_name
@@ -68,10 +69,14 @@ def _arguments_table(what: str, settings: Sequence[Setting]) -> str:
     for setting in settings:
         default = _in_python(setting.default_text) or f"`{setting.initial!r}`"
         name = setting.argument or setting.field
-        choices = " or ".join(f"`{choice!r}`" for choice in setting.choices)
+        choices = " or ".join(f"`{choice!r}`" for choice in setting.choices if _is_for_programs(setting, choice))
         text = f"{choices}. {setting.help}" if choices else setting.help
         rows.append(f"| `{name}` | {default} | {_in_python(text)} |")
     return "\n".join([f"| {what} | default | what it does |", "|---|---|---|", *rows])
+
+
+def _is_for_programs(setting: Setting, choice: str) -> bool:
+    return setting.path != "cluster.kind" or backends()[choice].in_programs
 
 
 def _in_python(text: str) -> str:

@@ -101,12 +101,14 @@ def _check_limits(command: Command, given: GivenFlags) -> Iterator[str]:
 
 
 def _check_contradictions(command: Command, given: GivenFlags) -> Iterator[str]:
-    settings, said = settings_from(command, given), SaidByFlags(given)
+    settings, said = settings_from(command, given), SaidByFlags(command, given)
     yield from problems_of(settings, said)
     yield from contradictions(settings, said)
 
 
 def _check_autoscale(command: Command, given: GivenFlags) -> Iterator[str]:
+    if command not in BY_NAME["autoscale"].commands:
+        return
     try:
         WorkerRange.of(given["autoscale"] or "1..1")
     except UsageError as error:

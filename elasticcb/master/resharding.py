@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.clients.ps_link import Link
-from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -157,7 +157,7 @@ class ServerMove:
             request = pb.MoveRequest(step=step, map_version=self.buckets.version)  # type: ignore[arg-type]
             try:
                 link.call("Move", Frame(request, {}), patience_seconds=1.0)
-            except ConnectionLostError as error:
+            except (ConnectionLostError, HandlerError) as error:
                 logger.warning("%s", error)
 
         list(self._pool.map(tell, self._links))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from elasticcb.clients.ps_link import Link, Places
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import ConnectionLostError, HandlerError
 from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.desk import Desk
 from elasticcb.master.ps_admin import InitialModel, PSControl, Restored
@@ -131,7 +131,9 @@ class Servers:
                 addresses, ids = zip(*self._places, strict=True)
                 self.control.follow(Places(addresses, ids, move.buckets))
                 desk.servers_have_moved(self._places, move.buckets)
-                with contextlib.suppress(ConnectionLostError):  # another will take its place, and write them
+                with contextlib.suppress(
+                    ConnectionLostError, HandlerError
+                ):  # another will take its place, and write them
                     move.write_down()
                 return moved
 

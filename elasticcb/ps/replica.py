@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.recovery import RecoveryLog
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
@@ -217,7 +217,7 @@ class Replica:
             )
             try:
                 page = connection.call(PS_METHODS["ReadLog"], Frame(request, {}), _DEADLINE_SECONDS, _PATIENCE_SECONDS)
-            except (ConnectionLostError, WireError) as error:
+            except (ConnectionLostError, HandlerError, WireError) as error:
                 logger.warning("The log of the lost server can't be read: %s", error)
                 return False
             if not page.header.found:

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,18 +58,20 @@ class Connection:
         self._closed = False
         self._grpc = GrpcTransport(self.channel)
         self._shared: SharedMemoryTransport | None = None  # when it is first used
+        self._making = threading.Lock()
 
     def transport_of(self, method: Method) -> Transport:
         """By which the frames of a method go."""
         if not method.shared:
             return self._grpc
-        if self._shared is None:
-            self._shared = SharedMemoryTransport(
-                self._grpc,
-                functools.partial(self._attach, method.attach_path),
-                functools.partial(self.is_alive, method, _ALIVE_SECONDS),
-            )
-        return self._shared
+        with self._making:
+            if self._shared is None:
+                self._shared = SharedMemoryTransport(
+                    self._grpc,
+                    functools.partial(self._attach, method.attach_path),
+                    functools.partial(self.is_alive, method, _ALIVE_SECONDS),
+                )
+            return self._shared
 
     def _attach(self, path: str, message: bytes) -> bytes:
         try:

@@ -156,7 +156,8 @@ class CheckpointSettings(CheckpointOptions):
 
     directory: str = setting(
         "",
-        "Folder to write checkpoints to, or its URL (s3://, gs://, sftp://, …); without it none are written.",
+        "Folder to write checkpoints to; `elasticcb train` takes its URL, too (s3://, gs://, sftp://, …). Without it "
+        "none are written.",
         name="checkpoint_dir",
         kind=Kind.FOLDER,
         argument="checkpoint_dir",
@@ -246,7 +247,11 @@ class JobSettings(Section):
     def from_json(cls, text: str) -> JobSettings:
         """Raises `UsageError` when `text` comes from another release's settings."""
         try:
-            settings: JobSettings = build(cls, json.loads(text))
+            values = json.loads(text)
+            lease = values.get("training", {}).pop("lease_seconds", None)  # where releases before this one had it
+            if lease is not None:
+                values.setdefault("cluster", {}).setdefault("lease_seconds", lease)
+            settings: JobSettings = build(cls, values)
             return settings
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise UsageError(

@@ -244,6 +244,13 @@ def test_the_master_command_checks_the_flags_for_its_job(workplace, complaint):
     assert "--num_epochs means nothing to `evaluate`, only to: train" in message
 
 
+def test_flags_of_training_in_a_config_file_mean_nothing_to_a_master_that_evaluates(workplace, complaint):
+    workplace.write("job.yaml", "use_async: false\ngrads_to_wait: 2\ncheckpoint_steps: 5\nautoscale: 1..2\n")
+    message = complaint("master", "--config=job.yaml", "--command=evaluate", *workplace.evaluate, "--port=-1")
+    assert "--port=-1" in message
+    assert not any(name in message for name in ("grads_to_wait", "checkpoint_steps", "autoscale"))
+
+
 @pytest.mark.parametrize("address", ["localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1", "::1:5"])
 @pytest.mark.parametrize("role", ["worker", "ps"])
 def test_a_role_checks_the_form_of_its_masters_address(complaint, role, address):

@@ -50,7 +50,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
         _say("It was done when its master was lost.")
     except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
         sys.exit(GO_ON)
-    except (JobInterrupted, LostServerError, UsageError, KubernetesError) as error:
+    except (JobInterrupted, LostServerError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
         what = str(error).splitlines()[0].partition(" To go on:")[0]

@@ -75,9 +75,10 @@ class LocalCluster(ClusterBackend):
         if self._fork_server is None and can_fork():
             watch = os.pidfd_open(os.getpid())
             try:
-                self._fork_server = ForkServer.launch(
-                    os.environ | common_environment(self._log_level), self._logs / "zygote.log", watch
-                )
+                environment = os.environ | common_environment(self._log_level)
+                if self._gpus:
+                    environment[GPUS_VARIABLE] = "-1"  # each process that it forks is given its own
+                self._fork_server = ForkServer.launch(environment, self._logs / "zygote.log", watch)
             finally:
                 os.close(watch)
 
