@@ -68,8 +68,7 @@ class WarmProcess:
         (read, output), (given, write) = os.pipe(), os.pipe()
         errors = os.dup(output) if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT, 0o666)
         files = [DupFd(file) for file in (given, output, errors)]
-        self._process = _forks.Process(target=_run_program, args=(shown, str(cwd), env, files, script), daemon=False)
-        self._process.start()
+        self._process = _started(_run_program, shown, str(cwd), env, files, script)
         for file in (given, output, errors):
             os.close(file)
         self.pid = self._process.pid
@@ -101,10 +100,30 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _run_program(shown: list[str], cwd: str, env: dict[str, str], files: Sequence[Any], script: Path | None) -> None:
+def _started(run: Callable[..., None], *arguments: Any) -> Any:
+    """A forked process that has its files: those of one that is killed before would stay open here."""
+    has_files, mine = _forks.Pipe(duplex=False)
+    process = _forks.Process(target=run, args=(mine, *arguments), daemon=False)
+    process.start()
+    mine.close()
+    has_files.recv()
+    has_files.close()
+    return process
+
+
+def _taken(files: Sequence[Any], parent: Any) -> list[int]:
+    numbers = [file.detach() for file in files]
+    parent.send(None)
+    parent.close()
+    return numbers
+
+
+def _run_program(
+    parent: Any, shown: list[str], cwd: str, env: dict[str, str], files: Sequence[Any], script: Path | None
+) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, file in enumerate([file.detach() for file in files]):
+    for number, file in enumerate(_taken(files, parent)):
         os.dup2(file, number)
         os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)
@@ -206,9 +225,8 @@ def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: in
     _ensure_warm()
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        arguments = (environment, str(log), DupFd(theirs.fileno()), DupFd(watch), list(sys.path))
-        process = _forks.Process(target=_run_zygote, args=arguments, daemon=False)
-        process.start()
+        files = [DupFd(theirs.fileno()), DupFd(watch)]
+        process = _started(_run_zygote, environment, str(log), files, list(sys.path))
     return cls(control, _OfForkServer(process))
 
 
@@ -247,9 +265,9 @@ class _OfForkServer:
         self.wait = process.join
 
 
-def _run_zygote(environment: dict[str, str], log: str, control: Any, watch: Any, path: list[str]) -> None:
+def _run_zygote(parent: Any, environment: dict[str, str], log: str, files: Sequence[Any], path: list[str]) -> None:
     sys.path[:] = path
-    _become_zygote(environment, log, control.detach(), watch.detach())
+    _become_zygote(environment, log, *_taken(files, parent))
 
 
 def _become_zygote(environment: dict[str, str], log: str, control: int, watch: int) -> None:
