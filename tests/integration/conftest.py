@@ -8,7 +8,7 @@ from jobs import JobProcess
 from warm import launch_from_here
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _warm_clusters():
     """Local clusters of the tests themselves are forked, with all imported."""
     before = ForkServer.launch
