@@ -79,7 +79,7 @@ class TrainingSettings(ExchangeOptions):
     # None: in order
     shuffle_seed: int | None = setting(0, "Seed of the order of tasks in each epoch.", unit="SEED")
     log_loss_steps: int = setting(
-        100, "Log the loss every so many model versions; 0: never.", unit="VERSIONS", minimum=0
+        100, "Log the loss once per this many model versions; 0: never.", unit="VERSIONS", minimum=0
     )
     minibatch_size: int = setting(64, "Records per batch.", unit="RECORDS", minimum=1, panel=TASKS, commands=ALL)
     num_minibatches_per_task: int = setting(
