@@ -69,7 +69,7 @@ class LastCheckpointError(CheckpointError):
     """A job is done, but for its last checkpoint, which could not be written.
 
     Attributes:
-        summary: of the job, a `Summary`.
+        summary: of the job, a `JobSnapshot`.
     """
 
     def __init__(self, message: str, summary: Any) -> None:

@@ -148,7 +148,7 @@ def walk(node: ast.AST, at_import_only: bool) -> Iterator[ast.AST]:
 
 
 def room_of(module: str) -> str:
-    """ "" is the root, which `settings` belongs to: status.py needs it."""
+    """ "" is the root, which `settings` belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() and parts[1] not in AT_THE_ROOT else ""
 

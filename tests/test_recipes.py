@@ -251,7 +251,7 @@ def test_a_metric(copy):
     copy.insert(
         "elasticcb/master/prometheus.py",
         '    yield _gauge("tasks",',
-        '    yield _gauge("my_metric", "Tasks of all types and states.", sum(counts.values()))\n',
+        '    yield _gauge("my_metric", "Tasks of all types and states.", sum(seen.tasks.values()))\n',
     )
     printed = copy.run(
         """

@@ -13,6 +13,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import WireError
 from elasticcb.master.master import Master
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc import admission
@@ -24,7 +25,6 @@ from elasticcb.rpc.services import PS_METHODS, Method
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
-from elasticcb.status import Summary
 
 ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 RELEASE = ("elasticcb-protocol", str(PROTOCOL))
@@ -154,7 +154,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     with ps._servicer._lock:  # an update that takes long
         pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
         assert connection.is_alive(PS_METHODS["Exchange"], 10.0)  # as the master asks, before it gives a server up
-        assert set(control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
+        assert set().union(*control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
         assert control.links[0]._connection.transport_of(ECHO).memory.link is not None
         assert not connection.call(PS_METHODS["ReadLog"], Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
         assert sum(each.done() for each in pushes) <= 10  # those that are too many
@@ -245,14 +245,14 @@ def test_the_master_asks_the_servers_what_they_refused(ps):
         status_of(ps.address, "/elasticcb.ParameterServer/Exchange", RELEASE)
     status_of(ps.address, "/elasticcb.ParameterServer/Exchange", TOKEN, RELEASE)
     control = PSControl([ps.address], [], False, access=Access("secret"))
-    assert control.refused_calls() == {"without the job's token": 3, "malformed": 1}
+    assert control.refused_calls() == [{"without the job's token": 3, "malformed": 1}]
     control.close()
 
 
 def test_the_summary_tells_of_refused_calls_when_there_are_any():
     refused = {"without the job's token": 1_200, "malformed": 3}
-    lines = summary_lines(Summary(command=Command.TRAIN, seconds=1.0, refused_calls=refused))
+    lines = summary_lines(JobSnapshot(command=Command.TRAIN, seconds=1.0, refused_calls=refused))
     assert [line for line in lines if "refused" in line] == [
         f"  {'calls refused':<34}1,200 without the job's token, 3 malformed"
     ]
-    assert not [line for line in summary_lines(Summary(command=Command.TRAIN, seconds=1.0)) if "refused" in line]
+    assert not [line for line in summary_lines(JobSnapshot(command=Command.TRAIN, seconds=1.0)) if "refused" in line]

@@ -24,10 +24,10 @@ from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.master.job import Job
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
-from elasticcb.status import JobStatus, Summary
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class KerasJobs:
         callbacks: list[keras.callbacks.Callback],
         params: dict[str, Any],
         **training: Any,
-    ) -> tuple[Summary, dict[int, list[Outputs]]]:
+    ) -> tuple[JobSnapshot, dict[int, list[Outputs]]]:
         """Runs a job; gives its summary, and by the first batch of each task what was predicted, by batch.
 
         Args:
@@ -129,7 +129,7 @@ class KerasJobs:
         model: keras.Model,
         sources: dict[str, BatchSource],
         callbacks: list[keras.callbacks.Callback],
-    ) -> Summary:
+    ) -> JobSnapshot:
         program = Program(model, sources, [callback for callback in callbacks if _runs_on_workers(callback)])
         spec = CallerSpec(program, callbacks)
         hosts: list[ModelHost] = []
@@ -155,7 +155,7 @@ class KerasJobs:
         except LastCheckpointError as error:
             keep_results()
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` is called
-            return cast(Summary, error.summary)
+            return cast(JobSnapshot, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):
                 keep_results()  # as Keras leaves them
@@ -184,7 +184,7 @@ class KerasJobs:
 class _Display:
     """What a person sees of a job besides Keras's progress bar."""
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         """Keras's progress bar shows it."""
 
     def message(self, text: str) -> None:

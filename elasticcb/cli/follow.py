@@ -14,8 +14,8 @@ from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, settin
 
 if TYPE_CHECKING:
     from elasticcb.cli.progress import Display
+    from elasticcb.master.snapshot import JobSnapshot
     from elasticcb.sidecar.follower import Checkpoint
-    from elasticcb.status import JobStatus, Summary
 
 RESULTS = "evaluations.jsonl"  # in the job's folder
 
@@ -97,8 +97,8 @@ def _enough(done: int, limits: FollowSettings) -> bool:
 
 
 def _evaluate(
-    settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings], Summary]
-) -> Summary | None:
+    settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings], JobSnapshot]
+) -> JobSnapshot | None:
     """Runs the job of one checkpoint; None when the checkpoint was deleted before its weights were read."""
     initial = replace(settings.checkpoint, directory_for_init=str(checkpoint.path))
     try:
@@ -114,7 +114,7 @@ def _evaluate(
         return None
 
 
-def _note(results: Path, checkpoint: Checkpoint, summary: Summary) -> None:
+def _note(results: Path, checkpoint: Checkpoint, summary: JobSnapshot) -> None:
     entry = {
         "version": summary.version,
         "checkpoint": str(checkpoint.path),
@@ -138,13 +138,13 @@ class _OneOfMany:
     def __init__(self, display: Display) -> None:
         self._display = display
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         self._display.update(status)
 
     def message(self, text: str) -> None:
         self._display.message(text)
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: JobSnapshot) -> None:
         pass  # its metrics were told as a message
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
 from elasticcb.cluster.registry import backend_of
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import JobSettings
-from elasticcb.status import JobStatus, Summary
 
 _REFRESHES_PER_SECOND = 4
 
@@ -25,13 +25,13 @@ _REFRESHES_PER_SECOND = 4
 class Display(Protocol):
     """What the master tells a person. Any thread may call it, as often as it likes."""
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         """The job looks like this now."""
 
     def message(self, text: str) -> None:
         """Something happened that a person should know: a worker was lost, a checkpoint was written."""
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: JobSnapshot) -> None:
         """The job is over and did what it should. A job that failed ends without this."""
 
     def close(self) -> None:
@@ -48,14 +48,14 @@ def make_display(settings: JobSettings) -> Display:
     return PlainDisplay(settings.name)
 
 
-def status_parts(status: JobStatus) -> list[str]:
+def status_parts(status: JobSnapshot) -> list[str]:
     """The figures of `status`, the ones that are not known left out."""
     parts = []
     if status.epochs:
         parts.append(f"epoch {status.epoch}/{status.epochs}")
     if status.records_total:
-        share = min(1.0, status.records_done / status.records_total)
-        done, total = format_count(status.records_done), format_count(status.records_total)
+        share = min(1.0, status.records_trained / status.records_total)
+        done, total = format_count(status.records_trained), format_count(status.records_total)
         parts.append(f"{share:.0%} ({done}/{total} records)")
     if status.records_per_second:
         parts.append(f"{format_count(round(status.records_per_second))} records/s")
@@ -66,10 +66,11 @@ def status_parts(status: JobStatus) -> list[str]:
     # Named as Keras names them, so that the two losses can be told apart.
     parts += [f"val_{name} {format_metric(value)}" for name, value in status.metrics.items()]
     slow = f" (slow: {format_places(status.stragglers)})" if status.stragglers else ""
-    parts.append(f"workers {status.workers_up}/{status.workers_planned}{slow}")
-    parts.append(f"servers {status.ps_up}/{status.ps_planned}")
-    if status.tasks_todo or status.tasks_doing:
-        parts.append(f"tasks {format_count(status.tasks_todo)} to do, {status.tasks_doing} running")
+    parts.append(f"workers {status.workers.up}/{status.workers.planned}{slow}")
+    parts.append(f"servers {status.servers.up}/{status.servers.planned}")
+    todo, doing = status.tasks_by_state["todo"], status.tasks_by_state["doing"]
+    if todo or doing:
+        parts.append(f"tasks {format_count(todo)} to do, {doing} running")
     if status.seconds_left is not None:
         parts.append(f"{format_seconds(status.seconds_left)} left")
     return parts
@@ -97,23 +98,23 @@ class PlainDisplay:
         self._interval = interval
         self._clock = clock
         self._lock = threading.Lock()
-        self._shown: JobStatus | None = None
+        self._phase, self._shown = "", ""
         self._shown_at = 0.0
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         now = self._clock()
         with self._lock:
-            new_phase = self._shown is None or status.phase != self._shown.phase
-            if not new_phase and (status == self._shown or now - self._shown_at < self._interval):
+            text = ", ".join(status_parts(status))
+            if status.phase == self._phase and (text == self._shown or now - self._shown_at < self._interval):
                 return
-            self._shown, self._shown_at = status, now
-            self._write(f"[{self._name}] {status.phase}: {', '.join(status_parts(status))}")
+            self._phase, self._shown, self._shown_at = status.phase, text, now
+            self._write(f"[{self._name}] {status.phase}: {text}")
 
     def message(self, text: str) -> None:
         with self._lock:
             self._write(f"[{self._name}] {text}")
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: JobSnapshot) -> None:
         with self._lock:
             self._write("\n" + "\n".join(summary_lines(summary)))
 
@@ -134,7 +135,7 @@ class LiveDisplay:
 
     def __init__(self, name: str, console: Console | None = None) -> None:
         self._name = name
-        self._status: JobStatus | None = None
+        self._status: JobSnapshot | None = None
         self._lock = threading.Lock()
         self._closed = False
         # Without highlighting: rich would colour every number in a user's text.
@@ -147,7 +148,7 @@ class LiveDisplay:
             transient=True,
         )
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         with self._lock:
             self._status = status
             if not self._closed:
@@ -156,7 +157,7 @@ class LiveDisplay:
     def message(self, text: str) -> None:
         self._console.print(Text(text))
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: JobSnapshot) -> None:
         self.close()
         # Not through rich: it would break long paths, which people copy.
         print("\n".join(summary_lines(summary)), file=self._console.file, flush=True)
@@ -171,14 +172,14 @@ class LiveDisplay:
         if status is None:
             return Text(self._name)
         bar = Table.grid(padding=(0, 1))
-        share = Text(f"{min(1.0, status.records_done / status.records_total):4.0%}") if status.records_total else ""
+        share = Text(f"{min(1.0, status.records_trained / status.records_total):4.0%}") if status.records_total else ""
         bar.add_row(
             Text(self._name, style="bold"),
             Text(status.phase, style="cyan"),
             # Without a total the bar only shows that something moves.
             ProgressBar(
                 total=status.records_total or None,
-                completed=status.records_done,
+                completed=status.records_trained,
                 width=30,
                 pulse=not status.records_total,
             ),

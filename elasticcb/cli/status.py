@@ -14,8 +14,8 @@ from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.status import pods_lines, pods_state
 from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
-from elasticcb.settings import STATUS_FILE, Command
-from elasticcb.status import JobStatus
+from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
+from elasticcb.settings import STATUS_FILE
 
 
 @click.command(context_settings=CONTEXT)
@@ -59,24 +59,20 @@ def state_lines(document: dict[str, Any]) -> list[str]:
 
     records, tasks = document["records"], document["tasks"]
     workers, servers = document["workers"], document["parameter_servers"]
-    seen = JobStatus(
-        command=Command(document["command"] or Command.TRAIN),
+    seen = JobSnapshot(
         phase=document["phase"],
         epoch=document["epoch"],
         epochs=document["epochs"],
-        records_done=records["trained"],
+        records_per_epoch=(records["trained"],),
         records_total=records["planned"],
         records_per_second=records["per_second"],
         version=document["version"],
         loss=document["loss"],
         metrics={name: value for name, value in document["metrics"].items() if value is not None},
-        workers_up=workers["up"],
-        workers_planned=workers["planned"],
+        workers=ProcessCounts(planned=workers["planned"], up=workers["up"]),
+        servers=ProcessCounts(planned=servers["planned"], up=servers["up"]),
         stragglers=tuple(workers["stragglers"]),
-        ps_up=servers["up"],
-        ps_planned=servers["planned"],
-        tasks_todo=tasks["todo"],
-        tasks_doing=tasks["doing"],
+        tasks={("all", state): tasks[state] for state in ("todo", "doing")},
         seconds_left=document["seconds_left"],
     )
     lines = [f"{document['name']} ({document['command']}): {seen.phase}", f"  {', '.join(status_parts(seen))}"]

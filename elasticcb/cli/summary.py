@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 
+from elasticcb.master.snapshot import JobSnapshot, SavedModelInput
 from elasticcb.settings import Command
-from elasticcb.status import SavedModelInput, Summary
 
 _LABEL_WIDTH = 34  # the accounting's first column, in characters
 
@@ -35,9 +35,10 @@ def format_places(places: Iterable[int]) -> str:
     return ", ".join(map(str, places))
 
 
-def summary_lines(summary: Summary) -> list[str]:
+def summary_lines(summary: JobSnapshot) -> list[str]:
     """The summary as lines of plain text."""
     verb = {Command.TRAIN: "Training", Command.EVALUATE: "Evaluation", Command.PREDICT: "Prediction"}
+    assert summary.command is not None
     lines = [f"{verb[summary.command]} is done, in {format_seconds(summary.seconds)}."]
     if summary.stopped_early:
         lines.append(f"It ended early: {summary.stopped_early}")
@@ -53,13 +54,13 @@ def summary_lines(summary: Summary) -> list[str]:
         lines += ["", f"Predictions, one row per record in the order of the data: {summary.predictions_path}"]
     if summary.checkpoint_path:
         lines += ["", f"Newest checkpoint: {summary.checkpoint_path}"]
-    if summary.job_directory:
-        lines += ["", f"Logs: {summary.job_directory}"]
+    if summary.directory:
+        lines += ["", f"Logs: {summary.directory}"]
         lines += [f"  {file}" for file in summary.log_files]
     return lines
 
 
-def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
+def _accounting(summary: JobSnapshot) -> Iterator[tuple[str, str]]:
     if summary.command is Command.TRAIN:
         for epoch, records in enumerate(summary.records_per_epoch, 1):
             yield f"records trained in epoch {epoch}", format_count(records)
@@ -83,13 +84,13 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.refused_calls:
         counts = (f"{format_count(count)} {reason}" for reason, count in summary.refused_calls.items())
         yield "calls refused", ", ".join(counts)
-    yield "workers lost", f"{summary.workers_lost}, of them replaced: {summary.workers_replaced}"
-    if summary.stragglers:
-        yield "stragglers among the workers", format_places(summary.stragglers)
+    yield "workers lost", f"{summary.workers.lost}, of them replaced: {summary.workers.replaced}"
+    if summary.stragglers_ever:
+        yield "stragglers among the workers", format_places(summary.stragglers_ever)
     if summary.tasks_split:
         yield "tasks split for idle workers", format_count(summary.tasks_split)
-    yield "parameter servers lost", f"{summary.servers_lost}, of them replaced: {summary.servers_replaced}"
-    if summary.servers_replaced:
+    yield "parameter servers lost", f"{summary.servers.lost}, of them replaced: {summary.servers.replaced}"
+    if summary.servers.replaced:
         yield "longest recovery of one", format_seconds(summary.longest_server_recovery)
     if summary.updates_lost:
         yield "updates lost with them", format_count(summary.updates_lost)
@@ -98,7 +99,7 @@ def _accounting(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "time to the first training step", format_seconds(summary.seconds_to_first_step)
 
 
-def _saved_model(summary: Summary) -> Iterator[str]:
+def _saved_model(summary: JobSnapshot) -> Iterator[str]:
     path = summary.saved_model_path
     yield f"SavedModel: {path}"
     yield "Use it from Python, with TensorFlow alone:"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from elasticcb.master.task import Task, TaskType
 
 _BY_EPOCH = ("records_trained", "records_dropped")
+_SPEED_SECONDS = 10.0  # that the speed is over
 
 
 @dataclass
@@ -59,3 +61,21 @@ class Accounting:
     def from_dict(cls, saved: dict[str, Any]) -> Accounting:
         by_epoch = {name: {int(epoch): count for epoch, count in saved[name].items()} for name in _BY_EPOCH}
         return cls(**{**saved, **by_epoch})
+
+
+class Speed:
+    """Records per second of late."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def note(self, now: float, done: int) -> None:
+        """So many records are `done` at a time, in seconds."""
+        self._points.append((now, done))
+        while self._points[0][0] < now - _SPEED_SECONDS and len(self._points) > 2:
+            self._points.popleft()
+
+    def per_second(self, now: float, done: int) -> float:
+        """Up to `now`, when so many are done; 0 before anything was noted."""
+        begun, before = self._points[0] if self._points else (now, done)
+        return (done - before) / (now - begun) if now > begun else 0.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from elasticcb.sharding.bucket_map import BucketMap
@@ -35,19 +35,6 @@ class ServedCluster:
 
 
 @dataclass
-class Recoveries:
-    """What lost servers cost a job.
-
-    Attributes:
-        seconds: from each loss to the moment when the server that took the place held the model.
-        updates_lost: of the model, as far as the master knew the version.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    updates_lost: int = 0
-
-
-@dataclass
 class Totals:
     """What is counted over the whole job, beyond the task queue's own accounting."""
 
@@ -56,6 +43,27 @@ class Totals:
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training went on
     stragglers: list[int] = field(default_factory=list)  # places of workers that ever were
+    longest_recovery: float = 0.0  # seconds from a server's loss to the moment when another held the model
+    updates_lost: int = 0  # with servers, as far as the master knew the version
+
+    def recovered(self, seconds: float, updates_lost: int) -> None:
+        """Another server holds the model in the place of a lost one."""
+        self.longest_recovery = max(self.longest_recovery, seconds)
+        self.updates_lost += updates_lost
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        saved = asdict(self)
+        longest, lost = saved.pop("longest_recovery"), saved.pop("updates_lost")
+        return {**saved, "recoveries": {"seconds": [longest], "updates_lost": lost}}
+
+    def count_earlier(self, saved: dict[str, Any]) -> None:
+        """Goes on from what an earlier master counted."""
+        earlier, recoveries = dict(saved), saved["recoveries"]
+        del earlier["recoveries"]
+        for name, value in earlier.items():
+            setattr(self, name, value)
+        self.recovered(max(recoveries["seconds"], default=0.0), recoveries["updates_lost"])
 
 
 @dataclass

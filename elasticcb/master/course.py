@@ -82,16 +82,16 @@ class Course:
                 self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
             elif memory is None or not self.queue.training_done:
                 self._epochs.begin(initial_epoch)
-            self._report.phase = "training"
+            self._desk.tell(phase="training")
             if self._host.exports:
-                self._report.saved_model_inputs = self._host.saved_model_inputs()
+                self._desk.tell(saved_model_inputs=self._host.saved_model_inputs())
         elif self._settings.command is Command.EVALUATE:
-            self._report.phase = "evaluating"
+            self._desk.tell(phase="evaluating")
             with self._desk.state() as state:
                 decision = state.rounds.requested(state.version)
             self._begin_round(decision.round)
         else:
-            self._report.phase = "predicting"
+            self._desk.tell(phase="predicting")
             self._hooks.call("on_predict_begin", {})
 
     def finish(self) -> None:
@@ -192,10 +192,10 @@ class Course:
         with self._desk.state() as state:
             output = state.prediction_output
         if output is not None:
-            self._report.phase = "writing"
+            self._desk.tell(phase="writing")
             self._report.show()
             output.finish()
-            self._report.predictions_path = self._settings.output
+            self._desk.tell(predictions_path=self._settings.output)
         self.finish()
 
     # ------------------------------------------------------------ the end of an epoch, and of training
@@ -226,7 +226,7 @@ class Course:
         return epoch + 1 in frequency
 
     def _training_done(self) -> None:
-        self._report.phase = "finishing"
+        self._desk.tell(phase="finishing")
         evaluates = self._evaluates and not self._order.evaluates_as_keras
         with self._desk.state() as state:
             decision = state.rounds.training_ended(state.version, evaluates)
@@ -268,7 +268,7 @@ class Course:
         logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
         with self._desk.state() as state:
             state.rounds.snapshot_taken(version)
-            self._report.evaluated_before = self.queue.accounting.records_evaluated
+            state.evaluated_before = self.queue.accounting.records_evaluated
             self.queue.add_evaluation(evaluation_round.id, self._host.sources[Mode.EVALUATION])
             state.wake()
 
@@ -278,7 +278,7 @@ class Course:
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
         metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
-        self._report.metrics = metrics
+        self._desk.tell(metrics=metrics)
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items())
         self._order.display.message(f"Evaluation at version {finished.version}: {shown}")
         self._end_batches(Mode.EVALUATION, finished.id)
@@ -304,7 +304,7 @@ class Course:
         """Writes one of the present weights and tasks."""
         self.checkpoints.write(*self._position())
         self.served.origin.checkpoint = self.checkpoints.newest
-        self._report.checkpoint_path = self.checkpoints.place
+        self._desk.tell(checkpoint_path=self.checkpoints.place)
 
     def _position(self) -> tuple[int, dict[str, Any]]:
         """Where the job is, for a checkpoint."""
@@ -318,7 +318,7 @@ class Course:
         except CheckpointError as error:
             return error
         finally:
-            self._report.checkpoint_path = self.checkpoints.place
+            self._desk.tell(checkpoint_path=self.checkpoints.place)
         return None
 
     def drain(self, seconds: float) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.cluster.base import ClusterBackend
@@ -20,7 +21,6 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.bucket_map import BucketMap
-from elasticcb.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -131,15 +131,21 @@ class Desk:
         settings: JobSettings,
         program: bytes = b"",
         datasets: Mapping[int, bytes] | None = None,
-        describe: Callable[[JobState, float], JobStatus] | None = None,
+        started: float | None = None,
     ) -> None:
         """Makes the processes begin a job, with the arguments of `JobState`; those of the last one are done with it."""
+        started = time.monotonic() if started is None else started
         with self.state() as last:
             self._journal = None
             last.roster.recovers_ps = _recovers_ps(settings)
-            state = JobState(last.crew, last.number + 1, settings, program, datasets, describe)
+            state = JobState(last.crew, last.number + 1, settings, program, datasets, started)
             state.wake()
             self._guarded.replace(state)
+
+    def tell(self, **news: Any) -> None:
+        """As `JobState.tell`."""
+        with self.state() as state:
+            state.tell(**news)
 
     def keep(self, journal: Journal | None) -> None:
         """Where the job stands is written down from now on; None: no more."""

@@ -4,8 +4,10 @@ not."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,9 +27,11 @@ from elasticcb.master.opening import open_job
 from elasticcb.master.order import Order, Takeover
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
+from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.model.job_callbacks import callback_params
 from elasticcb.optimizers.state import ModelState
+from elasticcb.process.stats import Stats
 from elasticcb.settings import RECOVERY_FOLDER, Command, JobSettings
-from elasticcb.status import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class Job:
     Args:
         settings: of the job.
         master: started; its processes will do the job.
-        display: `update(JobStatus)`, `message(text)`.
+        display: `update(JobSnapshot)`, `message(text)`.
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
         make_program: makes what the job runs instead of a model file (elasticcb/model/program.py), once the model of
             the host is built.
@@ -68,7 +72,8 @@ class Job:
             settings=settings,
             master=master,
             display=display,
-            report=Report(master.desk, settings, display),
+            started=time.monotonic(),
+            report=Report(master, settings, display),
             make_host=make_host or _host_of_model_file,
             make_program=make_program,
             journal=journal,
@@ -79,7 +84,7 @@ class Job:
         )
         self._course: Course | None = None  # until the servers hold the model, and workers take tasks
 
-    def run(self) -> Summary:
+    def run(self) -> JobSnapshot:
         """Returns when the job is done.
 
         Raises:
@@ -114,7 +119,7 @@ class Job:
         if order.journal is not None:
             order.journal.close()
 
-    def _finish(self, course: Course) -> Summary:
+    def _finish(self, course: Course) -> JobSnapshot:
         """Waits for workers and checkpoints, and sums up."""
         order, desk, journal = self._order, self._order.desk, self._order.journal
         desk.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
@@ -123,9 +128,17 @@ class Job:
                 raise state.error
         desk.say_warnings()
         missing = course.finish_checkpoints()
-        refused = Counter(order.master.refused_calls()) + Counter(course.served.ps.refused_calls())
+        refused = course.served.ps.refused_calls()
+        exported = callback_params(order.settings)["saved_model_path"]
         with desk.state() as state:
-            summary = order.report.summary(state, course.queue, refused)
+            for place, calls in zip(course.served.servers.places, refused, strict=True):
+                stats = state.crew.stats.get(place.id, Stats())
+                state.crew.stats[place.id] = replace(stats, refused_calls=calls)
+            state.tell(
+                saved_model_path=exported if os.path.isdir(exported) else "",
+                log_files=tuple(map(str, sorted(Path(order.settings.directory, "logs").glob("*.log")))),
+            )
+        summary = order.master.observe()
         if missing is not None and order.make_program is None:
             again = f" When it can be written to again, run: {order.how_to_go_on}" if journal is not None else ""
             raise LastCheckpointError(f"The job is done, but for its last checkpoint: {missing}{again}", summary)
@@ -144,9 +157,10 @@ class Job:
             except JobFailedError as cause:
                 error = cause
         hints = ""
-        if order.report.checkpoint_path:
+        newest = "" if self._course is None else self._course.checkpoints.place
+        if newest:
             hints += (
-                f"\nThe newest checkpoint is {order.report.checkpoint_path}. To go on from it: "
+                f"\nThe newest checkpoint is {newest}. To go on from it: "
                 f"--checkpoint_dir_for_init={order.settings.checkpoint.directory}"
             )
         if self._is_resumable:
@@ -182,7 +196,7 @@ class Job:
         missing = course.finish_checkpoints(retry=False)
         if missing is not None:
             raise missing
-        return f" The newest checkpoint is {order.report.checkpoint_path}."
+        return f" The newest checkpoint is {course.checkpoints.place}."
 
     @property
     def _is_resumable(self) -> bool:

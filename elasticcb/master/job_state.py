@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +19,13 @@ from elasticcb.errors import (
     JobOverError,
     UsageError,
 )
+from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
-from elasticcb.master.cluster_state import Recoveries, ServedCluster, ServerPlace, Totals, Wish
+from elasticcb.master.cluster_state import ServedCluster, ServerPlace, Totals, Wish
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.roster import Member, Role, Roster
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces, Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from elasticcb.model.metric_messages import Outputs
     from elasticcb.process.stats import Stats
     from elasticcb.sharding.bucket_map import BucketMap
-    from elasticcb.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,12 @@ class JobState:
         settings: of the job; None before the first one.
         program: what it runs instead of a model file (elasticcb/model/program.py).
         datasets: functions that make per-worker datasets, pickled, by number.
-        describe: how the job looks to people at a time.
+        started: when the job began.
 
     Attributes:
+        told: what the thread that drives the job tells people of it.
+        evaluated_before: records that were evaluated before the last round.
+        start_version: of the model, when the job began.
         queue: None until the model is built.
         cluster: what workers must know of the servers; None until those hold the model.
         find_index: what the data reader knows of a file, by mode and name; b"" while it does not.
@@ -111,10 +115,14 @@ class JobState:
         settings: JobSettings | None = None,
         program: bytes = b"",
         datasets: Mapping[int, bytes] | None = None,
-        describe: Callable[[JobState, float], JobStatus] | None = None,
+        started: float = 0.0,
     ) -> None:
         self.crew, self.number, self.settings = crew, number, settings
-        self.program, self.datasets, self.describe = program, {} if datasets is None else datasets, describe
+        self.program, self.datasets, self.started = program, {} if datasets is None else datasets, started
+        self.told = JobSnapshot()
+        self.speed = Speed()
+        self.evaluated_before = 0
+        self.start_version = 0
         self.queue: TaskQueue | None = None
         self.cluster: ServedCluster | None = None
         self.rounds = EvaluationRounds()
@@ -122,7 +130,6 @@ class JobState:
         self.find_index: Callable[[str, str], bytes] = lambda mode, file: b""
         self.lost_ps: dict[int, float] = {}
         self.wish: Wish | None = None
-        self.recoveries = Recoveries()
         self.version = 0
         self.loss: float | None = None
         self.totals = Totals()
@@ -212,8 +219,7 @@ class JobState:
     def _all_totals(self) -> dict[str, Any]:
         """What the summary tells beside the queue's accounting, as JSON values."""
         lost = {role.name: [self.roster.lost_count(role), self.roster.replaced_count(role)] for role in Role}
-        recoveries = Recoveries([max(self.recoveries.seconds, default=0.0)], self.recoveries.updates_lost)
-        return {**asdict(self.totals), "recoveries": asdict(recoveries), **lost}
+        return {**self.totals.to_dict(), **lost}
 
     # ------------------------------------------------------------ after another master
 
@@ -224,10 +230,7 @@ class JobState:
         if totals:
             for role in Role:
                 self.roster.count_earlier(role, *totals.pop(role.name))
-            earlier = Recoveries(**totals.pop("recoveries"))
-            self.recoveries.seconds += earlier.seconds
-            self.recoveries.updates_lost += earlier.updates_lost
-            self.totals = Totals(**totals)
+            self.totals.count_earlier(totals)
         for epoch, tasks in memory.states.items():
             for states in tasks:
                 self._add_epoch_states(epoch, states)
@@ -284,6 +287,19 @@ class JobState:
         if warning.subject not in self._warned:
             self._warned.add(warning.subject)
             self._warnings.append(warning.text)
+
+    def tell(self, **news: Any) -> None:
+        """What people are to see of the job besides, by name of a field of the snapshot."""
+        self.told = replace(self.told, **news)
+
+    def note_progress(self, now: float) -> None:
+        """What can be told only by one who looks again and again."""
+        if self.settings is None or self.settings.command is not Command.TRAIN:
+            return
+        if self.told.seconds_to_first_step is None and self.version > self.start_version:
+            self.tell(seconds_to_first_step=now - self.started)
+        if self.queue is not None:
+            self.speed.note(now, sum(self.queue.accounting.records_trained.values()))
 
     def take_warnings(self) -> list[str]:
         """What is new to the user."""

@@ -22,6 +22,7 @@ from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
@@ -37,7 +38,6 @@ from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.status import SavedModelInput
 
 
 class ModelHost:

@@ -16,10 +16,11 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.calls import Calls
 from elasticcb.master.desk import Desk
 from elasticcb.master.metrics_server import MetricsServer
-from elasticcb.master.observation import Observation, observe
+from elasticcb.master.observation import observe
 from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.rpc.health import HealthServer
@@ -95,7 +96,7 @@ class Master:
         """How many calls it has refused, by reason in words."""
         return self._server.refused.counts()
 
-    def observe(self) -> Observation:
+    def observe(self) -> JobSnapshot:
         """The present job as it is now."""
         with self.desk.state() as state:
             return observe(state, self.refused_calls(), time.monotonic())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from elasticcb.errors import ConnectionLostError
-from elasticcb.master.observation import Observation
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 
 
@@ -25,7 +25,7 @@ class MetricsServer:
     Raises `ConnectionLostError` when the port is taken.
     """
 
-    def __init__(self, observe: Callable[[], Observation], ready: Callable[[], bool], host: str, port: int) -> None:
+    def __init__(self, observe: Callable[[], JobSnapshot], ready: Callable[[], bool], host: str, port: int) -> None:
         # Only now: most jobs serve none.
         from prometheus_client import CollectorRegistry, start_http_server
 

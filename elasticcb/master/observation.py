@@ -1,120 +1,141 @@
-"""The present job at one moment, as machines see it: read under the master's lock, which is held for little more than
-the copies."""
+"""Where a `JobSnapshot` is made, under the master's lock."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from elasticcb.master.accounting import Accounting
-from elasticcb.master.cluster_state import Recoveries, Totals
 from elasticcb.master.job_state import JobState
-from elasticcb.master.roster import Member, PlaceState, Role
-from elasticcb.master.task import TaskState, TaskType
+from elasticcb.master.roster import PlaceState, Role
+from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapshot
+from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
-from elasticcb.process.stats import Stats
-from elasticcb.settings import JobSettings
-from elasticcb.status import JobStatus
+from elasticcb.process.stats import histograms, resident_bytes
+from elasticcb.settings import Command, JobSettings
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessPlace:
-    """A place of the job, and the process in it.
-
-    Attributes:
-        member: None where no process is up.
-        stats: what it said last of itself; None: nothing yet, or it is a thread of the master's process.
-        straggles: it is a worker that is much slower than the others.
-    """
-
-    role: Role
-    index: int
-    state: PlaceState
-    member: Member | None
-    stats: Stats | None
-    straggles: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What the master knows.
-
-    Attributes:
-        status: as people see it; None before there is a job.
-        tasks: how many there are by type and state; empty before there is a queue.
-        ready: the servers hold the model, and tasks are handed out.
-        restoring: parameter servers that were lost, in whose places no other holds the model yet.
-        records_per_epoch: of training.
-        planned: processes that there are to be.
-        lost, replaced: processes, over the whole job.
-        stats: of all processes that have ever been.
-        refused_calls: by the master, by reason in words.
-    """
-
-    settings: JobSettings | None
-    status: JobStatus | None
-    tasks: Mapping[TaskType, Mapping[TaskState, int]]
-    ready: bool
-    restoring: int
-    accounting: Accounting
-    records_per_epoch: int
-    totals: Totals
-    recoveries: Recoveries
-    planned: Mapping[Role, int]
-    lost: Mapping[Role, int]
-    replaced: Mapping[Role, int]
-    places: Sequence[ProcessPlace]
-    stats: Sequence[Stats]
-    refused_calls: Mapping[str, int]
-
-    def added_up(self) -> Stats:
-        """What all processes have counted together, refused calls of the master included, without time and memory."""
-        total, refused = Stats(), Counter(self.refused_calls)
-        for stats in self.stats:
-            total.rows_looked_up += stats.rows_looked_up
-            refused.update(stats.refused_calls)
-            for name, histogram in stats.histograms.items():
-                total.histograms[name].add(histogram)
-        return replace(total, refused_calls=dict(refused))
-
-
-def observe(state: JobState, refused: Mapping[str, int], now: float) -> Observation:
-    """A job as it is `now`, in seconds.
+def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnapshot:
+    """The job as it is `now`, in seconds.
 
     Args:
         refused: calls by the master, by reason in words.
     """
-    own = os.getpid(), host_name()
-    queue, roster = state.queue, state.roster
-
-    def place(role: Role, index: int, place_state: PlaceState) -> ProcessPlace:
-        member = roster.at(role, index)
-        separate = member is not None and (member.pid, member.host) != own
-        return ProcessPlace(
-            role=role,
-            index=index,
-            state=place_state,
-            member=member,
-            stats=state.crew.stats.get(member.id) if member is not None and separate else None,
-            straggles=member is not None and member.id in state.paces.stragglers,
-        )
-
-    return Observation(
-        settings=state.settings,
-        status=None if state.describe is None else state.describe(state, now),
-        tasks={} if queue is None else queue.counts(),
+    settings, totals = state.settings, state.totals
+    processes = tuple(_process(state, role, index) for role, index in state.roster.places())
+    return replace(
+        state.told,
+        phase="evaluating" if state.rounds.running is not None else state.told.phase,
         ready=state.ready,
-        restoring=len(state.lost_ps),
-        accounting=Accounting() if queue is None else queue.accounting,
-        records_per_epoch=0 if queue is None else queue.records_per_epoch,
-        totals=replace(state.totals),
-        recoveries=replace(state.recoveries),
-        planned={role: roster.size(role) for role in Role},
-        lost={role: roster.lost_count(role) for role in Role},
-        replaced={role: roster.replaced_count(role) for role in Role},
-        places=[place(role, index, there) for (role, index), there in roster.places().items()],
-        stats=[*state.crew.stats.values()],
-        refused_calls=refused,
+        seconds=now - state.started,
+        version=state.version,
+        loss=state.loss,
+        gradients_rejected=totals.gradients_rejected,
+        batches_skipped=totals.batches_skipped,
+        callback_errors=totals.callback_errors,
+        checkpoints_failed=totals.checkpoints_failed,
+        workers=_counts(state, Role.WORKER),
+        servers=_counts(state, Role.PS),
+        servers_restoring=len(state.lost_ps),
+        longest_server_recovery=totals.longest_recovery,
+        updates_lost=totals.updates_lost,
+        stragglers=tuple(process.index for process in processes if process.straggler),
+        stragglers_ever=tuple(sorted(totals.stragglers)),
+        processes=processes,
+        cpu_seconds=time.process_time(),
+        resident_bytes=resident_bytes(),
+        **_of_settings(settings),
+        **_added_up(state, refused),
+        **_of_queue(state, settings, now),
+    )
+
+
+def records_to_train(settings: JobSettings, queue: TaskQueue) -> int:
+    """Over all epochs."""
+    training = settings.training
+    total = queue.records_per_epoch * training.num_epochs
+    return min(total, training.max_batches * training.minibatch_size) if training.max_step else total
+
+
+def _of_settings(settings: JobSettings | None) -> dict[str, Any]:
+    if settings is None:
+        return {}
+    return {"command": settings.command, "name": settings.name, "directory": settings.directory}
+
+
+def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:
+    queue = state.queue
+    if queue is None or settings is None:
+        return {}
+    accounting = queue.accounting
+    values = {
+        "tasks": {
+            (kind.value.lower(), state.value.lower()): count
+            for kind, states in queue.counts().items()
+            for state, count in states.items()
+        },
+        "tasks_retried": accounting.tasks_retried,
+        "tasks_taken_over": accounting.tasks_taken_over,
+        "tasks_split": accounting.tasks_split,
+        "reports_refused": accounting.reports_refused,
+        "records_per_epoch": tuple(count for _, count in sorted(accounting.records_trained.items())),
+        "records_evaluated": accounting.records_evaluated - state.evaluated_before,
+        "records_evaluated_before": state.evaluated_before,
+        "records_predicted": accounting.records_predicted,
+        "records_repeated": accounting.records_repeated,
+        "stopped_early": queue.stop_reason or "",
+    }
+    if settings.command is not Command.TRAIN:
+        return values
+    done, total = sum(accounting.records_trained.values()), records_to_train(settings, queue)
+    rate = state.speed.per_second(now, done)
+    return values | {
+        "epoch": queue.epoch + 1,
+        "epochs": settings.training.num_epochs,
+        "records_total": total,
+        "records_per_second": rate,
+        "seconds_left": (total - done) / rate if rate else None,
+    }
+
+
+def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
+    """What all processes that have ever been have counted together."""
+    rows, refusals, total = 0, Counter(refused), histograms()
+    for stats in state.crew.stats.values():
+        rows += stats.rows_looked_up
+        refusals.update(stats.refused_calls)
+        for name, histogram in stats.histograms.items():
+            total[name].add(histogram)
+    return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total}
+
+
+def _counts(state: JobState, role: Role) -> ProcessCounts:
+    roster = state.roster
+    return ProcessCounts(
+        planned=roster.size(role),
+        up=len([1 for (of, _), place in roster.places().items() if of is role and place is PlaceState.UP]),
+        lost=roster.lost_count(role),
+        replaced=roster.replaced_count(role),
+    )
+
+
+def _process(state: JobState, role: Role, index: int) -> ProcessSnapshot:
+    member, place = state.roster.at(role, index), state.roster.state(role, index)
+    process = ProcessSnapshot(role=role.label, index=index, state=place.label)
+    if member is None:
+        return process
+    separate = (member.pid, member.host) != (os.getpid(), host_name())  # else it is a thread of the master's process
+    stats = state.crew.stats.get(member.id) if separate else None
+    return replace(
+        process,
+        id=member.id,
+        pid=member.pid,
+        host=member.host,
+        address=member.address,
+        straggler=member.id in state.paces.stragglers,
+        cpu_seconds=None if stats is None else stats.cpu_seconds,
+        resident_bytes=None if stats is None else stats.resident_bytes or None,
     )

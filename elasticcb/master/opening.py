@@ -27,6 +27,7 @@ from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
+from elasticcb.master.observation import records_to_train
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
@@ -73,7 +74,7 @@ def _start_processes(order: Order) -> str:
                 state.roster.resize(Role.PS, len(memory.servers))
     desk.start_processes()
     if order.make_program is None:
-        desk.begin_job(order.settings, describe=order.report.status)
+        desk.begin_job(order.settings, started=order.started)
     return ""
 
 
@@ -85,7 +86,7 @@ def _take_over(order: Order, takeover: Takeover) -> str:
     queue = TaskQueue.from_dict(memory.queue, time.monotonic())
     queue.repeat_milestones(memory.ended_epochs)
     queue.release_epoch(memory.ended_epochs - 1)
-    desk.begin_job(order.settings, describe=order.report.status)
+    desk.begin_job(order.settings, started=order.started)
     desk.take_over(order.journal, queue, takeover.running)
     with desk.state() as state:
         counts = [(len(state.roster.up(role)), role.value) for role in Role]
@@ -104,7 +105,7 @@ def _build_model(order: Order) -> ModelOrigin:
             state.find_index = host.find_index
     logger.info("The model is built")
     if order.make_program is not None:
-        order.desk.begin_job(order.settings, order.make_program(), describe=order.report.status)
+        order.desk.begin_job(order.settings, order.make_program(), started=order.started)
     return ModelOrigin(host, checkpoint)
 
 
@@ -127,7 +128,7 @@ def _wait_for_servers(order: Order) -> None:
             if state.roster.complete(Role.PS, state.number):
                 return
             order.desk.wait_a_tick()
-        order.report.phase = "waiting for parameter servers"
+        order.desk.tell(phase="waiting for parameter servers")
         order.report.show()
 
 
@@ -244,10 +245,10 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
     """Tells the state of the queue, the rounds and the journal."""
     host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.version
     logger.info("The servers hold the model, version %d", version)
-    order.report.evaluated_before = queue.accounting.records_evaluated
     evaluated = None if memory is None else memory.evaluated
     with order.desk.state() as state:
-        state.version = order.report.start_version = max(state.version, version)
+        state.version = state.start_version = max(state.version, version)
+        state.evaluated_before = queue.accounting.records_evaluated
         state.merging_units = host.metrics.merging_units
         state.rounds = EvaluationRounds(
             evaluation_steps=training.evaluation_steps,
@@ -281,7 +282,7 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
     limits = order.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
     if limits.most and (memory is None or (memory.autoscale and not memory.over)):
-        autoscaling = Autoscaling(desk, limits, order.report.records_to_train(queue), say).turn
+        autoscaling = Autoscaling(desk, limits, records_to_train(order.settings, queue), say).turn
     return Course(order, served, queue, epochs, checkpoints, autoscaling)
 
 

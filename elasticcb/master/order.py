@@ -36,7 +36,8 @@ class Order:
     """What all phases of a job know.
 
     Attributes:
-        display: `update(JobStatus)`, `message(text)`.
+        display: `update(JobSnapshot)`, `message(text)`.
+        started: when the user asked for it, in seconds.
         report: shows how the job goes.
         make_host: makes the Keras side of the master.
         make_program: makes what the job runs instead of a model file; None: it runs one.
@@ -51,6 +52,7 @@ class Order:
     settings: JobSettings
     master: Master
     display: Any
+    started: float
     report: Report
     make_host: Callable[[JobSettings], Any]
     make_program: Callable[[], bytes] | None

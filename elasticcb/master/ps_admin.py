@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -341,13 +340,14 @@ class PSControl(PSClient):
 
         list(self._pool.map(ask, self._servers))
 
-    def refused_calls(self) -> Counter[str]:
-        """How many calls the servers have refused, by reason in words; without those of servers that do not answer."""
-        calls: Counter[str] = Counter()
+    def refused_calls(self) -> list[dict[str, int]]:
+        """How many calls each server has refused, by reason in words; none for a server that does not answer."""
+        calls: list[dict[str, int]] = []
         for server in self._servers:
+            calls.append({})
             with contextlib.suppress(ElasticCBError):
                 frame = Frame(pb.RefusedCallsRequest(), {})
-                calls.update(server.link.call("RefusedCalls", frame, 0.0, _SUMMARY_SECONDS).header.calls)
+                calls[-1].update(server.link.call("RefusedCalls", frame, 0.0, _SUMMARY_SECONDS).header.calls)
         return calls
 
     def set_learning_rate(self, learning_rate: float) -> None:

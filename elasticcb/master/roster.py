@@ -19,6 +19,11 @@ class Role(str, Enum):
     WORKER = "worker"
     PS = "parameter server"
 
+    @property
+    def label(self) -> str:
+        """As machines read it: "worker", "ps"."""
+        return self.name.lower()
+
 
 class PlaceState(str, Enum):
     """Where a place stands."""
@@ -28,6 +33,11 @@ class PlaceState(str, Enum):
     UP = "up"
     LEFT = "left"  # its process said goodbye; nobody takes its place
     GIVEN_UP = "given up"  # its process was lost, and the restarts are used up
+
+    @property
+    def label(self) -> str:
+        """As machines read it: "given_up"."""
+        return self.name.lower()
 
 
 _EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)

@@ -175,7 +175,7 @@ class Servers:
             held.append(max(version, restored.version))
             lost = _lost(version, restored)
             with self._desk.state() as state:
-                state.recoveries.updates_lost += lost
+                state.totals.updates_lost += lost
             self._say(
                 f"Parameter server {index} goes on from {restored.source}; {lost} updates of its part of the model are "
                 "lost."
@@ -203,8 +203,7 @@ class Servers:
         self._set_place(index, place)
         seconds, lost = time.monotonic() - since, _lost(version, restored)
         with self._desk.state() as state:
-            state.recoveries.seconds.append(seconds)
-            state.recoveries.updates_lost += lost
+            state.totals.recovered(seconds, lost)
         self._say(
             f"Parameter server {index} is back after {seconds:.1f} s, from {restored.source}; {lost} updates of its "
             f"part of the model are lost."

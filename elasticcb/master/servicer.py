@@ -15,9 +15,9 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
-from elasticcb.master.observation import Observation
 from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.state_document import document
 from elasticcb.master.task import Lease
 from elasticcb.model.metric_messages import from_metric_states, from_outputs
@@ -71,7 +71,7 @@ class MasterServicer(Generated):
         calls: Calls,
         scaling: ServerScaling,
         doubt: Callable[[int], None],
-        observe: Callable[[], Observation],
+        observe: Callable[[], JobSnapshot],
         silence_seconds: float,
     ) -> None:
         self._calls, self._scaling, self._doubt, self._observe = calls, scaling, doubt, observe

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
     from elasticcb.master.journal import Journal
     from elasticcb.master.master import Master
-    from elasticcb.status import Summary
+    from elasticcb.master.snapshot import JobSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ def run_master(
     resumed: bool = False,
     fork_server: ForkServer | None = None,
     since: float = 0.0,
-) -> Summary:
+) -> JobSnapshot:
     """Runs a whole job: its master in this process, the others where the cluster backend puts them.
 
     Args:
         settings: of the job; its directory exists.
-        display: `update(JobStatus)`, `message(text)`, `finish(Summary)`.
+        display: `update(JobSnapshot)`, `message(text)`, `finish(JobSnapshot)`.
         resumed: go on with what an earlier master has begun in this folder.
         fork_server: has forked this process, and forks the others.
         since: when an earlier master was killed, if its processes may live; seconds of `time.monotonic`.
@@ -80,14 +80,14 @@ def running_cluster(
     journal: Callable[[], Journal] | None = None,
     fork_server: ForkServer | None = None,
     since: float = 0.0,
-) -> Iterator[Callable[[JobSettings], Summary]]:
+) -> Iterator[Callable[[JobSettings], JobSnapshot]]:
     """A master in this process and the processes of its cluster, which do one job after another.
 
     Gives a function that runs a job; after one that failed, the cluster is of no more use.
 
     Args:
         settings: of the first job; all must have the same `cluster` and `directory`.
-        display: `update(JobStatus)`, `message(text)`.
+        display: `update(JobSnapshot)`, `message(text)`.
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
     """
@@ -109,7 +109,7 @@ def running_cluster(
             backend.stop(0.0)
             raise
 
-        def run(settings: JobSettings) -> Summary:
+        def run(settings: JobSettings) -> JobSnapshot:
             goes_on_by = backend.resume_command(settings.name)
             job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
             try:

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from elasticcb.cli.summary import summary_lines
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import Command
-from elasticcb.status import Summary
 
 
 def test_predictions_go_to_a_file_whose_ending_or_flag_names_the_format(workplace):
@@ -67,7 +67,7 @@ def test_export_folder_in_a_config_file_is_no_file_of_predictions(workplace, com
 
 
 def test_summary_tells_what_was_predicted_and_where_it_is():
-    summary = Summary(
+    summary = JobSnapshot(
         command=Command.PREDICT,
         seconds=1.0,
         records_predicted=3000,

@@ -7,29 +7,26 @@ from rich.console import Console
 
 from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display
 from elasticcb.cli.summary import format_seconds, summary_lines
+from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput
 from elasticcb.settings import Command, JobSettings, ModelSettings
-from elasticcb.status import JobStatus, SavedModelInput, Summary
 
-STATUS = JobStatus(
+STATUS = JobSnapshot(
     command=Command.TRAIN,
     phase="training",
     epoch=2,
     epochs=3,
-    records_done=1500,
+    records_per_epoch=(1000, 500),
     records_total=3000,
     records_per_second=812.4,
     version=47,
     loss=0.123456789,
     metrics={"accuracy": 0.95123},
-    workers_up=1,
-    workers_planned=2,
-    ps_up=1,
-    ps_planned=1,
-    tasks_todo=12,
-    tasks_doing=2,
+    workers=ProcessCounts(up=1, planned=2),
+    servers=ProcessCounts(up=1, planned=1),
+    tasks={("training", "todo"): 10, ("evaluation", "todo"): 2, ("training", "doing"): 2},
     seconds_left=75.0,
 )
-SUMMARY = Summary(
+SUMMARY = JobSnapshot(
     command=Command.TRAIN,
     seconds=61.2,
     records_per_epoch=(1500, 1500),
@@ -37,13 +34,12 @@ SUMMARY = Summary(
     records_repeated=64,
     tasks_retried=1,
     gradients_rejected=2,
-    workers_lost=1,
-    workers_replaced=1,
+    workers=ProcessCounts(lost=1, replaced=1),
     version=47,
     metrics={"accuracy": 0.95},
     saved_model_path="/tmp/my export",
     checkpoint_path="/tmp/checkpoints/version-47",
-    job_directory="/tmp/jobs/digits",
+    directory="/tmp/jobs/digits",
     log_files=("master.log", "worker-0.log"),
 )
 
@@ -154,7 +150,7 @@ def test_the_summarys_python_lines_are_python():
 
 
 def test_a_prediction_is_summed_up_without_training_figures():
-    text = "\n".join(summary_lines(Summary(command=Command.PREDICT, seconds=1.0, records_predicted=1797)))
+    text = "\n".join(summary_lines(JobSnapshot(command=Command.PREDICT, seconds=1.0, records_predicted=1797)))
     assert "records predicted                 1,797" in text
     assert "more than once" not in text
     assert "gradients" not in text

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.roles.master import run_master
 from elasticcb.settings import (
     CheckpointSettings,
@@ -25,7 +26,6 @@ from elasticcb.settings import (
     ModelSettings,
     TrainingSettings,
 )
-from elasticcb.status import JobStatus, Summary
 from warm import WarmProcess
 
 TRUE_WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
@@ -111,15 +111,15 @@ class RecordingDisplay:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self.statuses: list[JobStatus] = []
+        self.statuses: list[JobSnapshot] = []
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobSnapshot) -> None:
         self.statuses.append(status)
 
     def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: JobSnapshot) -> None:
         pass
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAI
     )
 
 
-def run_job(settings: JobSettings) -> tuple[Summary, RecordingDisplay]:
+def run_job(settings: JobSettings) -> tuple[JobSnapshot, RecordingDisplay]:
     """Runs a job with all roles in this process."""
     display = RecordingDisplay()
     return run_master(settings, display), display

@@ -126,7 +126,7 @@ def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where
     output = {} if signal == "SIGTERM" else {"output": str(tmp_path / "out.csv"), "output_format": "csv"}
     data = str(tmp_path / "numbers.npz")
     summary, _ = predict(tmp_path, text, kind="local", prediction=data, **output)
-    assert summary.workers_lost == 1
+    assert summary.workers.lost == 1
     assert summary.records_predicted == RECORDS
     if signal == "SIGTERM":
         assert sorted(kept(tmp_path)) == list(range(RECORDS))
@@ -145,7 +145,7 @@ def test_server_that_is_killed_is_replaced_with_the_checkpoint(tmp_path):
     data, path = str(tmp_path / "numbers.npz"), tmp_path / "out.csv"
     given = {"prediction": data, "output": str(path), "output_format": "csv"}
     summary, _ = predict(tmp_path, MODEL + KILLS_SERVER, kind="local", **given)
-    assert (summary.servers_lost, summary.servers_replaced, summary.workers_lost) == (1, 1, 0)
+    assert (summary.servers.lost, summary.servers.replaced, summary.workers.lost) == (1, 1, 0)
     with open(path, newline="") as file:
         assert list(csv.reader(file))[1:] == [[str(n), f"{n}.0"] for n in range(RECORDS)]
 

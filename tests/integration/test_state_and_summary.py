@@ -1,34 +1,13 @@
-"""The summary of a job and the state that it leaves have the same numbers."""
+"""The summary of a job and the state that it leaves are of the same moment."""
 
 import json
 
 import pytest
 
+from elasticcb.master.state_document import document
 from elasticcb.settings import Command
 from jobs import LINEAR_MODEL, job_settings, linear_data, run_job, write_model_file
 
-# By field of the summary, where the document has it.
-SAME = {
-    "records_per_epoch": ("records", "trained"),
-    "records_repeated": ("records", "repeated"),
-    "records_evaluated": ("records", "evaluated"),
-    "records_predicted": ("records", "predicted"),
-    "tasks_retried": ("tasks", "retried"),
-    "tasks_split": ("tasks", "split"),
-    "workers_lost": ("workers", "lost"),
-    "workers_replaced": ("workers", "replaced"),
-    "servers_lost": ("parameter_servers", "lost"),
-    "servers_replaced": ("parameter_servers", "replaced"),
-    "longest_server_recovery": ("parameter_servers", "longest_recovery_seconds"),
-    "updates_lost": ("parameter_servers", "updates_lost"),
-    "gradients_rejected": ("gradients_rejected",),
-    "batches_skipped": ("batches_skipped",),
-    "callback_errors": ("callback_errors",),
-    "checkpoints_failed": ("checkpoints_failed",),
-    "refused_calls": ("refused_calls",),
-    "version": ("version",),
-    "metrics": ("metrics",),
-}
 RECEIVER = """
     class PredictionOutputsProcessor:
         def process(self, predictions, worker_id):
@@ -62,11 +41,6 @@ def test_summary_and_state_agree(tmp_path, command):
     state = json.loads((folder / "status.json").read_text())
     records = state["records"]
     assert (records["trained"], records["evaluated"], records["predicted"]) == expected
-    for field, place in SAME.items():
-        value = getattr(summary, field)
-        found = state
-        for name in place:
-            found = found[name]
-        if field == "records_per_epoch":
-            value = sum(value)
-        assert found == pytest.approx(value), field
+    told = document(summary, over=True)
+    for key in state.keys() - {"workers", "parameter_servers", "processes"}:  # which leave meanwhile
+        assert state[key] == told[key], key

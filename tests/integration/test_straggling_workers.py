@@ -81,7 +81,7 @@ def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_
     reason = r"Worker 1 is a straggler: [\d.]+ s per batch, the median of the others is [\d.]+ s\."
     assert [each for each in display.messages if re.fullmatch(reason, each)]
     assert any(status.stragglers == (1,) for status in display.statuses)
-    assert summary.stragglers == (1,)
+    assert summary.stragglers_ever == (1,)
     assert summary.tasks_split >= 1
     assert summary.records_per_epoch == (RECORDS,)
     assert summary.records_repeated == 0

@@ -64,7 +64,7 @@ class Training:
             display=display,
             memory=None,
             evaluates_as_keras=False,
-            report=Report(desk, SETTINGS, display),
+            report=Report(self.master, SETTINGS, display),
         )
         host = SimpleNamespace(
             callbacks=SimpleNamespace(wants=lambda hook: False, stop_requested=False),

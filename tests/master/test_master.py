@@ -82,19 +82,18 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
         master.desk.keep(journal)
         if memory.queue is not None:
             state.roster.next_id = memory.next_id
-            state.recoveries.updates_lost = 2  # servers that began with files of others
+            state.totals.updates_lost = 2  # servers that began with files of others
             state.resume(memory)
         worker = join(master)
         lease = master.calls.get_task(worker, (), 0.0).lease
         master.calls.report_done(worker, lease.id, 5, {}, {}, gradients_rejected=2, batches_skipped=1)
         master.desk.warn(CallbackWarning("subject", "text", 3))
-        state.recoveries.seconds.append(4.0 - number)
-        state.recoveries.updates_lost += 7
+        state.totals.recovered(4.0 - number, 7)
         master.desk.lost(worker, "killed")
         assert state.totals.gradients_rejected == 2 * number
         assert (state.totals.batches_skipped, state.totals.callback_errors) == (number, 3 * number)
         assert state.roster.lost_count(Role.WORKER) == number
-        assert (max(state.recoveries.seconds), state.recoveries.updates_lost) == (3.0, 9 * number - 2)
+        assert (state.totals.longest_recovery, state.totals.updates_lost) == (3.0, 9 * number - 2)
         journal.close()
 
 

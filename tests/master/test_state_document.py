@@ -14,7 +14,6 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
-from elasticcb.master.report import Report
 from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
@@ -34,7 +33,7 @@ SETTINGS = JobSettings(
 def master():
     """One whose job runs, with one of two workers."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    master.desk.begin_job(SETTINGS, describe=Report(master.desk, SETTINGS, None).status)
+    master.desk.begin_job(SETTINGS)
     master.calls.register(Role.PS, 0, "here:1", 1, "here")
     worker = master.calls.register(Role.WORKER, 1, "", 2, "here").id
     state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)

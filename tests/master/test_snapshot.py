@@ -1,0 +1,115 @@
+"""The display, the summary, the state document and the metrics tell the same numbers of one job."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from master_state import state_of
+from prometheus_client import CollectorRegistry
+
+from elasticcb.cli.progress import status_parts
+from elasticcb.cli.status import state_lines
+from elasticcb.cli.summary import summary_lines
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.master import Master
+from elasticcb.master.prometheus import JobCollector
+from elasticcb.master.roster import Role
+from elasticcb.master.state_document import document
+from elasticcb.master.task_queue import TaskQueue
+from elasticcb.process.stats import Stats
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+
+SETTINGS = JobSettings(
+    command=Command.TRAIN,
+    name="ratings",
+    directory="/nowhere",
+    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+    cluster=ClusterSettings(num_workers=2, num_ps=1),
+)
+
+
+@pytest.fixture
+def seen():
+    """A job in whose course each number became another one."""
+    master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
+    desk, calls = master.desk, master.calls
+    desk.begin_job(SETTINGS)
+    server = calls.register(Role.PS, 0, "here:1", 1, "here").id
+    workers = [calls.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
+    state = state_of(master)
+    state.queue = TaskQueue(training=[("a", 90)], records_per_task=10, minibatch_size=5)
+    state.cluster = ServedCluster([], [], False)
+    state.queue.add_evaluation(1, [("b", 7)])
+    first, second = (calls.get_task(worker, (), 0.0).lease.id for worker in workers)
+    calls.report_done(workers[0], first, 11, {}, [], 0, 0)  # the round
+    third = calls.get_task(workers[0], (), 0.0).lease.id
+    calls.report_done(workers[1], second, 12, {}, [], gradients_rejected=3, batches_skipped=4)
+    calls.report_progress(workers[0], third, 5, True, 13, 0.5)
+    calls.note_stats(server, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
+    desk.lost(workers[1], "killed")
+    state.totals.recovered(2.5, updates_lost=19)
+    state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
+    desk.tell(phase="training", metrics={"auc": 0.75})
+    yield master.observe()
+    master.stop()
+
+
+def numbers_of(lines):
+    """By what stands before it, the first number of each line."""
+    found = (re.fullmatch(r"  (.+?) +([\d.]+)(?: malformed|, of them.*)?", line) for line in lines)
+    return {match[1]: float(match[2]) for match in found if match}
+
+
+def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
+    state, summary = document(seen), numbers_of(summary_lines(seen))
+    registry = CollectorRegistry()
+    registry.register(JobCollector(lambda: seen))
+
+    def metric(name, **labels):
+        return registry.get_sample_value(f"elasticcb_{name}", labels)
+
+    records, tasks, workers, servers = (state[key] for key in ("records", "tasks", "workers", "parameter_servers"))
+    same = [  # what it must be, and how each tells it
+        (15, records["trained"], summary["records trained in epoch 1"], metric("records_total", type="training")),
+        (7, records["evaluated"], summary["records evaluated, once each"], metric("records_total", type="evaluation")),
+        (90, records["planned"], metric("records_planned")),
+        (0, records["repeated"], summary["records trained more than once"], metric("records_repeated_total")),
+        (17, records["looked_up_rows"], metric("lookup_rows_total")),
+        (7, tasks["todo"], metric("tasks", type="training", state="todo")),
+        (1, tasks["doing"], metric("tasks", type="training", state="doing")),
+        (2, tasks["done"], sum(metric("tasks", type=kind, state="done") for kind in ("training", "evaluation"))),
+        (0, tasks["retried"], summary["tasks tried again"], metric("tasks_retried_total")),
+        (2, workers["planned"]),
+        (1, workers["up"], metric("processes", role="worker", state="up")),
+        (1, workers["lost"], summary["workers lost"], metric("processes_lost_total", role="worker")),
+        (0, workers["replaced"], metric("recoveries_total", role="worker")),
+        (2.5, servers["longest_recovery_seconds"]),
+        (19, servers["updates_lost"], summary["updates lost with them"], metric("updates_lost_total")),
+        (3, state["gradients_rejected"], summary["gradients rejected as too old"], metric("gradients_rejected_total")),
+        (4, state["batches_skipped"], summary["batches skipped (NaN or infinity)"], metric("batches_skipped_total")),
+        (22, state["callback_errors"], summary["errors in callbacks"], metric("callback_errors_total")),
+        (23, state["checkpoints_failed"], summary["checkpoints not written"], metric("checkpoints_failed_total")),
+        (21, state["refused_calls"]["malformed"], metric("refused_calls_total", reason="malformed")),
+        (21, summary["calls refused"]),
+        (13, state["version"], summary["model version"], metric("model_version")),
+        (0.75, state["metrics"]["auc"], summary["auc"], metric("evaluation_metric", metric="auc")),
+        (0.5, state["loss"], metric("training_loss")),
+    ]
+    assert [found for found in same if len(set(found)) > 1] == []
+
+
+def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
+    shown = [part for part in status_parts(seen) if "records/s" not in part and "left" not in part]
+    assert shown == [
+        "epoch 1/1",
+        "17% (15/90 records)",
+        "version 13",
+        "loss 0.5",
+        "val_auc 0.75",
+        "workers 1/2",
+        "servers 1/1",
+        "tasks 7 to do, 1 running",
+    ]
+    assert ", ".join(status_parts(seen)) in state_lines(document(seen))[1]
