@@ -10,14 +10,14 @@ PROTO = "elasticcb.proto"
 
 
 def generate(package_root: Path) -> None:
-    """Compiles the messages and the gRPC stubs into `package_root/elasticcb/proto`."""
+    """Compiles the messages into `package_root/elasticcb/proto`."""
     import grpc_tools
     from grpc_tools import protoc
 
     # protoc derives the generated module's import path from the file's path below the include
     # folder, so the folder `proto` is mapped onto the package `elasticcb/proto`.
     includes = [f"-Ielasticcb/proto={ROOT / 'proto'}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
-    outputs = [f"--{kind}_out={package_root}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={package_root}" for kind in ("python", "pyi")]
     (package_root / "elasticcb" / "proto").mkdir(parents=True, exist_ok=True)
     status = protoc.main(["protoc", *includes, *outputs, f"elasticcb/proto/{PROTO}"])
     if status:

@@ -18,8 +18,8 @@ from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
 from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import MASTER_METHODS
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.bucket_map import BucketMap
@@ -48,7 +48,6 @@ class MasterClient:
 
     def __init__(self, address: str, patience_seconds: float = 60.0, access: Access = OPEN) -> None:
         self._connection = Connection(address, "the master", patience_seconds, access)
-        self._stub = MasterStub(self._connection.channel)
         self.access = access
         self.id = 0  # 0 until registered
         self.job = 0  # the present one; they count from 1
@@ -64,7 +63,7 @@ class MasterClient:
             request = pb.GetSettingsRequest(after_job=self.job, id=self.id, known_lost=len(self.lost_workers))
             if self.id:
                 request.stats.CopyFrom(self.measures.to_message())
-            answer = self._connection.call(self._stub.GetSettings, request, _LONG_POLL_SECONDS)
+            answer = self._call("GetSettings", request, _LONG_POLL_SECONDS)
             self.lost_workers.update(answer.lost_workers)
             if answer.over:
                 return
@@ -79,12 +78,12 @@ class MasterClient:
             dataset: the number of a per-worker dataset: what makes it, instead.
         """
         request = pb.GetProgramRequest(job=self.job, dataset=dataset)
-        return bytes(self._connection.call(self._stub.GetProgram, request).program)
+        return bytes(self._call("GetProgram", request).program)
 
     def index_of(self, mode: str, file: str) -> bytes:
         """Where records of a file of the job's data begin; b"" when the master does not know that, or not yet."""
         request = pb.GetIndexRequest(job=self.job, mode=mode, file=file)
-        return bytes(self._connection.call(self._stub.GetIndex, request).index)
+        return bytes(self._call("GetIndex", request).index)
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
         """Joins the present job, ready to serve or to work; returns the place taken."""
@@ -97,7 +96,7 @@ class MasterClient:
             id=self.id,
             job=self.job,
         )
-        answer = self._connection.call(self._stub.Register, request)
+        answer = self._call("Register", request)
         self.id = answer.id
         return int(answer.index)
 
@@ -110,7 +109,7 @@ class MasterClient:
         """
         while True:
             request = pb.GetClusterRequest(id=self.id, unreachable=unreachable, map_version=map_version)
-            answer = self._connection.call(self._stub.GetCluster, request, _LONG_POLL_SECONDS)
+            answer = self._call("GetCluster", request, _LONG_POLL_SECONDS)
             if answer.ready:
                 return answer
 
@@ -133,28 +132,28 @@ class MasterClient:
     def get_task(self, leases: Iterable[int]) -> Any:
         """The `GetTaskResponse`; waits for some time when there is nothing to do."""
         request = pb.GetTaskRequest(worker_id=self.id, leases=leases)
-        return self._connection.call(self._stub.GetTask, request, _LONG_POLL_SECONDS)
+        return self._call("GetTask", request, _LONG_POLL_SECONDS)
 
     def report_progress(self, progress: pb.ReportProgressRequest) -> Any:
         progress.worker_id = self.id
         progress.stats.CopyFrom(self.measures.to_message())
-        return self._connection.call(self._stub.ReportProgress, progress)
+        return self._call("ReportProgress", progress)
 
     def split_task(self, lease: int, end: int) -> Any:
         """This worker will do the first `end` records of the leased shard, and no more."""
         request = pb.SplitTaskRequest(worker_id=self.id, split=pb.Split(lease=lease, end=end))
-        return self._connection.call(self._stub.SplitTask, request)
+        return self._call("SplitTask", request)
 
     def report_done(self, report: pb.ReportTaskRequest) -> Any:
         report.worker_id, report.succeeded = self.id, True
-        return self._connection.call(self._stub.ReportTask, report)
+        return self._call("ReportTask", report)
 
     def report_failed(self, lease: int, error: str, traceback: str, fatal: bool) -> Any:
         request = pb.ReportTaskRequest(worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal)
-        return self._connection.call(self._stub.ReportTask, request)
+        return self._call("ReportTask", request)
 
     def stop_training(self, reason: str) -> None:
-        self._connection.call(self._stub.StopTraining, pb.StopTrainingRequest(worker_id=self.id, reason=reason))
+        self._call("StopTraining", pb.StopTrainingRequest(worker_id=self.id, reason=reason))
 
     def leave(
         self,
@@ -174,7 +173,7 @@ class MasterClient:
         request = pb.LeaveRequest(
             id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
         )
-        self._connection.call(self._stub.Leave, request, deadline_seconds=5.0, patience_seconds=1.0)
+        self._call("Leave", request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def warn(self, subject: str, text: str) -> None:
         """Shows the user something, once for each `subject`, if the master can be reached now."""
@@ -182,11 +181,11 @@ class MasterClient:
         warning = pb.CallbackWarning(subject=subject, text=text)
         request = pb.ReportProgressRequest(worker_id=self.id, warnings=[warning])
         with contextlib.suppress(ElasticCBError):
-            self._connection.call(self._stub.ReportProgress, request, deadline_seconds=5.0, patience_seconds=1.0)
+            self._call("ReportProgress", request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def scale(self, workers: int) -> int:
         """Asks for another number of workers; answers how many there were to be."""
-        return int(self._connection.call(self._stub.Scale, pb.ScaleRequest(workers=workers)).before)
+        return int(self._call("Scale", pb.ScaleRequest(workers=workers)).before)
 
     def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
         """Asks for another number of parameter servers, and waits until they hold the model; says what was done, ""
@@ -200,7 +199,7 @@ class MasterClient:
         request = pb.ScaleRequest(servers=servers)
         told = ""
         while True:
-            answer = self._connection.call(self._stub.Scale, request, _LONG_POLL_SECONDS)
+            answer = self._call("Scale", request, _LONG_POLL_SECONDS)
             if answer.error:
                 raise UsageError(answer.error)
             if answer.done:
@@ -215,13 +214,18 @@ class MasterClient:
 
         Raises `UsageError` when the job can't be ended so.
         """
-        answer = self._connection.call(self._stub.Stop, pb.StopRequest())
+        answer = self._call("Stop", pb.StopRequest())
         return answer.pid, answer.host
 
     def status(self) -> dict[str, Any]:
         """The job's state, as `elasticcb status --json` shows it."""
-        document: dict[str, Any] = json.loads(self._connection.call(self._stub.Status, pb.StatusRequest()).status)
+        document: dict[str, Any] = json.loads(self._call("Status", pb.StatusRequest()).status)
         return document
+
+    def _call(
+        self, method: str, request: Any, deadline_seconds: float = 60.0, patience_seconds: float | None = None
+    ) -> Any:
+        return self._connection.call(MASTER_METHODS[method], request, deadline_seconds, patience_seconds)
 
     def close(self) -> None:
         self._connection.close()

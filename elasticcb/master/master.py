@@ -22,10 +22,10 @@ from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.watchdog import Watchdog
-from elasticcb.proto.elasticcb_pb2_grpc import add_MasterServicer_to_server
 from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.message_service import MessageService
 from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import MASTER_SERVICE
+from elasticcb.rpc.services import MASTER_METHODS, MASTER_SERVICE
 from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.settings import MOST_WORKERS, ClusterSettings
 
@@ -67,7 +67,7 @@ class Master:
         servicer = MasterServicer(
             self.calls, self.server_scaling, self.watchdog.doubt, self.observe, cluster.silence_seconds
         )
-        add_MasterServicer_to_server(servicer, self._server.grpc_server)
+        self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
         self._metrics: MetricsServer | None = None
         if cluster.metrics_port is not None:
             self._metrics = MetricsServer(self.observe, lambda: self.desk.ready, host, cluster.metrics_port)

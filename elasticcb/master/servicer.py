@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import grpc
+from typing import Any
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.data.mode import MODES
-from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.errors import WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
@@ -24,8 +22,6 @@ from elasticcb.model.metric_messages import from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.proto.elasticcb_pb2_grpc import MasterServicer as Generated
-from elasticcb.rpc.call_errors import ERROR_KEY
 
 _KINDS = {
     DecisionKind.TASK: pb.GetTaskResponse.TASK,
@@ -36,26 +32,8 @@ _ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
 # Well below the callers' own deadline, so that an answer is always on its way.
 LONG_POLL_SECONDS = 10.0
 
-Answer = TypeVar("Answer")
 
-
-def _answered(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Turns this project's errors into gRPC statuses."""
-
-    def answer(self: MasterServicer, request: Any, context: grpc.ServicerContext) -> Answer:
-        try:
-            return function(self, request, context)
-        except WireError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except ElasticCBError as error:
-            context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        raise AssertionError("abort raises")
-
-    return answer
-
-
-class MasterServicer(Generated):
+class MasterServicer:
     """Thin: everything is decided elsewhere.
 
     Args:
@@ -78,7 +56,6 @@ class MasterServicer(Generated):
         # The next call is the sign that the process lives.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
-    @_answered
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
         if request.HasField("stats"):
             self._calls.note_stats(request.id, Stats.from_message(request.stats))
@@ -89,21 +66,17 @@ class MasterServicer(Generated):
             return pb.GetSettingsResponse(over=over, lost_workers=lost)
         return pb.GetSettingsResponse(settings=settings.to_json(), job=job, lost_workers=lost)
 
-    @_answered
     def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
         return pb.GetProgramResponse(program=self._calls.program_of(request.job, request.dataset))
 
-    @_answered
     def GetIndex(self, request: Any, context: Any) -> pb.GetIndexResponse:
         return pb.GetIndexResponse(index=self._calls.index_of(request.job, request.mode, request.file))
 
-    @_answered
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
         role = _role(request.role)
         member = self._calls.register(role, request.index, request.address, request.pid, request.host, request.job)
         return pb.RegisterResponse(id=member.id, index=member.index)
 
-    @_answered
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:
         if request.unreachable:
             self._doubt(request.unreachable)
@@ -122,7 +95,6 @@ class MasterServicer(Generated):
             map_version=cluster.map_version,
         )
 
-    @_answered
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
         decision = self._calls.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
@@ -131,7 +103,6 @@ class MasterServicer(Generated):
             answer.task.CopyFrom(_to_message(decision.lease, payload))
         return answer
 
-    @_answered
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
         answer = self._calls.report_progress(
             request.worker_id,
@@ -156,12 +127,10 @@ class MasterServicer(Generated):
             split=None if split is None else pb.Split(lease=split.lease, end=split.end),
         )
 
-    @_answered
     def SplitTask(self, request: Any, context: Any) -> pb.SplitTaskResponse:
         answer = self._calls.split(request.worker_id, request.split.lease, request.split.end)
         return pb.SplitTaskResponse(accepted=answer.accepted, reason=answer.reason)
 
-    @_answered
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
         if not request.succeeded:
             outcome = self._calls.report_failed(
@@ -181,12 +150,10 @@ class MasterServicer(Generated):
             )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
 
-    @_answered
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
         self._calls.stop_training(request.reason, request.worker_id)
         return pb.StopTrainingResponse()
 
-    @_answered
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         if request.id:
             self._calls.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
@@ -194,7 +161,6 @@ class MasterServicer(Generated):
             self._calls.not_started(_role(request.role), request.index, request.error, request.traceback)
         return pb.LeaveResponse()
 
-    @_answered
     def Scale(self, request: Any, context: Any) -> pb.ScaleResponse:
         answer = pb.ScaleResponse()
         if request.workers:
@@ -206,11 +172,9 @@ class MasterServicer(Generated):
                 answer.moved, answer.error, answer.waits_for = wish.moved, wish.error, wish.waits_for
         return answer
 
-    @_answered
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
         return pb.StatusResponse(status=json.dumps(document(self._observe())))
 
-    @_answered
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
         self._calls.interrupt()
         return pb.StopResponse(pid=os.getpid(), host=host_name())

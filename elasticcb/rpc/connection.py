@@ -9,7 +9,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -61,7 +60,7 @@ class Connection:
         self._making = threading.Lock()
 
     def transport_of(self, method: Method) -> Transport:
-        """By which the frames of a method go."""
+        """By which the messages of a method go."""
         if not method.shared:
             return self._grpc
         with self._making:
@@ -94,7 +93,7 @@ class Connection:
 
     def call(
         self,
-        method: Method | Callable[..., Any],
+        method: Method,
         request: Any,
         deadline_seconds: float = 60.0,
         patience_seconds: float | None = None,
@@ -102,7 +101,7 @@ class Connection:
         """Calls `method` until it answers.
 
         Args:
-            method: of frames; or one of a stub, of plain messages.
+            request: a frame, or a message, as the method has them.
 
         Raises:
             ConnectionLostError: the server was out of reach for longer than the patience.
@@ -111,16 +110,13 @@ class Connection:
             HandlerError: the server has a defect.
             ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
         """
-        if isinstance(method, Method):
-            send: Callable[..., Any] = functools.partial(self.transport_of(method).call, method)
-        else:
-            send = method
+        transport = self.transport_of(method)
         patience = self._patience if patience_seconds is None else patience_seconds
         begun = time.monotonic()
         pause = 0.05
         while True:
             try:
-                answer = send(request, timeout=deadline_seconds, metadata=self.metadata)
+                answer = transport.call(method, request, deadline_seconds, self.metadata)
                 self._answered = True
                 return answer
             except ValueError as error:  # as gRPC says that a channel is closed

@@ -14,11 +14,12 @@ _PIECE = "Piece"
 
 @dataclass(frozen=True)
 class Method:
-    """A method whose messages are frames.
+    """A method of a service.
 
     Attributes:
+        framed: its messages are frames; else they are plain messages.
         service: its full name.
-        request, response: the messages that are the headers of the frames.
+        request, response: its messages, or the headers of the frames.
         transient: the handler keeps no array of a request beyond the call, so that none has to be copied out of shared
             memory.
         control: it waits for nothing. However many other calls run, it is answered.
@@ -30,6 +31,7 @@ class Method:
     name: str
     request: type[Any]
     response: type[Any]
+    framed: bool = True
     transient: bool = False
     control: bool = False
     shared: bool = True
@@ -60,6 +62,7 @@ class Method:
 
 def _methods(
     service: str,
+    framed: bool = True,
     transient: Collection[str] = (),
     control: Collection[str] = (),
     whole: Collection[str] = (),
@@ -73,9 +76,10 @@ def _methods(
             method.name,
             getattr(pb, method.input_type.name),
             getattr(pb, method.output_type.name),
+            framed=framed,
             transient=method.name in transient,
             control=method.name in control,
-            shared=method.name not in whole,
+            shared=framed and method.name not in whole,
             often=method.name in often,
         )
         for method in described.methods
@@ -87,6 +91,7 @@ MASTER_SERVICE, PS_SERVICE = (pb.DESCRIPTOR.services_by_name[name].full_name for
 
 LIVE_PATH, READY_PATH = "/healthz", "/readyz"  # of health checks by HTTP, on the port of the master's metrics
 
+MASTER_METHODS = _methods("Master", framed=False)
 PS_METHODS = _methods(
     "ParameterServer",
     transient={"Exchange"},

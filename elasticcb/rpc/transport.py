@@ -75,7 +75,7 @@ class Transport(ABC):
 
 
 class GrpcTransport(Transport):
-    """Whole frames in messages of gRPC, to any machine.
+    """Whole frames in messages of gRPC, to any machine; plain messages, too.
 
     Args:
         channel: to the server; whoever has opened it closes it.
@@ -84,6 +84,12 @@ class GrpcTransport(Transport):
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
         self._senders: dict[str, Any] = {}
+
+    def call(self, method: Method, frame: Any, timeout: float, metadata: Metadata = ()) -> Any:
+        if method.framed:
+            return super().call(method, frame, timeout, metadata)
+        answer = self.raw(method.path)(frame.SerializeToString(), timeout=timeout, metadata=metadata)
+        return method.response.FromString(answer)
 
     def raw(self, path: str) -> Any:
         """What sends bytes to a method."""

@@ -16,8 +16,8 @@ from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import running_master
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.proto.elasticcb_pb2_grpc import MasterStub
 from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import MASTER_METHODS
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import diagnose
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
@@ -58,7 +58,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     stranger = Connection(master.address, "the master", access=Access("guess", master.access.tls))
     for _ in range(10):
         with pytest.raises(ConnectionLostError, match="UNAUTHENTICATED"):
-            stranger.call(MasterStub(stranger.channel).GetSettings, pb.GetSettingsRequest())
+            stranger.call(MASTER_METHODS["GetSettings"], pb.GetSettingsRequest())
     stranger.close()
 
     client = MasterClient(master.address, access=master.access)
