@@ -112,8 +112,8 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
     """As a server makes them."""
     import tensorflow as tf
 
-    from elasticcb.compute.concrete_call import quick_call
     from elasticcb.layers.initial_values import InitialValues
+    from elasticcb.tf.concrete_call import quick_call
 
     values = InitialValues("uniform", 1, vocabulary, dim)
     make = quick_call(lambda ids: [values(ids)], [tf.TensorSpec([None], tf.int64)])

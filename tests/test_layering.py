@@ -25,7 +25,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"process": "one process: its logs, its signals, its limits, what it counts of itself"},
     {"security": "who may take part in a job: its token, and certificates"},
     {"rpc": "bytes between processes: servers, connections, frames; memory and sockets shared on one machine"},
-    {"compute": "the seam to the framework that computes: tensors, variables, compiled functions"},
+    {"tf": "what is used of TensorFlow besides Keras: tensors and arrays, variables, compiled functions"},
     {"sharding": "which server holds what: dense weights, and rows of embedding tables"},
     {"optimizers": "Keras optimizers taken apart: what they are given and remember, and what of it can be split"},
     {"serialization": "Keras and Python objects as bytes"},
@@ -36,6 +36,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"model": "what a job runs: the user's model, its weights, losses, metrics and input pipeline"},
     {"predictions": "what a model predicts, as columns and as files"},
     {"layers": "embedding layers whose rows are on the servers"},
+    {"compute": "the seam to the framework that computes: `backend.py` is the interface, one backend a file or folder"},
     {"clients": "how the processes of a job call each other"},
     {"cluster": "who starts processes: this machine, Kubernetes, Ray, threads, people"},
     {

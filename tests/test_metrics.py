@@ -115,7 +115,7 @@ def test_merged_tasks_equal_one_process_over_all_records():
         metrics.reset()
         batch = (X[task], Y[task], WEIGHT[task])
         model.test_step(batch)
-        states = {name: [np.array(v) for v in values] for name, values in metrics.state_tensors().items()}
+        states = metrics.states()
         of_tasks.append(from_metric_states(to_metric_states(states)))
         outputs.append((Y[task], model.predict_on_batch(X[task]), WEIGHT[task]))
 
@@ -153,7 +153,7 @@ def test_metric_named_like_one_of_the_model_keeps_its_own_state():
     model, metrics = make({"loss": keras.metrics.MeanAbsoluteError()})
     assert sorted(metrics.units()) == ["loss", "loss_2"]
     model.test_step((X, Y))
-    states = {name: [np.array(v) for v in values] for name, values in metrics.state_tensors().items()}
+    states = metrics.states()
     expected = metrics.results()
     metrics.load(states)
     assert metrics.results() == expected

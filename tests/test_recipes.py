@@ -206,6 +206,40 @@ def test_a_setting(copy):
     assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}
 
 
+def test_a_compute_backend(copy):
+    copy.make(
+        "elasticcb/compute/my_framework.py",
+        """
+        from elasticcb.compute.backend import Backend
+
+
+        class MyFramework(Backend):
+            def build(self, spec, model, batch, mode): ...
+
+            def computation(self, model, metrics, specs, partition, wire_dtype): ...
+
+            def placed(self, model, specs, num_ps, exchange): ...
+        """,
+    )
+    copy.insert(
+        "elasticcb/compute/registry.py",
+        '    "tensorflow": (',
+        '    "my_framework": ("elasticcb.compute.my_framework", "MyFramework"),\n',
+    )
+    printed = copy.run(
+        """
+        import keras
+
+        from elasticcb.compute.registry import backend
+
+        keras.backend.backend = lambda: "my_framework"
+        print(type(backend()).__name__)
+        """
+    )
+    assert printed == "MyFramework\n"
+    assert copy.touched == files_of("A compute backend")
+
+
 def test_an_update_rule(copy):
     copy.insert(
         "elasticcb/settings/training.py",

@@ -133,7 +133,7 @@ class PSClient:
         self._find, self._find_map = find, find_map
         self._closed = False
         self._servers: list[KnownServer] = []
-        self._blocks_before: Blocks = PlacedBlocks((), ())
+        self._blocks_before = PlacedBlocks((), ())
         self.follow(Places(addresses, ids or [0] * len(addresses), buckets or even(len(addresses))))
 
     @property
@@ -186,7 +186,7 @@ class PSClient:
         return Link(index, *place, self._patience, self._access)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> PlacedBlocks:
         """The newest weights pulled."""
         servers, parts = self._present
         if not all(server.pulled for server in servers):  # their number has changed
@@ -198,7 +198,7 @@ class PSClient:
         """Of the newest weights pulled, as the first server counts it; -1: none of the present one."""
         return self._servers[0].version
 
-    def pull(self) -> Blocks:
+    def pull(self) -> PlacedBlocks:
         """Fetches what is newer than the weights at hand."""
         with self._exchanging:
             self._measured(
@@ -285,10 +285,10 @@ class PSClient:
             with contextlib.suppress(ServerReplacedError):
                 return joined(list(self._table_pieces(variable)))
 
-    def pull_snapshot(self, evaluation_round: int) -> Blocks:
+    def pull_snapshot(self, evaluation_round: int) -> PlacedBlocks:
         """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
 
-        def pull() -> Blocks:
+        def pull() -> PlacedBlocks:
             request = pb.ExchangeRequest(
                 pull=True,
                 known_version=-1,
@@ -303,7 +303,7 @@ class PSClient:
             return PlacedBlocks(kept, self.partition)
 
         with self._exchanging:
-            blocks: Blocks = self._by_present_map(pull)
+            blocks: PlacedBlocks = self._by_present_map(pull)
             return blocks
 
     def push(

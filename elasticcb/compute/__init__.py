@@ -1,1 +1,1 @@
-"""The seam to the framework that computes: arrays and tensors, variables, compiled functions."""
+"""The seam to the framework that computes: `backend.py` is the interface, each backend stands in `registry.py`."""

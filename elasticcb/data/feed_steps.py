@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from elasticcb.errors import DataError, ModelFileError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 # What a `feed` must not do, by TensorFlow's name of the dataset: its iterator is made anew for each task.
 _REFUSED = {
@@ -23,7 +20,7 @@ _REFUSED = {
 _ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
 
 
-def check_feed(raw: tf.data.Dataset, fed: tf.data.Dataset, what: str) -> None:
+def check_feed(raw: Any, fed: Any, what: str) -> None:
     """Raises `ModelFileError` when `what`, a feed, does what breaks the accounting of records."""
     if all(step is not raw for step in _steps(raw, fed)):
         raise ModelFileError(
@@ -39,7 +36,7 @@ def check_feed(raw: tf.data.Dataset, fed: tf.data.Dataset, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
-def told_of(raw: tf.data.Dataset) -> str:
+def told_of(raw: Any) -> str:
     """Says what a feed is given."""
     import keras
 
@@ -48,7 +45,7 @@ def told_of(raw: tf.data.Dataset) -> str:
     return f"Each record of the dataset that it is given is {record}{lines}."
 
 
-def keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
+def keeps_order(raw: Any, fed: Any) -> bool:
     """Whether `fed` holds one example per record of `raw`, in its order, every time.
 
     Known for chains of maps and the like; anything else counts as no.
@@ -60,7 +57,7 @@ def keeps_order(raw: tf.data.Dataset, fed: tf.data.Dataset) -> bool:
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
-def batch_error(error: tf.errors.OpError, name: str, start: int, end: int) -> DataError:
+def batch_error(error: Any, name: str, start: int, end: int) -> DataError:
     """What is raised when records [start, end) of a source can't be turned into batches.
 
     In TensorFlow's words, without the names of nodes and operations, and what to do where that is known. Without a
@@ -78,7 +75,7 @@ def batch_error(error: tf.errors.OpError, name: str, start: int, end: int) -> Da
     return DataError(f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {message}")
 
 
-def _steps(raw: tf.data.Dataset, fed: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+def _steps(raw: Any, fed: Any) -> Iterator[Any]:
     """What `feed` did to `raw`, from the last step to `raw` itself."""
     pending = [fed]
     while pending:

@@ -14,7 +14,7 @@ from elasticcb.data.content import Content, File, MemoryContent, SpooledContent,
 from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
-from elasticcb.data.reader import Metadata
+from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import CHUNK_BYTES
 from elasticcb.errors import DataError
 
@@ -104,12 +104,7 @@ class NumpyReader(FileReader):
 
     @property
     def element_spec(self) -> Any:
-        import tensorflow as tf
-
-        specs = {
-            name: tf.TensorSpec(shape, tf.string if dtype.kind in "SU" else dtype.newbyteorder("="))
-            for name, (dtype, shape) in self.first_opened().columns.items()
-        }
+        specs = specs_of_columns(self.first_opened().columns)
         return specs.get("", specs)
 
     @property

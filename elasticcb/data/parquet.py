@@ -13,7 +13,7 @@ from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
-from elasticcb.data.reader import Metadata
+from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:
@@ -165,12 +165,7 @@ class ParquetReader(FileReader):
 
     @property
     def element_spec(self) -> Any:
-        import tensorflow as tf
-
-        return {
-            name: tf.TensorSpec(shape, tf.string if dtype.kind == "O" else dtype)
-            for name, (dtype, shape) in self.first_opened().columns.items()
-        }
+        return specs_of_columns(self.first_opened().columns)
 
     @property
     def metadata(self) -> Metadata:

@@ -11,9 +11,12 @@ from elasticcb.data.stacking import CHUNK_RECORDS, stack_records
 from elasticcb.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
     import tensorflow as tf
 
     Feed = Callable[[tf.data.Dataset, str, "Metadata"], tf.data.Dataset]
+
+    Columns = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # by name, of one record
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,16 @@ class Reader(ABC):
     def default_feed(self) -> Feed | None:
         """The feed for model files that have none; None when the reader can't tell features from labels."""
         return None
+
+
+def specs_of_columns(columns: Columns) -> dict[str, tf.TensorSpec]:
+    """The `element_spec` of records of these columns; NumPy's strings and objects are strings."""
+    import tensorflow as tf
+
+    return {
+        name: tf.TensorSpec(shape, tf.string if dtype.kind in "OSU" else dtype.newbyteorder("="))
+        for name, (dtype, shape) in columns.items()
+    }
 
 
 def checked_sources(reader: Reader) -> list[Source]:

@@ -12,12 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.row_variables import RowVariable, fill
 from elasticcb.errors import ModelFileError, UsageError
 from elasticcb.layers.combiners import COMBINERS, combine
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.tf.row_variables import RowVariable, fill
 
 
 @keras.saving.register_keras_serializable(package="elasticcb")

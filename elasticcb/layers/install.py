@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from elasticcb.compute.row_variables import make_whole, untouched_zeros
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.table_layers import is_own, table_layers
 from elasticcb.rpc.tensors import Array
+from elasticcb.tf.row_variables import make_whole, untouched_zeros
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:

@@ -15,12 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.batch_signatures import Signatures, flat_tensors
-from elasticcb.compute.row_variables import make_free_rows, make_whole, untouched_zeros
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.id_graph import Recording, id_function
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering, table_layers
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.tf.batch_signatures import Signatures, flat_tensors
+from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
 
 Step = Callable[[Any], Any]
 # By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int32 of their shape.

@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.batch_signatures import specs_of
 from elasticcb.errors import describe
 from elasticcb.layers.id_graph import Recording, id_function
 from elasticcb.layers.lookups import Step, not_servable
 from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering, table_layers
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.tf.batch_signatures import specs_of
 
 logger = logging.getLogger(__name__)
 

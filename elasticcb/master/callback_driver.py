@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elasticcb.compute.convert import not_cached
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import unwrapped
+from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
 

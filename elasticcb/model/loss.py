@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
 
@@ -87,9 +86,10 @@ def _checked(value: Any, path: str) -> Any:
     try:
         if value is None or isinstance(value, Mapping):
             raise TypeError("no tensor")
-        tensor = tf.convert_to_tensor(value)
-        if not tensor.dtype.is_floating:
-            raise TypeError(f"of dtype {tensor.dtype.name}")
+        tensor = keras.ops.convert_to_tensor(value)
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if not keras.backend.is_float_dtype(dtype):
+            raise TypeError(f"of dtype {dtype}")
     except (TypeError, ValueError) as error:
         raise ModelFileError(
             f"`loss` in {path} returned {value!r} ({error}). Expected a floating-point tensor: one number for "
@@ -104,14 +104,14 @@ def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
             f"`feed` in {path} gives sample weights by output ({', '.join(map(str, sample_weight))}), and "
             "`loss` takes none, so they can't be told apart. Take `sample_weight` as a third argument."
         )
-    if not value.shape.rank:
+    if not len(value.shape):
         raise ModelFileError(
             f"`feed` in {path} gives sample weights, but `loss` returns one number for the whole batch, so "
             "they can't be applied. Return one loss per example, or take `sample_weight` as a third argument."
         )
     weight = keras.ops.cast(sample_weight, value.dtype)
-    while weight.shape.rank > value.shape.rank:
+    while len(weight.shape) > len(value.shape):
         weight = keras.ops.squeeze(weight, -1)
-    while weight.shape.rank < value.shape.rank:
+    while len(weight.shape) < len(value.shape):
         weight = keras.ops.expand_dims(weight, -1)
     return value * weight

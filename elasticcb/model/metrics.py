@@ -205,12 +205,16 @@ class ModelMetrics:
         for metric in self.units().values():
             metric.reset_state()
 
-    def state_tensors(self, outputs_too: bool = False) -> dict[str, list[Any]]:
-        """The present states as tensors, of all units that do not send outputs, or of all."""
+    def state_tensors(self) -> dict[str, list[Any]]:
+        """The present states of all units, as tensors; works inside a `tf.function`."""
+        return {unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables] for unit in self._units()}
+
+    def states(self) -> dict[str, list[np.ndarray]]:
+        """The present states of all units that do not send outputs."""
         return {
-            unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables]
+            unit.name: [variable.numpy() for variable in unit.metric.variables]
             for unit in self._units()
-            if outputs_too or self._transport(unit) is not MetricTransport.OUTPUTS
+            if self._transport(unit) is not MetricTransport.OUTPUTS
         }
 
     def training_units(self) -> frozenset[str]:

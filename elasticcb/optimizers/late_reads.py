@@ -11,7 +11,7 @@ from tensorflow.python.framework import op_callbacks  # no public name tells of 
 
 from elasticcb.errors import ModelFileError
 
-# Of those that take a variable: what tells nothing of its value. What assigns to it is worker/assignments.py's.
+# Of those that take a variable: what tells nothing of its value. compute/tensorflow/assignments.py has what assigns.
 _NO_READS = ("VariableShape", "VarIsInitializedOp", "Assign", "ResourceScatter", "ResourceStridedSliceAssign")
 # Back through a loop or a condition, TensorFlow hands over variables of which only the shapes are wanted.
 _BACKWARDS, _CALLS = "gradient_tape/", ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")

@@ -101,8 +101,8 @@ def write_optimizers(
 
     Raises `ElasticCBError`, before anything is changed, when the state is of another optimizer or model.
     """
-    from elasticcb.compute.row_variables import make_whole
     from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
+    from elasticcb.tf.row_variables import make_whole
 
     matches = _Matches()
     unused = {*state.slots, *state.extras, *state.shared}

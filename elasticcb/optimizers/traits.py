@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
+
+from elasticcb.rpc.tensors import Array
 
 # Their update of an element depends on nothing but that element, its gradient and its slots. A
 # subclass may have changed that, so the classes must be exactly these.
@@ -115,6 +118,14 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> kera
     if optimizer is None or isinstance(optimizer, MultiOptimizer):
         return None
     return optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
+
+
+def not_cached(number: float) -> Array:
+    """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
+
+    Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
+    """
+    return np.asarray(number)
 
 
 def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from elasticcb.compute.convert import array_of
+from elasticcb.tf.convert import array_of
 
 Array = npt.NDArray[Any]
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import keras
 import numpy as np
 
-from elasticcb.compute.convert import not_cached
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.optimizers.traits import clips_on_server, may_join
+from elasticcb.optimizers.traits import clips_on_server, may_join, not_cached
 from elasticcb.optimizers.variables import Leaf, Slot, optimizer_variables
 from elasticcb.ps.joined import Piece, groups_of, join
 

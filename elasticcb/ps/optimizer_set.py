@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.compute.convert import array_of
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.optimizers.state import Key, OptimizerState
 from elasticcb.optimizers.variables import Leaf, leaves
@@ -20,6 +19,7 @@ from elasticcb.ps.joined import Piece, assign
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.tf.convert import array_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.compute.concrete_call import quick_call
-from elasticcb.compute.convert import array_of, tensor_of
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.traits import may_update_rows
@@ -36,6 +34,8 @@ from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_state import TableState
+from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.convert import array_of, tensor_of
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)

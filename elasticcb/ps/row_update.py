@@ -11,8 +11,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.row_variables import make_free_rows
 from elasticcb.ps.optimizer import ServerOptimizer
+from elasticcb.tf.row_variables import make_free_rows
 
 
 class RowClone:

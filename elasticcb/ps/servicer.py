@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.checkpoint import parts
-from elasticcb.compute.convert import forget_kernels
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
@@ -55,6 +54,7 @@ from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
+from elasticcb.tf.convert import forget_kernels
 
 Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)

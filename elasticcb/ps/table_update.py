@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from elasticcb.compute.concrete_call import quick_call
-from elasticcb.compute.convert import array_of, tensor_of
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
@@ -24,6 +22,8 @@ from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.row_update import RowClone
 from elasticcb.rpc.tensors import aligned
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.convert import array_of, tensor_of
 
 Array = npt.NDArray[Any]
 

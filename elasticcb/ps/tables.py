@@ -13,8 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.concrete_call import quick_call
-from elasticcb.compute.convert import array_of
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join
@@ -29,6 +27,8 @@ from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Rows
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
+from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.convert import array_of
 
 _IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
 

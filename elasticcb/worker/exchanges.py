@@ -53,7 +53,7 @@ class Exchanges:
         Args:
             coming: the next batches; the rows that they need are fetched, too.
         """
-        wanted = [batch for batch in coming if batch.wanted and id(batch) not in self._rows]
+        wanted = [batch for batch in coming if batch.ids and id(batch) not in self._rows]
         first = wanted[0] if wanted else None
         answer = self._run(self._ps.push, push, learning_rate, pull, None if first is None else first.ids)
         if first is not None:
@@ -72,7 +72,7 @@ class Exchanges:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _lookup(self, batch: Batch) -> dict[int, Any]:
-        return self._ps.lookup(batch.ids, create=True, pull=self._pull_with_rows) if batch.wanted else {}
+        return self._ps.lookup(batch.ids, create=True, pull=self._pull_with_rows) if batch.ids else {}
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         if self._pool is not None:

@@ -82,29 +82,29 @@ class FunctionWorker:
         """
         self._index = self._client.register(pb.WORKER, self._index)
         cluster = self._client.wait_for_cluster()
-        self._progress = ProgressReporter(self._client)
+        progress = ProgressReporter(self._client)
         try:
             if self._model is not None:
                 self._placed = PlacedModel(self._model, cluster, self._client, self._settings)
             _here.worker = self
             while True:
-                self._progress.raise_error()
+                progress.raise_error()
                 answer = self._client.get_task(())
                 if answer.kind == pb.GetTaskResponse.FINISHED:
                     return
                 if answer.kind == pb.GetTaskResponse.TASK:
-                    self._run_task(answer.task)
+                    self._run_task(answer.task, progress)
         finally:
             _here.worker = None
-            self._progress.stop()
+            progress.stop()
             if self._placed is not None:
                 self._placed.close()
 
-    def _run_task(self, task: Any) -> None:
+    def _run_task(self, task: Any, progress: ProgressReporter) -> None:
         # The sign that keeps the lease alive, however long the function takes.
-        self._progress.update(task.lease, 0, 0)
+        progress.update(task.lease, 0, 0)
         result = self._result(pickle.loads(task.payload))
-        self._progress.clear()
+        progress.clear()
         version = 0 if self._placed is None else self._placed.version
         report = pb.ReportTaskRequest(lease=task.lease, version=version, result=pickle.dumps(result))
         answer = self._client.report_done(report)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.compute.convert import not_cached
 from elasticcb.optimizers.step_logs import is_overridden
-from elasticcb.optimizers.traits import learning_rate_variable
+from elasticcb.optimizers.traits import learning_rate_variable, not_cached
 
 
 class WorkerRate:

@@ -10,20 +10,21 @@ from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, ProgressReporter, places_of
 from elasticcb.clients.ps import PSClient
+from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
-from elasticcb.model.weights import prime, variable_specs
+from elasticcb.model.weights import variable_specs
 from elasticcb.settings import JobSettings, Mode
-from elasticcb.sharding.flat_blocks import Blocks
+from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
-from elasticcb.worker.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class BuiltModel:
         self.model = spec.build_model()
         self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
-        prime(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
+        backend().build(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
         self.metrics.reset()
         logger.info("The model is built")
 
@@ -91,7 +92,9 @@ class Session:
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
         self.ps = _client_of(built, cluster)
-        self.trainer = Trainer(self.model, self.metrics, self.ps.specs, self.ps.partition, training.wire_dtype)
+        self.computation = backend().computation(
+            self.model, self.metrics, self.ps.specs, self.ps.partition, training.wire_dtype
+        )
         self.exchanges = Exchanges(self.ps, training.max_staleness, training.get_model_steps == 1)
         self.ps.pull()
         self.rate = WorkerRate(self.model, self.ps)
@@ -107,12 +110,12 @@ class Session:
         )
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
-        self.input = TaskInput(client, self.pipeline, self.trainer.lookups)
+        self.input = TaskInput(client, self.pipeline, self.computation.prepare)
         self.progress.on_leave = self.input.leave
         self.progress.on_split = self.input.wake
         self.stop_told = False
-        self._snapshot: tuple[int, Blocks] = (0, [])  # an evaluation round and its weights
-        self._assigned: Blocks | None = None  # what the model's variables hold
+        self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation round and its weights
+        self._assigned: PlacedBlocks | None = None  # what the model's variables hold
 
     def close(self) -> None:
         """Ends threads and connections."""
@@ -140,10 +143,10 @@ class Session:
 
     # ------------------------------------------------------------ weights of the model
 
-    def show(self, blocks: Blocks) -> None:
+    def show(self, blocks: PlacedBlocks) -> None:
         """Makes `callback.model` hold `blocks`."""
         if self._assigned is None or any(map(operator.is_not, blocks, self._assigned)):
-            self.trainer.assign(blocks)
+            self.computation.set_weights(blocks)
             self._assigned = blocks
 
     def forget_shown(self) -> None:
@@ -152,13 +155,17 @@ class Session:
 
     def show_snapshot(self, evaluation_round: int) -> None:
         """Makes it hold the weights of an evaluation round."""
-        if evaluation_round != self._snapshot[0]:
+        if self._snapshot is None or evaluation_round != self._snapshot[0]:
             self._snapshot = (evaluation_round, self.ps.pull_snapshot(evaluation_round))
         self.show(self._snapshot[1])
 
     def drop_snapshot(self) -> None:
         """It is as large as the model."""
-        self._snapshot = (0, [])
+        self._snapshot = None
+
+    def show_tables(self) -> None:
+        """Makes it hold all rows of its embedding tables; no further batch comes."""
+        self.computation.hold_tables(whole_tables(self.ps.specs, self.ps.read_table, self.settings.directory))
 
     def begin_training_pass(self) -> None:
         """The master's callbacks may have set the learning rate at the end of the epoch before."""

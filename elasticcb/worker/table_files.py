@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import numpy as np
 
 from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
 
 _CHUNK_ROWS = 1 << 16
+
+
+def whole_tables(
+    specs: Sequence[VariableSpec], read: Callable[[int], Iterable[tuple[Array, Array]]], folder: str
+) -> Iterator[tuple[int, Array, Array]]:
+    """(variable, ids, rows) of each table among the variables.
+
+    Args:
+        read: gives (ids [n], rows [n, dim]) of a table, by its index, in pieces.
+        folder: with room for the rows.
+    """
+    for index, spec in enumerate(specs):
+        if spec.table:
+            table = TableSpec.from_json(spec.table)
+            yield index, *collect(read(index), folder, 0 if table.initializer else table.input_dim or 0)
 
 
 def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) -> tuple[Array, Array]:

@@ -12,15 +12,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.compute.convert import array_of
+from elasticcb.compute.backend import Prepared
 from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError
-from elasticcb.layers.lookups import Wanted
-from elasticcb.model.input_pipeline import Pipeline, records_in
+from elasticcb.model.input_pipeline import Pipeline
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
@@ -40,15 +39,17 @@ class TaskStarted:
 class Batch:
     """One batch of the task that started last."""
 
-    data: Any
-    records: int
+    inputs: Prepared
     units: int  # of the shard: records, or 1 where it counts batches
-    wanted: Wanted = field(default_factory=dict)  # rows of embedding tables, as `Trainer.lookups` gives
 
     @property
-    def ids(self) -> dict[int, Array]:
+    def records(self) -> int:
+        return self.inputs.records
+
+    @property
+    def ids(self) -> Mapping[int, Array]:
         """By embedding table, the unique ids that the batch looks up."""
-        return {table: array_of(ids) for table, (ids, _) in self.wanted.items()}
+        return self.inputs.ids
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TaskInput:
 
     Args:
         pipeline_of: opens the input of a mode.
-        lookups: by mode, what gives `Batch.wanted` for a batch.
+        prepare: makes a batch ready, as `Computation.prepare`.
 
     Attributes:
         leaving: whether this process was asked to end.
@@ -89,12 +90,12 @@ class TaskInput:
         self,
         client: MasterClient,
         pipeline_of: Callable[[Mode], Pipeline],
-        lookups: Mapping[str, Callable[[Any], Any]],
+        prepare: Callable[[Any, Mode], Prepared],
         buffer_batches: int = 4,
     ) -> None:
         self._client = client
         self._pipeline_of = pipeline_of
-        self._lookups = lookups
+        self._prepare = prepare
         self._taken: deque[Event] = deque()  # out of the queue, to look at what comes
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
@@ -184,9 +185,9 @@ class TaskInput:
             started = True
             units = 0
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, task.epoch):
-                units += pipeline.units_in(data)
-                wanted = self._lookups[mode](data)
-                self._put(Batch(data, records_in(data), pipeline.units_in(data), wanted))
+                batch = Batch(self._prepare(data, mode), pipeline.units_in(data))
+                units += batch.units
+                self._put(batch)
                 if self._stopped.is_set() or task.lease not in self._leases:
                     return  # nobody wants the rest
         except Exception as error:

@@ -28,7 +28,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import Command, NonFinite
 from elasticcb.worker.session import Session
 from elasticcb.worker.task_input import Batch, TaskStarted
-from elasticcb.worker.trainer import TrainResult
+from elasticcb.worker.trainer import TrainResult, train
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class TaskRun:
         session.progress.update(self.task.lease, 0, session.ps.version)
         if session.callbacks.wants("on_train_end"):
             session.show(session.ps.pull())
-            session.trainer.show_tables(session.ps.read_table, session.settings.directory)
+            session.show_tables()
         session.call("on_train_end", {})
 
     # ------------------------------------------------------------ batches
@@ -157,10 +157,11 @@ class TaskRun:
         session.call_of_batch("on_train_batch_begin", session.ps.version, {"batch": index, "size": batch.records})
         while True:
             started = time.perf_counter()
-            rows = session.exchanges.rows_of(batch) if batch.wanted else {}
+            rows = session.exchanges.rows_of(batch) if batch.ids else {}
             version = session.ps.weights_version
             with session.progress.computing(self.task.lease):
-                result = session.trainer.train(batch.data, session.ps.blocks, session.ps.version, batch.wanted, rows)
+                weights, specs = session.ps.blocks, session.ps.specs
+                result = train(session.computation, specs, batch.inputs, weights, session.ps.version, rows)
             session.forget_shown()
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)
@@ -225,9 +226,9 @@ class TaskRun:
     def _evaluate(self, batch: Batch, index: int) -> None:
         session = self._session
         session.call("on_test_batch_begin", index, {"size": batch.records})
-        rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.wanted else {}
+        rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.ids else {}
         with session.progress.computing(self.task.lease):
-            logs, outputs = session.trainer.evaluate(batch.data, batch.wanted, rows)
+            logs, outputs = session.computation.evaluate(batch.inputs, rows)
         if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._note_event(batch, session.ps.snapshot_version)
@@ -236,9 +237,9 @@ class TaskRun:
     def _predict(self, batch: Batch, index: int) -> None:
         session = self._session
         session.call("on_predict_batch_begin", index, {"size": batch.records})
-        rows = session.ps.lookup(batch.ids) if batch.wanted else {}
+        rows = session.ps.lookup(batch.ids) if batch.ids else {}
         with session.progress.computing(self.task.lease):
-            predictions = session.trainer.predict(batch.data, batch.wanted, rows)
+            predictions = session.computation.predict(batch.inputs, rows)
         if session.reports_predictions:
             self._outputs.append(flatten_outputs(predictions))
         self._note_event(batch, session.ps.version)
@@ -313,8 +314,7 @@ class TaskRun:
         session.progress.clear()
         report.exhausted, report.records_done = exhausted, self._units_done
         if self.task.type == pb.EVALUATION:
-            tensors = session.metrics.state_tensors()
-            self._states = {name: [tensor.numpy() for tensor in values] for name, values in tensors.items()}
+            self._states = session.metrics.states()
         elif self.task.type == pb.TRAINING:
             merge = session.metrics.merge_states
             self._states = {name: merge(name, batches) for name, batches in self._batch_states.items()}

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticcb.compute.backend import Prepared
 from elasticcb.errors import ConnectionLostError, DataError
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.settings import Mode
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 
-NO_LOOKUPS = dict.fromkeys(("training", "evaluation", "prediction"), lambda batch: {})
+
+def prepared(data: Any, mode: Mode) -> Prepared:
+    return Prepared(data, len(data))
 
 
 class Master:
@@ -51,7 +55,7 @@ def two_batches() -> Iterator[Any]:
 
 def test_leases_are_named_until_they_are_released() -> None:
     master = Master([1, 2])
-    events = TaskInput(master, lambda mode: pipeline(two_batches), NO_LOOKUPS, buffer_batches=100)
+    events = TaskInput(master, lambda mode: pipeline(two_batches), prepared, buffer_batches=100)
     assert [master.held.get(timeout=30) for _ in range(3)] == [[], [1], [1, 2]]
     events.release(1)
     master.tasks.put(3)
@@ -70,7 +74,7 @@ def test_the_rest_of_a_task_that_was_given_up_is_not_read() -> None:
         while True:
             yield np.zeros(4)
 
-    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless), NO_LOOKUPS)
+    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless), prepared)
     stream = iter(events)
     assert [type(next(stream)) for _ in range(2)] == [TaskStarted, Batch]
     events.release(1)
@@ -84,7 +88,7 @@ def test_an_error_of_the_reader_ends_its_task_alone() -> None:
         raise DataError("record 4 is torn")
 
     pipelines = iter([pipeline(broken), pipeline(two_batches)])
-    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines), NO_LOOKUPS))
+    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines), prepared))
     assert [event.error for event in events if isinstance(event, TaskRead)][1] is None
     assert str(events[2].error) == "record 4 is torn"
     assert events[-1] == Finished(None)
@@ -95,12 +99,12 @@ def test_whatever_ends_the_input_reaches_who_waits_for_it(error: BaseException) 
     def get_task(leases: list[int]) -> Any:
         raise error
 
-    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), NO_LOOKUPS))
+    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), prepared))
     assert events == [Finished(error)]
 
 
 def test_batches_that_come_are_seen_across_tasks_without_being_taken() -> None:
-    events = TaskInput(Master([1, 2, None]), lambda mode: pipeline(two_batches), NO_LOOKUPS, buffer_batches=100)
+    events = TaskInput(Master([1, 2, None]), lambda mode: pipeline(two_batches), prepared, buffer_batches=100)
     events._thread.join(30)
     first = list(itertools.islice(events, 2))[1]  # task 1 started, its first batch
     coming = events.coming(3)

@@ -7,14 +7,30 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
-from elasticcb.sharding.flat_blocks import pack_weights
+from elasticcb.settings import Mode, WireDtype
+from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import partition
-from elasticcb.worker.trainer import Trainer
+from elasticcb.worker.trainer import train
 
 X, Y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+
+
+class Trainer:
+    """Runs batches of one model, on one thread and without embedding tables."""
+
+    def __init__(self, model, metrics, specs, parts):
+        self.computation = backend().computation(model, metrics, specs, parts, WireDtype.SAME)
+        self._specs = specs
+
+    def train(self, batch, blocks):
+        return train(self.computation, self._specs, self.computation.prepare(batch, Mode.TRAINING), blocks, 0, {})
+
+    def predict(self, batch):
+        return self.computation.predict(self.computation.prepare(batch, Mode.PREDICTION), {})
 
 
 def make_trainer(model, num_ps=1, updated=None):
@@ -24,7 +40,8 @@ def make_trainer(model, num_ps=1, updated=None):
     specs = variable_specs(model, updated)
     parts = partition(specs, num_ps, split=False)
     weights = [variable.numpy() for variable in model.weights]
-    return Trainer(model, metrics, specs, parts), [pack_weights(weights, specs, slices) for slices in parts]
+    blocks = PlacedBlocks([pack_weights(weights, specs, slices) for slices in parts], parts)
+    return Trainer(model, metrics, specs, parts), blocks
 
 
 def dense_model(optimizer="sgd", layers=(), model=keras.Sequential, **options):
@@ -51,7 +68,7 @@ def test_model_that_cannot_be_jit_compiled_runs_with_a_warning(caplog):
 
 def test_step_of_a_jit_compiled_model_is_compiled():
     trainer, blocks = make_trainer(dense_model(jit_compile=True))
-    assert trainer._inner_step._jit_compile
+    assert trainer.computation._steps.model_step._jit_compile
     assert trainer.train((X, Y), blocks).push.dense_variables == (0, 1)
 
 

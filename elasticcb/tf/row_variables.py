@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.convert import tensor_of
 from elasticcb.rpc.tensors import Array, aligned
+from elasticcb.tf.convert import tensor_of
 
 
 class RowVariable(keras.Variable):

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from elasticcb.compute.batch_signatures import Signatures, flat_tensors
-from elasticcb.compute.concrete_call import quick_call
+from elasticcb.tf.batch_signatures import Signatures, flat_tensors
+from elasticcb.tf.concrete_call import quick_call
 
 try:
     from tensorflow.python.eager.context import function_executor_type

@@ -28,14 +28,6 @@ def tensor_of(array: Array) -> tf.Tensor:
     return tf.convert_to_tensor(array)
 
 
-def not_cached(number: float) -> Array:
-    """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
-
-    Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
-    """
-    return np.asarray(number)
-
-
 def forget_kernels() -> None:
     """Frees what TensorFlow keeps of each operation on a variable for as long as the process lives.
 

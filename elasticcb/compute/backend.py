@@ -1,0 +1,190 @@
+"""What a worker asks of the framework that computes: a few operations, on batches and NumPy arrays.
+
+Its optimizers apply nothing: they hand gradients over. What is set by other means than gradients, as moving averages,
+comes out of a step as it is after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.spec import Spec
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode, WireDtype
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.partition import Slice, VariableSpec
+
+TableRows = Mapping[int, Array]  # by embedding table: [n, dim]
+RowGradients = dict[int, tuple[Array, Array]]  # by variable: unique int64 ids [n], gradients of these rows [n, …]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch that is ready for a step of its mode.
+
+    Attributes:
+        data: as the backend takes it.
+        records: how many it holds.
+        ids: by embedding table, the unique ids (int64 [n]) whose rows the step needs.
+        places: the backend's own: where in the step the rows go.
+    """
+
+    data: Any
+    records: int
+    ids: Mapping[int, Array] = field(default_factory=dict)
+    places: Any = field(default_factory=dict)
+
+
+@dataclass
+class StepResult:
+    """What a training step came to. Flat arrays are in the order of `sharding.partition.layout`.
+
+    Attributes:
+        logs: the batch's own, as Python numbers.
+        states: of the metrics, over this batch alone.
+        gradients: by server and dtype, those of `dense_variables`, flat; of the plain loss, clipped, and of the wire's
+            dtype.
+        dense_variables: indices of variables, in the order of the model.
+        rows: gradients of some rows of a variable.
+        state: by server and dtype, the variables that no optimizer updates, after the step, flat.
+        decays: of moving averages, by variable: how much of its old value the step's new one is made of.
+        overflow: why the gradients can't be used: those of the scaled loss are not finite; "" where they can.
+    """
+
+    logs: dict[str, Any]
+    states: States
+    gradients: list[dict[str, Array]]
+    dense_variables: tuple[int, ...]
+    rows: RowGradients
+    state: list[dict[str, Array]]
+    decays: Mapping[int, float]
+    overflow: str = ""
+
+
+class Computation(ABC):
+    """The steps of one model. All but `prepare` is called by one thread."""
+
+    @abstractmethod
+    def prepare(self, data: Any, mode: Mode) -> Prepared:
+        """A batch of the input pipeline, ready for a step. May be called in another thread, during a step.
+
+        Args:
+            data: as the model's step gets it from Keras; `keras.utils.unpack_x_y_sample_weight` takes it apart.
+
+        Raises:
+            ModelFileError: the ids that it looks up can't be known, or are out of range.
+        """
+
+    @abstractmethod
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> StepResult:
+        """Gradients of a batch at `weights`, which become the model's.
+
+        Args:
+            version: of the weights; the `iterations` of the optimizers.
+            rows: of the embedding tables, by the ids of the batch.
+        """
+
+    @abstractmethod
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        """Adds a batch to the metrics, at the weights that were set last.
+
+        Returns:
+            Present logs, and `(labels, predictions[, weight])` if a metric needs them to travel; else `()`.
+        """
+
+    @abstractmethod
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        """What the model's `predict_step` gives for a batch: a structure of NumPy arrays."""
+
+    @abstractmethod
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        """Makes the model hold `weights`; its variables are Keras's, which anybody can read."""
+
+    @abstractmethod
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        """Makes the model one that holds all rows of its embedding tables; no further step comes.
+
+        Args:
+            tables: (variable, ids [n], rows [n, dim]). The arrays are not changed afterwards.
+        """
+
+
+class PlacedComputation(ABC):
+    """A model whose optimizers exchange with the servers whenever they are applied, in any code."""
+
+    @abstractmethod
+    def set_weights(self, weights: Sequence[Array]) -> None:
+        """Makes the model hold these, in the order of `model.weights`."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What an optimizer of a `PlacedComputation` was given.
+
+    Attributes:
+        gradients: dense ones, by variable; of the plain loss, clipped.
+        rows: gradients of some rows of a variable.
+        state: the variables that no optimizer updates, as they are now, by index.
+        usable: whether gradients are finite, as far as the loss scale can tell.
+    """
+
+    gradients: dict[int, Array]
+    rows: RowGradients
+    state: dict[int, Array]
+    usable: bool
+
+
+Exchange = Callable[[Applied], Sequence[Array]]  # all weights after an update, in the order of `model.weights`
+
+
+class Backend(ABC):
+    """A framework."""
+
+    @abstractmethod
+    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
+        """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
+
+        Metrics then hold that batch: reset them.
+
+        Args:
+            model: of `spec`, compiled unless `mode` is `PREDICTION`.
+            batch: of the input pipeline.
+
+        Raises:
+            ModelFileError: the model, its loss or its metrics can't take the batch.
+        """
+
+    @abstractmethod
+    def computation(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+        wire_dtype: WireDtype,
+    ) -> Computation:
+        """The steps of a model. Rows of its embedding tables come from elsewhere from now on.
+
+        Args:
+            model: built; compiled if it is to be trained.
+            metrics: of the model.
+            specs: of `model.weights`, as the master gives them.
+            partition: by server, the slices of `model.weights` that it holds at first.
+            wire_dtype: of gradients that are float32.
+
+        Raises:
+            ModelFileError: the model can't be trained on so many servers.
+        """
+
+    @abstractmethod
+    def placed(
+        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
+    ) -> PlacedComputation:
+        """Lets `exchange` do what the optimizers of a built model did. Raises as `computation`."""

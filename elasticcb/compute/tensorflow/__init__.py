@@ -1,0 +1,1 @@
+"""Steps in TensorFlow: the model's own, compiled."""

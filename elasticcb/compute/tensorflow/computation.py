@@ -1,0 +1,292 @@
+"""One compiled function per kind of batch, around the model's own `train_step` and friends.
+
+The optimizers keep what they are given (elasticcb/optimizers/capture.py), so that the gradients of the
+traced step come out of the function as outputs instead of being applied. Pulled weights are assigned,
+and gradients packed into one flat array per server and dtype, inside the same function.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.compute.backend import Computation, Prepared, StepResult, TableRows
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.tensorflow.assignments import refused_assignments
+from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
+from elasticcb.errors import ModelFileError
+from elasticcb.layers.install import install
+from elasticcb.layers.lookups import serve_tables
+from elasticcb.model.input_pipeline import records_in
+from elasticcb.model.metrics import MetricTransport, ModelMetrics, to_number
+from elasticcb.optimizers.capture import OptimizerCapture
+from elasticcb.optimizers.loss_scale import LossScale
+from elasticcb.optimizers.traits import not_cached, unwrapped
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode, WireDtype
+from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
+from elasticcb.sharding.partition import Slice, VariableSpec, layout
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.tf.compiled_step import CompiledStep
+from elasticcb.tf.convert import array_of, tensor_of
+
+logger = logging.getLogger(__name__)
+
+_NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|uncompilable", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Functions of tensors.
+
+    Attributes:
+        jit: XLA compiles the model's own step.
+        model_step: that one, within `train`.
+    """
+
+    jit: bool
+    model_step: Callable[..., Any]
+    train: Callable[..., Any]
+    test: Callable[..., Any]
+    predict: Callable[..., Any]
+
+
+class TensorFlowComputation(Computation):
+    """Runs batches of one model. For the arguments see `Backend.computation`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+        wire_dtype: WireDtype,
+    ) -> None:
+        self._model = model
+        self._rounds = wire_dtype is WireDtype.BFLOAT16
+        self._metrics = metrics
+        self._specs = specs
+        self._partition = partition
+        self._capture = OptimizerCapture(model)
+        self._clipped = clippings(model, specs, self._capture.optimizers, len(partition))
+        self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
+        self._averages = MovingAverages(model)
+        self._assign = tf.function(self._assign_blocks, autograph=False)
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
+        self._served = serve_tables(model, tables)
+        steps: dict[str, Callable[[Any], Any]] = {
+            Mode.TRAINING: self._capture.train_step,
+            Mode.EVALUATION: model.test_step,
+            Mode.PREDICTION: model.predict_step,
+        }
+        self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
+        # Each batch has another number of rows, for which XLA would compile the step again.
+        self._steps = self._compiled(jit=bool(getattr(model, "jit_compile", False)) and not tables)
+
+    def _compiled(self, jit: bool) -> _Steps:
+        test, predict = self._served_step(self._test_step), self._served_step(self._model.predict_step)
+        if getattr(self._model, "run_eagerly", False):
+            return _Steps(jit, self._model_step, self._train_step, test, predict)
+        # XLA gets the model's own step alone: it can't compile the search for the rows of an embedding.
+        model_step = (
+            tf.function(self._model_step, autograph=False, reduce_retracing=True, jit_compile=True)
+            if jit
+            else self._model_step
+        )
+        test, predict = (CompiledStep(step, jit_compile=jit or None) for step in (test, predict))
+        return _Steps(jit, model_step, CompiledStep(self._train_step), test, predict)
+
+    def _run(self, name: str, *args: Any) -> Any:
+        """Runs a compiled step, without XLA from the first time on that it can't compile one."""
+        try:
+            return getattr(self._steps, name)(*args)
+        except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+            if not self._steps.jit or not _NOT_COMPILABLE.search(error.message):
+                raise
+            logger.warning("The model runs without jit_compile, which it can't do: %s", error.message.split("\n")[0])
+            self._steps = self._compiled(jit=False)
+            return getattr(self._steps, name)(*args)
+
+    def _served_step(self, step: Callable[[Any], Any]) -> Callable[..., Any]:
+        """A step on the rows that it is given."""
+
+        def served(batch: Any, rows: Any, places: Any) -> Any:
+            with self._served.serving(rows, places):
+                return step(batch)
+
+        return served
+
+    def prepare(self, data: Any, mode: Mode) -> Prepared:
+        wanted = self._lookups[mode](data)
+        ids = {table: array_of(found) for table, (found, _) in wanted.items()}
+        return Prepared(data, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})
+
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> StepResult:
+        self._follow(weights)
+        logs, states, dense, gradients, pairs, state, usable, served = self._run(
+            "train",
+            batch.data,
+            _to_tensors(weights),
+            tf.constant(not_cached(version), tf.int64),
+            _table_tensors(rows),
+            batch.places,
+        )
+        return StepResult(
+            logs={name: to_number(value) for name, value in logs.items()},
+            states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
+            gradients=_to_arrays(gradients),
+            dense_variables=tuple(dense),
+            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
+            | {index: (batch.ids[index], array_of(values)) for index, values in served.items()},
+            state=_to_arrays(state),
+            decays=self._averages.decays,
+            overflow=self._explain_overflow(usable.numpy()),
+        )
+
+    def _explain_overflow(self, usable: Any) -> str:
+        if usable.all():
+            return ""
+        return ", ".join(
+            f"gradients of the scaled loss are not finite; {optimizer.name!r} lowers its scale to {scale.value:g}"
+            for optimizer, scale, fits in zip(self._capture.optimizers, self._scales, usable, strict=True)
+            if not fits
+        )
+
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        logs, outputs = self._run("test", batch.data, _table_tensors(rows), batch.places)
+        return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
+
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        return tf.nest.map_structure(_as_array, self._run("predict", batch.data, _table_tensors(rows), batch.places))
+
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        self._follow(weights)
+        self._assign(_to_tensors(weights))
+
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
+
+    def _follow(self, weights: PlacedBlocks) -> None:
+        """Takes weights by the servers that they are of; steps are compiled anew when these are others."""
+        if weights.partition is not self._partition:
+            if len(weights.partition) != len(self._partition):
+                count = len(weights.partition)
+                self._clipped = clippings(self._model, self._specs, self._capture.optimizers, count)
+            self._partition = weights.partition
+            self._assign = tf.function(self._assign_blocks, autograph=False)
+            self._steps = self._compiled(self._steps.jit)
+
+    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
+        """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
+        pairs = zip(self._model.weights, self._specs, strict=True)
+        with (
+            self._served.serving(rows, positions),
+            self._averages.counted(),
+            refused_assignments([variable for variable, spec in pairs if spec.trainable]),
+        ):
+            logs, updates = self._capture.train_step(batch)
+        gradients: dict[int, Any] = {}
+        usable = []
+        for number, scale in enumerate(self._scales):
+            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
+            unscaled, fits = scale.unscale(own) if own else ({}, tf.constant(True))
+            gradients |= unscaled
+            usable.append(fits)
+        return logs, gradients, tf.stack(usable)
+
+    def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
+        self._assign_blocks(blocks)
+        for optimizer in self._capture.optimizers:
+            unwrapped(optimizer)._iterations.assign(version)
+        self._metrics.reset()
+        logs, found, usable = self._steps.model_step(batch, rows, positions)
+        states = self._metrics.state_tensors()
+        self._check_updated(found)
+        dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
+        gradients = [self._pack(server, dense) for server in self._partition]
+        state = [self._pack_state(slices) for slices in self._partition]
+        gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
+        # Keys, because a function compiled for another kind of batch may have other variables.
+        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
+
+    def _rounded(self, gradient: Any) -> Any:
+        return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
+
+    def _check_updated(self, found: Mapping[int, Any]) -> None:
+        unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
+        if unexpected:
+            raise ModelFileError(
+                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
+                "it did not when the job started. Which variables a step updates must be the same for every batch."
+            )
+
+    def _test_step(self, batch: Any) -> Any:
+        outputs: Any = ()
+        if MetricTransport.OUTPUTS in self._metrics.transports().values():
+            inner = self._model.compute_metrics
+
+            def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+                nonlocal outputs
+                outputs = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
+                return inner(x, y, y_pred, sample_weight)
+
+            self._model.compute_metrics = keep
+            try:
+                return self._model.test_step(batch), outputs
+            finally:
+                self._model.compute_metrics = inner
+        return self._model.test_step(batch), outputs
+
+    def _assign_blocks(self, blocks: Any) -> None:
+        parts: dict[int, list[tuple[int, Any]]] = {}
+        for server, slices in enumerate(self._partition):
+            for kind, trainable in ((WEIGHTS, True), (STATE, False)):
+                flat = of_kind(kind, blocks[server])
+                for part, dtype, offset in layout(self._specs, slices, trainable):
+                    piece = flat[dtype][offset : offset + part.elements]
+                    parts.setdefault(part.variable, []).append((part.start, piece))
+        for index, found in parts.items():
+            pieces = [piece for _, piece in sorted(found, key=lambda item: item[0])]
+            whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+            self._model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
+
+    def _pack(self, slices: Sequence[Slice], gradients: Mapping[int, Any]) -> dict[str, Any]:
+        pieces: dict[str, list[Any]] = {}
+        for part, dtype, _ in layout(self._specs, slices, True, gradients.keys()):
+            flat = tf.reshape(gradients[part.variable], [-1])
+            pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
+        return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
+
+    def _pack_state(self, slices: Sequence[Slice]) -> dict[str, Any]:
+        """The non-trainable variables after the step."""
+        pieces: dict[str, list[Any]] = {}
+        for part, dtype, _ in layout(self._specs, slices, False):
+            new = tf.reshape(self._model.weights[part.variable].value, [-1])[part.start : part.stop]
+            pieces.setdefault(dtype, []).append(new)
+        return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
+
+
+def _table_tensors(rows: TableRows) -> dict[int, Any]:
+    return {index: tensor_of(values) for index, values in rows.items()}
+
+
+def _to_tensors(blocks: Blocks) -> Any:
+    return [{name: tensor_of(block) for name, block in server.items()} for server in blocks]
+
+
+def _to_arrays(servers: Any) -> Any:
+    return [{name: array_of(tensor) for name, tensor in server.items()} for server in servers]
+
+
+def _as_array(tensor: Any) -> Any:
+    composite = isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
+    return tensor.numpy() if hasattr(tensor, "numpy") and not composite else tensor

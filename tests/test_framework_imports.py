@@ -1,0 +1,68 @@
+"""Which modules know TensorFlow: all others see NumPy arrays, and Keras at most."""
+
+from __future__ import annotations
+
+from test_layering import FILES, imports_of
+
+# By module, or room: what it does with TensorFlow that can't be done without it. Imports within functions and for types
+# alone count, and so do those of `elasticcb.tf`, which is TensorFlow's own. Take out what does so no more; add none.
+TENSORFLOW = {
+    "tf": "is TensorFlow's own",
+    "compute.tensorflow": "is the worker's backend",
+    # The model, as it is traced and run.
+    "layers": "embedding layers find the ids of a batch in the graph of a step",
+    "model.metrics": "makes the means of logs outside of the function that is traced",
+    "model.weights": "traces a model that builds its layers in its first step",
+    "optimizers.capture": "takes gradients out of the step that is traced",
+    "optimizers.late_reads": "reads the graph of a step",
+    "optimizers.loss_scale": "scales within the step that is traced",
+    "optimizers.state": "shares the memory of a slot with what it is restored from",
+    "optimizers.step_logs": "takes a step out of its tf.function",
+    # Data: `feed`, `fit` and tf.data's service give and take datasets.
+    "api.data": "draws the seed of a shuffle as Keras does",
+    "data.batch_sources": "batches of tf.data, of ragged and of sparse tensors",
+    "data.custom": "ElasticDL's readers tell the dtypes of TensorFlow",
+    "data.reader": "`element_spec` are TensorSpecs",
+    "data.stream": "makes the dataset that `feed` is given",
+    "model.input_pipeline": "batches the dataset that `feed` returns",
+    # What is made for users of TensorFlow.
+    "api.results": "joins what a model predicts as Keras's `predict` does",
+    "callbacks.serving_signature": "the signature of a SavedModel",
+    "callbacks.summary_writer": "TensorBoard's files",
+    "model.metric_messages": "ragged and sparse outputs",
+    "serialization.pickling": "variables, tensors and tf.functions as arguments",
+    # Servers apply Keras's optimizers in compiled functions.
+    "ps.joined": "variables that one update runs over",
+    "ps.optimizer_set": "reads slots without copies",
+    "ps.parameters": "compiles the update of dense weights",
+    "ps.row_update": "compiles the update of some rows",
+    "ps.servicer": "frees what TensorFlow keeps of variables that are gone",
+    "ps.table_update": "compiles the update of an embedding table",
+    "ps.tables": "draws the rows of new ids",
+}  # fmt: skip
+# In these no module ever does.
+WITHOUT = {
+    "", "proto", "process", "security", "rpc", "sharding", "storage", "checkpoint", "predictions", "clients", "cluster",
+    "master", "worker", "roles", "sidecar", "cli", "launch",
+}  # fmt: skip
+
+
+def entry_of(module: str) -> str | None:
+    """What of `TENSORFLOW` a module is, or is in."""
+    name = module.removeprefix("elasticcb.")
+    return next((entry for entry in TENSORFLOW if f"{name}.".startswith(f"{entry}.")), None)
+
+
+def of_tensorflow(name: str) -> bool:
+    return f"{name}.".startswith(("tensorflow.", "elasticcb.tf."))
+
+
+def test_modules_that_import_tensorflow_are_those_of_the_list():
+    found = {module: entry_of(module) for module in FILES if any(map(of_tensorflow, imports_of(module)))}
+    assert not [module for module, entry in found.items() if entry is None], "see `TENSORFLOW`"
+    unused = set(TENSORFLOW) - set(found.values())
+    assert not unused, f"take them out: {unused}"
+
+
+def test_rooms_that_are_without_tensorflow_stay_so():
+    assert not WITHOUT & {entry.split(".")[0] for entry in TENSORFLOW}
