@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.data.batch_sources.adapt import adapt, split_validation
+from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
 from elasticcb.settings import Mode
 
@@ -21,7 +21,7 @@ class MethodCall:
     Args:
         name: of the method.
         folder: where its data is written that workers read.
-        service: makes, or gives, the cluster's tf.data service.
+        service: hands out the batches of data without an index.
         seed: that data are shuffled with; None draws one.
 
     Attributes:
@@ -32,7 +32,7 @@ class MethodCall:
         self,
         name: str,
         folder: Path,
-        service: Callable[[], Any],
+        service: DataService,
         seed: int | None = None,
         fit: KeptFit | None = None,
     ) -> None:

@@ -8,10 +8,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import backend_of, make_backend
+from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
@@ -27,6 +27,9 @@ class ClusterProcesses:
         settings: how many, and where.
         directory: for logs and data; None makes one, which `close` removes.
         log_level: of the processes' logs.
+
+    Attributes:
+        data_service: hands out the batches of data without an index, at the master's port.
     """
 
     def __init__(self, settings: ClusterSettings, directory: str | os.PathLike[str] | None, log_level: str) -> None:
@@ -36,7 +39,7 @@ class ClusterProcesses:
         self._directory: Path | None = None
         self._master: Master | None = None
         self._backend: ClusterBackend | None = None
-        self._data_service: Any = None
+        self.data_service = DataService()
 
     @property
     def directory(self) -> str:
@@ -64,6 +67,7 @@ class ClusterProcesses:
             self._backend = make_backend(context, needs_token=True)
             self._backend.prepare()
             self._master = Master(self._settings, self._backend, _say, self._backend.access)
+            self._master.add(self.data_service.frames())
             self._master.start()
             self._master.desk.start_processes()
             return self._master
@@ -81,23 +85,12 @@ class ClusterProcesses:
             backend.stop(STOP_SECONDS)
 
     def close(self) -> None:
-        """Ends the processes, and removes what `start` and `data_service` have made."""
+        """Ends the processes, and removes what `start` has made."""
         with contextlib.ExitStack() as stack:
             if self._given is None and self._directory is not None:
                 stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
                 self._directory = None
-            if self._data_service is not None:
-                stack.callback(self._data_service.close)
-                self._data_service = None
             self.stop()
-
-    def data_service(self) -> Any:
-        """What hands out the batches of data without an index."""
-        if self._data_service is None:
-            from elasticcb.data.batch_sources.service import DataService
-
-            self._data_service = DataService()
-        return self._data_service
 
     def _make_directory(self) -> Path:
         if self._directory is None:

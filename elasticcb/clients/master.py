@@ -19,7 +19,8 @@ from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.services import MASTER_METHODS
+from elasticcb.rpc.services import MASTER_METHODS, NEXT_BATCH
+from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.bucket_map import BucketMap
@@ -27,6 +28,7 @@ from elasticcb.sharding.bucket_map import BucketMap
 logger = logging.getLogger(__name__)
 
 _LONG_POLL_SECONDS = 60.0  # the master answers much earlier
+_BATCH_SECONDS = 86_400.0  # for the user's code to make a batch; that the master is gone is noticed earlier
 _EVENTS_PER_REPORT = 2_000
 _MAX_EVENTS = 100_000  # that wait to be sent
 
@@ -84,6 +86,11 @@ class MasterClient:
         """Where records of a file of the job's data begin; b"" when the master does not know that, or not yet."""
         request = pb.GetIndexRequest(job=self.job, mode=mode, file=file)
         return bytes(self._call("GetIndex", request).index)
+
+    def next_batch(self, request: pb.NextBatchRequest) -> Frame[pb.NextBatchResponse]:
+        """Asks for a batch of data without an index (elasticcb/data/batch_sources/service.py)."""
+        answer: Frame[pb.NextBatchResponse] = self._connection.call(NEXT_BATCH, Frame(request, {}), _BATCH_SECONDS)
+        return answer
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
         """Joins the present job, ready to serve or to work; returns the place taken."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Frame
+
+# Asks the process that called `fit` for a batch.
+NextBatch = Callable[[pb.NextBatchRequest], Frame[pb.NextBatchResponse]]
 
 
 class BatchSource(ABC):
@@ -43,6 +49,9 @@ class BatchSource(ABC):
     def first_batch(self) -> Any:
         """A batch to build a model with; None when there is none. Takes nothing from later reads."""
         return next(self.batches(0, 0, 1), None)
+
+    def connect(self, next_batch: NextBatch) -> None:  # noqa: B027 - most sources hold their data
+        """To be called on a worker before batches are read."""
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
         """Frees what this process holds open. Files in the source's folder stay: the folder's owner removes it."""

@@ -22,6 +22,7 @@ from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.watchdog import Watchdog
+from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.health import HealthServer
 from elasticcb.rpc.message_service import MessageService
 from elasticcb.rpc.server import Server
@@ -81,6 +82,10 @@ class Master:
     @property
     def address(self) -> str:
         return self._server.address
+
+    def add(self, service: FrameService) -> None:
+        """Serves it at the same port, from `start` on."""
+        self._server.add(service)
 
     @property
     def metrics_address(self) -> str:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
-from elasticcb.data.batches import BatchSource
+from elasticcb.data.batches import BatchSource, NextBatch
 from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
@@ -50,19 +50,28 @@ class Pipeline(Protocol):
 
 
 def open_pipeline(
-    settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
+    settings: JobSettings,
+    spec: Spec,
+    mode: Mode,
+    find_index: Callable[[str], bytes] | None = None,
+    next_batch: NextBatch | None = None,
 ) -> Pipeline:
     """The input of a mode.
 
     Args:
         find_index: on a worker: asks the master where the records of a file begin.
+        next_batch: on a worker: asks the master for a batch of data that it alone has.
 
     Raises:
         DataError: the data can't be read.
         ModelFileError: there is no `feed`, or it raises or returns no dataset.
     """
     source = spec.batch_source(mode)
-    return FeedPipeline(settings, spec, mode, find_index) if source is None else BatchPipeline(source, mode)
+    if source is None:
+        return FeedPipeline(settings, spec, mode, find_index)
+    if next_batch is not None:
+        source.connect(next_batch)
+    return BatchPipeline(source, mode)
 
 
 class BatchPipeline:

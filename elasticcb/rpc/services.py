@@ -92,6 +92,7 @@ MASTER_SERVICE, PS_SERVICE = (pb.DESCRIPTOR.services_by_name[name].full_name for
 LIVE_PATH, READY_PATH = "/healthz", "/readyz"  # of health checks by HTTP, on the port of the master's metrics
 
 MASTER_METHODS = _methods("Master", framed=False)
+NEXT_BATCH = _methods("Batches", often={"Next"})["Next"]
 PS_METHODS = _methods(
     "ParameterServer",
     transient={"Exchange"},

@@ -54,7 +54,11 @@ class BuiltModel:
         """The data of a mode; opened when it is asked for first."""
         if mode not in self._pipelines:
             self._pipelines[mode] = open_pipeline(
-                self.settings, self.spec, mode, lambda file: self.client.index_of(mode, file)
+                self.settings,
+                self.spec,
+                mode,
+                lambda file: self.client.index_of(mode, file),
+                self.client.next_batch,
             )
         return self._pipelines[mode]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,25 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 
+from elasticcb.clients.master import MasterClient
 from elasticcb.data.batch_sources.encoding import Layout
 from elasticcb.data.batch_sources.keras_data import to_batch
+from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
+from elasticcb.rpc.server import Server
+from elasticcb.security.credentials import Access
 
 _READ_ELSEWHERE = """
 import cloudpickle, sys
+from elasticcb.clients.master import MasterClient
 from elasticcb.data.batch_sources.encoding import Layout
 
 with open(sys.argv[1], "rb") as file:
-    sources = cloudpickle.load(file)
+    address, access, sources = cloudpickle.load(file)
+client = MasterClient(address, access=access)
 results = {}
 for name, (source, ranges) in sources.items():
+    source.connect(client.next_batch)
     batches = [batch for each in ranges for batch in source.batches(*each)]
     results[name] = [(Layout(batch), Layout(batch).arrays(batch)) for batch in batches]
     source.close()
@@ -46,13 +56,45 @@ def all_batches(source: BatchSource, epoch: int = 0) -> list[Any]:
 
 def copy_of(source: BatchSource) -> BatchSource:
     """What a worker gets."""
-    return cloudpickle.loads(cloudpickle.dumps(source))
+    copy: BatchSource = cloudpickle.loads(cloudpickle.dumps(source))
+    return copy
 
 
-def read_in_another_process(sources: dict[str, tuple[BatchSource, list[Range]]], folder: Path) -> dict[str, list[Any]]:
+@dataclass
+class Caller:
+    """The process that calls `fit`, as far as it has data for workers."""
+
+    service: DataService
+    server: Server
+    client: MasterClient  # a worker's
+
+    def copy_of(self, source: BatchSource) -> BatchSource:
+        """What a worker gets of a source whose batches it has to ask for."""
+        copy = copy_of(source)
+        copy.connect(self.client.next_batch)
+        return copy
+
+
+ACCESS = Access("the token of the job")
+
+
+@contextlib.contextmanager
+def caller() -> Iterator[Caller]:
+    service, server = DataService(), Server(access=ACCESS)
+    server.add(service.frames())
+    server.start()
+    client = MasterClient(server.address, access=ACCESS)
+    yield Caller(service, server, client)
+    client.close()
+    server.stop(0.0)
+
+
+def read_in_another_process(
+    sources: dict[str, tuple[BatchSource, list[Range]]], folder: Path, address: str
+) -> dict[str, list[Any]]:
     """By name, the batches of all ranges of a source, as a process reads them that got the source pickled."""
     given, result = folder / "given.pkl", folder / "result.pkl"
-    given.write_bytes(cloudpickle.dumps(sources))
+    given.write_bytes(cloudpickle.dumps((address, ACCESS, sources)))
     subprocess.run([sys.executable, "-c", _READ_ELSEWHERE, given, result], check=True, timeout=150)
     return {
         name: [layout.batch(arrays) for layout, arrays in batches]

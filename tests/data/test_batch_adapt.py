@@ -11,14 +11,27 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from batch_helpers import assert_same_batches, copy_of, keras_batches, read_in_another_process, rows_in
+from batch_helpers import (
+    Caller,
+    assert_same_batches,
+    caller,
+    copy_of,
+    keras_batches,
+    read_in_another_process,
+    rows_in,
+)
 
 from elasticcb.data import open_reader
 from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.records import Records
-from elasticcb.data.batch_sources.service import DataService
 
 A = np.arange(4)
+
+
+@pytest.fixture(name="fit", scope="module")
+def caller_of_fit() -> Iterator[Caller]:
+    with caller() as fit:
+        yield fit
 
 
 class Numbers(keras.utils.PyDataset):
@@ -81,7 +94,7 @@ def test_a_source_is_taken_as_it_is(tmp_path: Path) -> None:
     assert adapt(source, purpose="fit", folder=tmp_path, seed=1) is source
 
 
-def test_sources_of_every_kind_are_read_in_another_process(tmp_path: Path) -> None:
+def test_sources_of_every_kind_are_read_in_another_process(tmp_path: Path, fit: Caller) -> None:
     class Local(keras.utils.PyDataset):  # which the other process can't import
         def __len__(self) -> int:
             return 3
@@ -103,12 +116,11 @@ def test_sources_of_every_kind_are_read_in_another_process(tmp_path: Path) -> No
 
     (tmp_path / "records.csv").write_text("".join(f"{i}\n" for i in range(5)))
     ragged = tf.ragged.constant([[1, 2], [], [3], [4, 5, 6]])
-    service = DataService()
 
     def adapted(x: Any, purpose: Any = "fit", **options: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return adapt(x, purpose=purpose, folder=tmp_path, seed=1, service=lambda: service, **options)
+            return adapt(x, purpose=purpose, folder=tmp_path, seed=1, service=fit.service, **options)
 
     sources = {
         "arrays": (adapted({"a": np.arange(5), "b": [np.arange(5), None]}, batch_size=2), 3),
@@ -120,12 +132,11 @@ def test_sources_of_every_kind_are_read_in_another_process(tmp_path: Path) -> No
         "stored": (adapted(tf.data.Dataset.range(6).batch(2), "predict"), 3),
         "dataset_fn": (adapted(dataset_fn, steps=3), 3),
     }
-    try:
-        read = read_in_another_process(
-            {name: (source, [(0, 1, count), (0, 0, 1)]) for name, (source, count) in sources.items()}, tmp_path
-        )
-    finally:
-        service.close()
+    read = read_in_another_process(
+        {name: (source, [(0, 1, count), (0, 0, 1)]) for name, (source, count) in sources.items()},
+        tmp_path,
+        fit.server.address,
+    )
     for name in ("arrays", "ragged", "py_dataset", "records", "stored"):
         here = copy_of(sources[name][0])
         assert_same_batches(read[name], [*here.batches(0, 1, sources[name][1]), *here.batches(0, 0, 1)])

@@ -10,27 +10,27 @@ import cloudpickle
 import numpy as np
 import pytest
 import tensorflow as tf
-from batch_helpers import all_batches, assert_same_batches, copy_of, rows_in
+from batch_helpers import Caller, all_batches, assert_same_batches, caller, copy_of, rows_in
 
+from elasticcb.clients.master import MasterClient
 from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
 from elasticcb.data.batch_sources.served import ServedSource
-from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batch_sources.stored import StoredSource
-from elasticcb.errors import DataError
+from elasticcb.errors import ConnectionLostError, DataError
+from elasticcb.security.credentials import Access
 
 pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[DataService]:
-    service = DataService()
-    yield service
-    service.close()
+@pytest.fixture(name="fit", scope="module")
+def caller_of_fit() -> Iterator[Caller]:
+    with caller() as fit:
+        yield fit
 
 
-def fit_source(x: Any, folder: Path, service: DataService, **options: Any) -> Any:
-    return adapt(x, purpose="fit", folder=folder, seed=1, service=lambda: service, **options)
+def fit_source(x: Any, folder: Path, fit: Caller, **options: Any) -> Any:
+    return adapt(x, purpose="fit", folder=folder, seed=1, service=fit.service, **options)
 
 
 def evaluated(x: Any, folder: Path, **options: Any) -> Any:
@@ -57,22 +57,22 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_datasets_arrive_as_they_are(kind: str, tmp_path: Path, service: DataService) -> None:
+def test_batches_of_datasets_arrive_as_they_are(kind: str, tmp_path: Path, fit: Caller) -> None:
     expected = list(KINDS[kind]())
-    served = fit_source(KINDS[kind](), tmp_path, service)
+    served = fit_source(KINDS[kind](), tmp_path, fit)
     assert isinstance(served, ServedSource)
     assert_same_batches([served.first_batch()], expected[:1])
-    assert_same_batches(all_batches(copy_of(served)), expected)
+    assert_same_batches(all_batches(fit.copy_of(served)), expected)
     stored = evaluated(KINDS[kind](), tmp_path)
     assert isinstance(stored, StoredSource)
     assert_same_batches(all_batches(copy_of(stored)), expected)
 
 
-def test_each_batch_of_a_dataset_goes_to_one_worker(tmp_path: Path, service: DataService) -> None:
-    source = fit_source(numbers(100), tmp_path, service)
+def test_each_batch_of_a_dataset_goes_to_one_worker(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(numbers(100), tmp_path, fit)
     assert source.num_batches == 50
     assert rows_in(list(source.batches(0, 0, 1))) == [0, 1]
-    one, other = copy_of(source), copy_of(source)
+    one, other = fit.copy_of(source), fit.copy_of(source)
     for epoch in range(2):
         taken = []
         for start in range(0, 50, 10):  # one asks in every other turn, and never reads to the end
@@ -81,56 +81,54 @@ def test_each_batch_of_a_dataset_goes_to_one_worker(tmp_path: Path, service: Dat
         assert list(one.batches(epoch, 0, 10)) == []
 
 
-def test_two_workers_draw_at_the_same_time(tmp_path: Path, service: DataService) -> None:
-    source = fit_source(numbers(40), tmp_path, service)
-    iterators = [copy_of(source).batches(0, start, start + 10) for start in (0, 10)]
+def test_two_workers_draw_at_the_same_time(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(numbers(40), tmp_path, fit)
+    iterators = [fit.copy_of(source).batches(0, start, start + 10) for start in (0, 10)]
     taken = [batch for pair in zip(*iterators, strict=True) for batch in pair]
     assert sorted(rows_in(taken)) == list(range(40))
 
 
-def test_a_dataset_of_unknown_length_ends_its_epoch_early(tmp_path: Path, service: DataService) -> None:
-    source = fit_source(numbers(10).filter(lambda x, _: x[0] > 3), tmp_path, service)
+def test_a_dataset_of_unknown_length_ends_its_epoch_early(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(numbers(10).filter(lambda x, _: x[0] > 3), tmp_path, fit)
     assert source.num_batches is None
-    copy = copy_of(source)
+    copy = fit.copy_of(source)
     assert rows_in(list(copy.batches(0, 0, 2))) == [4, 5, 6, 7]
     assert rows_in(list(copy.batches(0, 2, 4))) == [8, 9]
     assert rows_in(list(copy.batches(1, 0, 4))) == [4, 5, 6, 7, 8, 9]
 
 
-def test_steps_of_a_dataset_go_on_where_the_last_epoch_ended(tmp_path: Path, service: DataService) -> None:
-    copy = copy_of(fit_source(numbers(10), tmp_path, service, steps=3))
+def test_steps_of_a_dataset_go_on_where_the_last_epoch_ended(tmp_path: Path, fit: Caller) -> None:
+    copy = fit.copy_of(fit_source(numbers(10), tmp_path, fit, steps=3))
     assert copy.num_batches == 3
     assert [rows_in(all_batches(copy, epoch)) for epoch in range(3)] == [
         [0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 0, 1], [2, 3, 4, 5, 6, 7],
     ]  # fmt: skip
 
 
-def test_steps_of_a_generator_end_with_it(tmp_path: Path, service: DataService) -> None:
-    source = fit_source(generator(5), tmp_path, service, steps=3)
+def test_steps_of_a_generator_end_with_it(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(generator(5), tmp_path, fit, steps=3)
     assert rows_in([source.first_batch()]) == [0]
-    copy = copy_of(source)
+    copy = fit.copy_of(source)
     assert [rows_in(all_batches(copy, epoch)) for epoch in range(3)] == [[0, 1, 2], [3, 4], []]
 
 
-def test_a_generator_without_steps_gives_all_its_batches_in_every_epoch(tmp_path: Path, service: DataService) -> None:
-    source = copy_of(fit_source(generator(3), tmp_path, service))
+def test_a_generator_without_steps_gives_all_its_batches_in_every_epoch(tmp_path: Path, fit: Caller) -> None:
+    source = fit.copy_of(fit_source(generator(3), tmp_path, fit))
     assert [rows_in(all_batches(source, epoch)) for epoch in range(2)] == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_an_error_in_a_generator_reaches_every_worker_with_the_users_lines(
-    tmp_path: Path, service: DataService
-) -> None:
+def test_an_error_in_a_generator_reaches_every_worker_with_the_users_lines(tmp_path: Path, fit: Caller) -> None:
     def failing() -> Iterator[Any]:
         yield from generator(3)
         raise KeyError("what the user's code says")
 
-    source = fit_source(failing(), tmp_path, service, steps=10)
-    for copy in (copy_of(source), copy_of(source)):
+    source = fit_source(failing(), tmp_path, fit, steps=10)
+    for copy in (fit.copy_of(source), fit.copy_of(source)):
         with pytest.raises(DataError, match=r"raised KeyError: .*what the user's code says[^$]*line \d+, in failing"):
             list(copy.batches(0, 0, 10))
 
 
-def test_a_batch_unlike_the_first_is_refused(tmp_path: Path, service: DataService) -> None:
+def test_a_batch_unlike_the_first_is_refused(tmp_path: Path, fit: Caller) -> None:
     def changing() -> Iterator[Any]:
         yield from generator(2)
         yield np.zeros((1, 1)), np.zeros(1)
@@ -138,14 +136,14 @@ def test_a_batch_unlike_the_first_is_refused(tmp_path: Path, service: DataServic
     with pytest.raises(ValueError, match="All batches must have the same structure and dtypes"):
         evaluated(changing(), tmp_path)
     with pytest.raises(DataError, match="All batches must have the same structure and dtypes"):
-        list(copy_of(fit_source(changing(), tmp_path, service, steps=3)).batches(0, 0, 3))
+        list(fit.copy_of(fit_source(changing(), tmp_path, fit, steps=3)).batches(0, 0, 3))
 
 
-def test_a_closed_source_is_served_no_more(tmp_path: Path, service: DataService) -> None:
-    source = fit_source(numbers(4), tmp_path, service)
-    copy = copy_of(source)
+def test_a_closed_source_is_served_no_more(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(numbers(4), tmp_path, fit)
+    copy = fit.copy_of(source)
     source.close()
-    with pytest.raises(DataError, match="the call that it was given to has ended"):
+    with pytest.raises(DataError, match="the call that they were given to has ended"):
         list(copy.batches(0, 0, 1))
 
 
@@ -159,14 +157,14 @@ def test_batches_for_evaluation_are_kept_in_order_and_read_by_number(tmp_path: P
         assert evaluated(numbers(4), tmp_path, steps=5).num_batches == 2
 
 
-def test_each_worker_goes_on_in_the_dataset_that_it_made(tmp_path: Path, service: DataService) -> None:
+def test_each_worker_goes_on_in_the_dataset_that_it_made(tmp_path: Path, fit: Caller) -> None:
     calls = []
 
     def dataset_fn() -> tf.data.Dataset:
         calls.append(1)
         return numbers(6)
 
-    source = fit_source(dataset_fn, tmp_path, service, steps=4)
+    source = fit_source(dataset_fn, tmp_path, fit, steps=4)
     assert isinstance(source, DatasetFnSource)
     one, other = copy_of(source), copy_of(source)
     assert rows_in([one.first_batch()]) == [0, 1]
@@ -175,11 +173,11 @@ def test_each_worker_goes_on_in_the_dataset_that_it_made(tmp_path: Path, service
     assert rows_in(list(one.batches(1, 0, 3))) == [4, 5, 0, 1, 2, 3]
 
 
-def test_a_dataset_fn_may_take_an_input_context(tmp_path: Path, service: DataService) -> None:
+def test_a_dataset_fn_may_take_an_input_context(tmp_path: Path, fit: Caller) -> None:
     def dataset_fn(context: tf.distribute.InputContext) -> tf.data.Dataset:
         return numbers(6).shard(context.num_input_pipelines, context.input_pipeline_id)
 
-    source = fit_source(DatasetFactory(dataset_fn), tmp_path, service, steps=2)
+    source = fit_source(DatasetFactory(dataset_fn), tmp_path, fit, steps=2)
     assert rows_in(all_batches(copy_of(source))) == [0, 1, 2, 3]
     second = copy_of(source)
     second.num_input_pipelines, second.input_pipeline_id = 3, 1  # type: ignore[attr-defined]
@@ -191,15 +189,15 @@ def test_a_dataset_fn_is_evaluated_record_by_record(tmp_path: Path) -> None:
     assert rows_in(all_batches(evaluated(lambda: numbers(6).repeat(), tmp_path, steps=1))) == [0, 1]
 
 
-def test_what_a_dataset_fn_must_be_is_told_in_the_manner_of_keras(tmp_path: Path, service: DataService) -> None:
+def test_what_a_dataset_fn_must_be_is_told_in_the_manner_of_keras(tmp_path: Path, fit: Caller) -> None:
     with pytest.raises(TypeError, match=r"`dataset_fn` for `DatasetFactory` must be a `callable`. Received: 3"):
         DatasetFactory(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`steps_per_epoch` must be provided in `fit`"):
-        fit_source(lambda: numbers(2), tmp_path, service)
+        fit_source(lambda: numbers(2), tmp_path, fit)
     with pytest.raises(TypeError, match=r"must return a tf.data.Dataset. It returns 3"):
-        fit_source(lambda: 3, tmp_path, service, steps=1).first_batch()
+        fit_source(lambda: 3, tmp_path, fit, steps=1).first_batch()
     with pytest.raises(ValueError, match="has no batch"):
-        fit_source(lambda: numbers(0), tmp_path, service, steps=1).first_batch()
+        fit_source(lambda: numbers(0), tmp_path, fit, steps=1).first_batch()
 
 
 @pytest.mark.parametrize("purpose", ["fit", "validation", "evaluate", "predict"])
@@ -209,6 +207,39 @@ def test_endless_data_needs_steps(purpose: Any, tmp_path: Path) -> None:
         adapt(numbers(4).repeat(), purpose=purpose, folder=tmp_path, seed=1)
 
 
-def test_the_callers_data_does_not_travel(tmp_path: Path, service: DataService) -> None:
+def test_who_asks_for_a_batch_again_gets_the_same_one_and_not_the_next(tmp_path: Path, fit: Caller) -> None:
+    source = fit_source(numbers(8), tmp_path, fit)
+    asked: list[Any] = []
+
+    def whose_first_answer_is_lost(request: Any) -> Any:
+        asked.append(request)
+        fit.client.next_batch(request)
+        return fit.client.next_batch(request)
+
+    copy = copy_of(source)
+    copy.connect(whose_first_answer_is_lost)
+    assert rows_in(all_batches(copy)) == list(range(8))
+    assert [request.number for request in asked] == [1, 2, 3, 4]
+
+
+def test_large_batches_arrive_whole(tmp_path: Path, fit: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticcb.rpc.frame_pieces.LARGEST_FRAME", 1 << 20)
+    monkeypatch.setattr("elasticcb.rpc.frame_pieces.PIECE_BYTES", 1 << 18)
+    large = np.arange(1 << 20, dtype=np.float64).reshape(4, -1)
+    dataset = tf.data.Dataset.from_tensor_slices((large, np.array(["a", "é", "", "b"]))).batch(2)
+    assert_same_batches(all_batches(fit.copy_of(fit_source(dataset, tmp_path, fit))), list(dataset))
+
+
+@pytest.mark.parametrize("token", ["", "another job's"])
+def test_a_stranger_gets_no_batch(token: str, tmp_path: Path, fit: Caller) -> None:
+    source = copy_of(fit_source(numbers(4), tmp_path, fit))
+    stranger = MasterClient(fit.server.address, access=Access(token))
+    source.connect(stranger.next_batch)
+    with pytest.raises(ConnectionLostError, match="UNAUTHENTICATED"):
+        list(source.batches(0, 0, 1))
+    stranger.close()
+
+
+def test_the_callers_data_does_not_travel(tmp_path: Path, fit: Caller) -> None:
     big = tf.data.Dataset.from_tensor_slices(np.zeros((100_000, 4))).batch(1)
-    assert len(cloudpickle.dumps(fit_source(big, tmp_path, service))) < 10_000
+    assert len(cloudpickle.dumps(fit_source(big, tmp_path, fit))) < 10_000

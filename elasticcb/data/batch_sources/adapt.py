@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ def adapt(
     purpose: Purpose,
     folder: Path,
     seed: int,
-    service: Callable[[], DataService] | None = None,
+    service: DataService | None = None,
 ) -> BatchSource:
     """The batches that Keras would work on, given the same arguments.
 
@@ -53,8 +53,7 @@ def adapt(
         the endless repetition of the data; for other purposes no record counts twice, so it is a limit.
       shuffle: for "fit" alone.
       folder: where data is written that workers read; on a disk that they see.
-      service: starts or finds what hands out the batches of a `tf.data.Dataset` or generator in "fit"; only called
-        for these.
+      service: hands out the batches of a `tf.data.Dataset` or generator in "fit"; needed for these alone.
 
     Raises `ValueError` and `TypeError` as Keras does, for arguments that contradict each other or data of an unknown
     kind.
@@ -119,7 +118,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
 
 
 def _iterated(
-    adapter: Any, steps: int | None, purpose: Purpose, folder: Path, service: Callable[[], DataService] | None
+    adapter: Any, steps: int | None, purpose: Purpose, folder: Path, service: DataService | None
 ) -> BatchSource:
     """The source of what can only be iterated over."""
     batches: Iterable[Any]
@@ -134,7 +133,7 @@ def _iterated(
     if purpose == "fit" and (steps or is_dataset):
         if service is None:
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
-        return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service())
+        return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service)
     return StoredSource(batches, folder=folder, limit=steps)
 
 

@@ -1,27 +1,26 @@
-"""Batches of a `tf.data.Dataset` or a generator, handed out by tf.data's service."""
+"""Batches of a `tf.data.Dataset` or a generator, which workers ask the caller's process for."""
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.encoding import Layout
-from elasticcb.data.batch_sources.service import DataService, served_batches
-from elasticcb.data.batches import BatchSource
-from elasticcb.errors import DataError
+from elasticcb.data.batch_sources.service import DataService, unpacked
+from elasticcb.data.batches import BatchSource, NextBatch
+from elasticcb.proto import elasticcb_pb2 as pb
 
 
 class ServedSource(BatchSource):
     """Batches that are iterated over in the process that calls `fit`, each for the one worker that asks next.
 
     Visitation: each batch of a pass goes to one worker, so it is seen at most once; exactly once when no worker dies.
-    The batches that a worker held when it died are not handed out again: the epoch is that much shorter, or, with
-    `steps`, goes further into the data. Which numbers of batches belong to which range is only settled when they are
-    asked for.
+    The batches that a worker had read when it died, and not trained, are not handed out again: the epoch is that much
+    shorter, or, with `steps`, goes further into the data. Which numbers of batches belong to which range is only
+    settled when they are asked for.
 
     The copy that was not pickled shows the first batch alone, and takes none from the workers.
 
@@ -55,11 +54,18 @@ class ServedSource(BatchSource):
         self._service: DataService | None = service  # in the process that serves; that copy draws nothing
         # What was looked at belongs to the first pass; a generator could not give it again.
         passes = itertools.chain([itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches)))
-        self._served = service.register(passes, self._layout, by_epoch=steps is None)
-        self._dataset: tuple[tuple[int, int], tf.data.Dataset] | None = None  # of ranges of one epoch and length
+        self._number = service.register(passes, self._arrays_of, by_epoch=steps is None)
+        self._next_batch: NextBatch | None = None  # in a process that reads
+        self._reader = self._asked = 0
+
+    def _arrays_of(self, batch: Any) -> list[Any]:
+        return self._layout.arrays(keras_data.to_batch(batch))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_service": None, "_dataset": None}
+        return {**self.__dict__, "_service": None, "_next_batch": None}
+
+    def connect(self, next_batch: NextBatch) -> None:
+        self._next_batch, self._reader, self._asked = next_batch, secrets.randbits(62), 0
 
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
         if self.num_batches is not None:
@@ -67,27 +73,18 @@ class ServedSource(BatchSource):
         if self._service is not None:
             yield from [self.first_batch()][start:end]
             return
-        if start >= end:
-            return
-        if self._dataset is None or self._dataset[0] != (epoch, end - start):
-            self._dataset = (epoch, end - start), served_batches(self._served, epoch, end - start)
-        try:
-            for there_is_one, error, *arrays in self._dataset[1]:
-                if error:
-                    raise DataError(f"The data that `fit` was given raised {error.numpy().decode()}")
-                if not there_is_one:
-                    return
-                yield self._layout.batch([array.numpy() for array in arrays])
-        except tf.errors.OpError as error:
-            raise DataError(
-                f"Batches [{start}, {end}) of epoch {epoch} could not be had from the process that called `fit`: "
-                f"{error.message}"
-            ) from error
+        assert self._next_batch is not None
+        for _ in range(start, end):
+            self._asked += 1
+            request = pb.NextBatchRequest(source=self._number, epoch=epoch, reader=self._reader, number=self._asked)
+            arrays = unpacked(self._next_batch(request))
+            if arrays is None:
+                return
+            yield self._layout.batch(arrays)
 
     def first_batch(self) -> Any:
         return self._layout.batch(self._first)
 
     def close(self) -> None:
-        self._dataset = None
         if self._service is not None:
-            self._service.release(self._served)
+            self._service.release(self._number)
