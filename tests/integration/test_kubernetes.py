@@ -227,7 +227,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     shown = capsys.readouterr().out
     assert "job has 2 workers from now on; there were 1." in shown
     assert re.search(r"job +running +\d +1 ", shown)
-    assert re.search(r"job-worker-0 +localhost +it runs", shown)
+    assert re.search(r"job-worker-0\S* +localhost +it runs", shown)
     job.wait_for_line(r"workers 2/2")
     assert main(["scale", "job", here, "--workers=1"]) == 0
     job.wait_for_line(r"workers 1/1")

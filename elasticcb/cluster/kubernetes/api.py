@@ -7,8 +7,10 @@ import importlib.util
 import json
 import logging
 import os
+import queue
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elasticcb.errors import ElasticCBError, UsageError
@@ -16,6 +18,7 @@ from elasticcb.errors import ElasticCBError, UsageError
 logger = logging.getLogger(__name__)
 
 _SECONDS = 15.0  # for one call
+_QUIET_SECONDS = 15.0  # without a line, after which a log is looked into whether it goes on
 Manifest = Mapping[str, Any]
 
 
@@ -185,18 +188,38 @@ class KubernetesAPI:
             return bytes(answer.data).decode(errors="replace")
 
     def follow_log(self, pod: str, lines: int | None = None) -> Iterator[str]:
-        """What a pod writes, line by line, until it ends; `lines` of what it has written, None: all."""
+        """What a pod's container writes, line by line, until it ends; `lines` of what it has written, None: all.
+
+        The stream alone does not tell the end: one whose connection was lost stays open, without a word.
+        """
         more = {} if lines is None else {"tail_lines": lines}
         with self._told(f"read the log of the pod {pod}"):
+            containers = self._running_containers(pod)
             answer = self._core.read_namespaced_pod_log(
                 pod, self.namespace, follow=True, _preload_content=False, _request_timeout=(_SECONDS, None), **more
             )
-            rest = b""
-            for chunk in answer.stream(amt=None, decode_content=False):
+            rest, over = b"", False
+            for chunk in _each_or_pause(answer.stream(amt=None, decode_content=False), _QUIET_SECONDS):
+                if chunk is None:
+                    if over:
+                        break
+                    over = not containers or self._running_containers(pod) != containers
+                    continue
+                over = False
                 *whole, rest = (rest + chunk).split(b"\n")
                 yield from (line.decode(errors="replace") for line in whole)
             if rest:
                 yield rest.decode(errors="replace")
+
+    def _running_containers(self, pod: str) -> Collection[str]:
+        """The identifiers of a pod's containers that run; none when the pod is not there."""
+        try:
+            statuses = self.read("Pod", pod)["status"].get("containerStatuses") or ()
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return ()
+        return {each["containerID"] for each in statuses if "running" in each.get("state", {})}
 
     def execute(self, pod: str, container: str, command: Sequence[str]) -> tuple[int, str]:
         """Runs a command in a container: its exit code, and what it wrote."""
@@ -309,3 +332,29 @@ def _message(error: Any) -> str:
     except (TypeError, ValueError, KeyError):
         text = str(error.body or error.reason or "")
     return " ".join(str(text).split()).rstrip(".")
+
+
+def _each_or_pause(items: Iterator[bytes], seconds: float) -> Iterator[bytes | None]:
+    """Those of a blocking iterator, read by a thread; None, whenever none came for so many seconds."""
+    arrived: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for item in items:
+                arrived.put(item)
+            arrived.put(None)
+        except Exception as error:
+            arrived.put(error)
+
+    threading.Thread(target=read, name="log", daemon=True).start()
+    while True:
+        try:
+            item = arrived.get(timeout=seconds)
+        except queue.Empty:
+            yield None
+            continue
+        if item is None:
+            return
+        if isinstance(item, Exception):
+            raise item
+        yield item
