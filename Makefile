@@ -23,6 +23,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and exports it
 	$(BIN)/elasticcb train --config model_zoo/digits/job.yaml
 
+# Tests start many processes: what Python compiles for one of them is there for the others.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Half of the time of a test of processes is waiting: two run at once, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
 

@@ -25,7 +25,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
 _TIME_IS_UP = "the time for deep tests is over"
-_LONG = 20  # times as long as others take tests that start jobs as processes, or have a time limit of their own
+# Times as long as others take tests that start jobs as processes, or have a time limit of their own; and other jobs.
+_PROCESSES, _JOB = 20, 4
 
 # Reasons for which a test may be skipped where CI is set; with any other reason it fails there.
 SKIPS_IN_CI = {
@@ -61,9 +62,14 @@ def pytest_collection_modifyitems(config, items):
         return
     lengths = Counter()
     for item in items:
-        starts_jobs = {"start_job", "program"} & set(item.fixturenames)
-        lengths[item.path] += _LONG if starts_jobs or item.get_closest_marker("timeout") else 1
+        lengths[item.path] += _length(item)
     items.sort(key=lambda item: -lengths[item.path])
+
+
+def _length(item):
+    if {"start_job", "program"} & set(item.fixturenames) or item.get_closest_marker("timeout"):
+        return _PROCESSES
+    return _JOB if "integration" in item.path.parts else 1
 
 
 def fail_unless_allowed(report):

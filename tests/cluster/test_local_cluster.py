@@ -56,45 +56,6 @@ def test_processes_get_the_allocator_settings(tmp_path):
     assert environment(cluster, "worker", 0).items() >= common_environment("INFO").items()
 
 
-def test_a_process_that_is_killed_is_reported_once_with_the_signal(cluster):
-    cluster.start("worker", 3, NOBODY)
-    process = psutil.Process(cluster.pid("worker", 3))
-    process.send_signal(signal.SIGKILL)
-    while not (exits := cluster.poll()):
-        pass
-    (exit,) = exits
-    assert (exit.role, exit.index, exit.pid, exit.failed) == ("worker", 3, process.pid, False)
-    assert exit.reason == "killed by SIGKILL"
-    assert cluster.poll() == []
-
-
-def test_a_process_that_hangs_is_killed_and_not_reported(cluster):
-    cluster.start("ps", 0, NOBODY)
-    process = psutil.Process(cluster.pid("ps", 0))
-    process.suspend()
-    cluster.kill("ps", 0)
-    assert not process.is_running()
-    assert cluster.poll() == []
-
-
-def test_a_process_that_is_still_there_makes_room_for_the_one_in_its_place(cluster):
-    cluster.start("worker", 0, NOBODY)
-    first = psutil.Process(cluster.pid("worker", 0))
-    first.suspend()
-    cluster.start("worker", 0, NOBODY)
-    assert not first.is_running()
-    assert cluster.pid("worker", 0) != first.pid
-    assert cluster.poll() == []
-
-
-def test_stop_ends_even_a_process_that_does_not_listen(cluster):
-    cluster.start("worker", 0, NOBODY)
-    process = psutil.Process(cluster.pid("worker", 0))
-    process.suspend()
-    cluster.stop(0.1)
-    assert not process.is_running()
-
-
 def test_the_last_lines_of_a_log_are_at_hand(cluster, tmp_path):
     (tmp_path / "logs" / "ps-1.log").write_text("".join(f"line {n}\n" for n in range(100)))
     assert cluster.log_tail("ps", 1, lines=2) == "line 98\nline 99"
@@ -111,27 +72,88 @@ def zygotes():
     ]
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A cluster whose first process takes seconds to start, and the others none."""
+    cluster = LocalCluster(str(tmp_path_factory.mktemp("shared")))
+    yield cluster
+    cluster.stop(0.0)
+
+
 @pytest.fixture
-def zygote(cluster):
-    """The process that forks the others, with one worker."""
+def worker(shared):
+    """Worker 0 of the shared cluster."""
+    shared.start("worker", 0, NOBODY)
+    yield psutil.Process(shared.pid("worker", 0))
+    shared.kill("worker", 0)
+
+
+def zygote_of(process):
+    """The process that has forked it."""
     if not can_fork():
         pytest.skip("this system has no pidfds")
-    cluster.start("worker", 0, NOBODY)
-    return psutil.Process(cluster.pid("worker", 0)).parent()
+    return process.parent()
 
 
-def test_a_process_shows_its_role_and_has_a_session_of_its_own(cluster, zygote):
-    process = psutil.Process(cluster.pid("worker", 0))
-    while (name := process.name()) != "worker-0":
+def test_a_process_that_is_killed_is_reported_once_with_the_signal(shared, worker):
+    worker.send_signal(signal.SIGKILL)
+    while not (exits := shared.poll()):
+        pass
+    (exit,) = exits
+    assert (exit.role, exit.index, exit.pid, exit.failed) == ("worker", 0, worker.pid, False)
+    assert exit.reason == "killed by SIGKILL"
+    assert shared.poll() == []
+
+
+def test_a_process_that_hangs_is_killed_and_not_reported(shared, worker):
+    worker.suspend()
+    shared.kill("worker", 0)
+    assert not worker.is_running()
+    assert shared.poll() == []
+
+
+def test_a_process_that_is_still_there_makes_room_for_the_one_in_its_place(shared, worker):
+    worker.suspend()
+    shared.start("worker", 0, NOBODY)
+    assert not worker.is_running()
+    assert shared.pid("worker", 0) != worker.pid
+    assert shared.poll() == []
+
+
+def test_a_process_shows_its_role_and_has_a_session_of_its_own(worker):
+    while (name := worker.name()) != "worker-0":
         assert name == "worker"  # it begins
-    assert os.getsid(process.pid) == process.pid
+    assert os.getsid(worker.pid) == worker.pid
 
 
-def test_nothing_runs_in_the_process_that_forks_but_threads_of_libraries_that_handle_forks(zygote):
+def test_nothing_runs_in_the_process_that_forks_but_threads_of_libraries_that_handle_forks(worker):
+    zygote = zygote_of(worker)
     names = {Path(f"/proc/{zygote.pid}/task/{thread.id}/comm").read_text().strip() for thread in zygote.threads()}
     assert names <= {"python", Path(sys.executable).resolve().name, "jemalloc_bg_thd"}
     known = 1 + 2 * (os.cpu_count() - 1) + 1  # itself, two copies of OpenBLAS (NumPy's, SciPy's), pyarrow's jemalloc
     assert zygote.num_threads() <= known
+
+
+def test_processes_go_on_and_new_ones_start_when_the_one_that_forks_is_killed(shared, worker):
+    zygote = zygote_of(worker)
+    zygote.kill()
+    zygote.wait()
+    assert shared.poll() == []
+    assert worker.is_running()
+    shared.start("ps", 0, NOBODY)
+    second = psutil.Process(shared.pid("ps", 0))
+    assert second.parent() == psutil.Process()
+    while not (command := second.cmdline()):  # it has not been loaded
+        pass
+    assert command[3] == "ps"
+    worker.kill()
+    while not (exits := shared.poll()):
+        pass
+    assert "exit code is unknown" in exits[0].reason
+    assert not exits[0].failed
+    second.suspend()
+    shared.stop(0.1)  # ends also what does not listen
+    assert not second.is_running()
 
 
 def test_what_is_imported_before_forking_runs_no_operation():
@@ -145,25 +167,6 @@ def test_what_is_imported_before_forking_runs_no_operation():
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_processes_go_on_and_new_ones_start_when_the_one_that_forks_is_killed(cluster, zygote):
-    first = psutil.Process(cluster.pid("worker", 0))
-    zygote.kill()
-    zygote.wait()
-    assert cluster.poll() == []
-    assert first.is_running()
-    cluster.start("ps", 0, NOBODY)
-    second = psutil.Process(cluster.pid("ps", 0))
-    assert second.parent() == psutil.Process()
-    while not (command := second.cmdline()):  # it has not been loaded
-        pass
-    assert command[3] == "ps"
-    first.kill()
-    while not (exits := cluster.poll()):
-        pass
-    assert "exit code is unknown" in exits[0].reason
-    assert not exits[0].failed
 
 
 def test_what_was_not_forked_yet_when_the_one_that_forks_is_killed_is_started_all_the_same(cluster):

@@ -164,9 +164,9 @@ def job_settings(model_file: Path, folder: Path, command: Command = Command.TRAI
     )
 
 
-def run_job(settings: JobSettings) -> tuple[JobSnapshot, RecordingDisplay]:
-    """Runs a job with all roles in this process."""
-    display = RecordingDisplay()
+def run_job(settings: JobSettings, display: RecordingDisplay | None = None) -> tuple[JobSnapshot, RecordingDisplay]:
+    """Runs a job with its master in this process, and all other roles unless the settings say otherwise."""
+    display = display or RecordingDisplay()
     return run_master(settings, display), display
 
 

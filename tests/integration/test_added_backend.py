@@ -102,7 +102,7 @@ def test_a_job_runs_on_a_backend_of_another_package(with_backend, tmp_path, star
 
     write_model_file(tmp_path, LINEAR_MODEL, "linear")
     linear_data(tmp_path, train=400, test=80)
-    flags = train_flags(tmp_path, "linear", cluster="batch")
+    flags = train_flags(tmp_path, "linear", cluster="batch", num_workers=1)
     refused = start_job("train", *flags, "--num_workers=9", warm=False)
     assert refused.finish() == 2
     assert "--num_workers=9: the queue takes 8." in refused.output
@@ -110,4 +110,4 @@ def test_a_job_runs_on_a_backend_of_another_package(with_backend, tmp_path, star
     job = start_job("train", *flags, warm=False)
     assert job.finish() == 0, job.output
     job.assert_no_orphans()
-    assert all((tmp_path / "job" / "logs" / f"worker-{n}.log").stat().st_size for n in (0, 1))
+    assert all((tmp_path / "job" / "logs" / f"{place}.log").stat().st_size for place in ("ps-0", "worker-0"))

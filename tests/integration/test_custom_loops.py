@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from itertools import product
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
+from deep_cases import deep_but
 from elasticcb.errors import FunctionError, JobFailedError, NonFiniteError, UsageError
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -34,7 +36,7 @@ def gate():
     GATE.set()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     with elasticcb.Cluster(num_workers=1, num_ps=2, kind="inprocess") as cluster:
         yield cluster
@@ -178,12 +180,20 @@ def test_dataset_is_made_once_on_each_worker(gate):
 # ------------------------------------------------------------ a placed model
 
 
-@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["eager", "tf.function"])
+WRAPS = {"eager": lambda step: step, "tf.function": tf.function}
+OPTIMIZERS = {
+    "Adam": keras.optimizers.Adam,
+    "SGD": keras.optimizers.SGD,
+    "Lamb": lambda: keras.optimizers.Lamb(global_clipnorm=0.5),
+}
+
+
 @pytest.mark.parametrize(
-    "optimizer", [keras.optimizers.Adam, keras.optimizers.SGD, lambda: keras.optimizers.Lamb(global_clipnorm=0.5)]
+    ("wrap", "optimizer"), deep_but(product(WRAPS, OPTIMIZERS), ("eager", "Adam"), ("tf.function", "Lamb"))
 )
 def test_loop_of_one_worker_ends_where_the_same_loop_in_keras_ends(cluster, wrap, optimizer):
-    placed, plain = make_model(optimizer()), make_model(optimizer())
+    placed, plain = (make_model(OPTIMIZERS[optimizer]()) for _ in range(2))
+    wrap = WRAPS[wrap]
     cluster.place(placed)
     step, own_step = wrap(make_step(placed)), wrap(make_step(plain))
     for _ in range(2):
@@ -298,11 +308,13 @@ def test_fit_goes_on_where_functions_ended_and_functions_where_fit_ended(cluster
     placed, plain = make_model(), make_model()
     cluster.place(placed)
     step, own_step = make_step(placed), make_step(plain)
-    for _ in range(2):
-        cluster.schedule(step, *BATCHES[0])
-        cluster.fit(placed, X, Y, shuffle=False, verbose=0)
-        own_step(*BATCHES[0])
-        plain.fit(X, Y, shuffle=False, verbose=0)
+    cluster.schedule(step, *BATCHES[0])
+    cluster.fit(placed, X, Y, shuffle=False, verbose=0)
+    cluster.schedule(step, *BATCHES[0])
+    cluster.join()
+    own_step(*BATCHES[0])
+    plain.fit(X, Y, shuffle=False, verbose=0)
+    own_step(*BATCHES[0])
     for weight, own in zip(placed.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(weight, own, rtol=1e-5, atol=1e-6)
 

@@ -107,18 +107,21 @@ def assert_equal(ours, theirs):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param("keras.optimizers.SGD(0.05, momentum=0.9)", marks=pytest.mark.deep),
-        "keras.optimizers.Adam(0.01)",
-        pytest.param("keras.optimizers.AdamW(0.01, weight_decay=0.01)", marks=pytest.mark.deep),
-        pytest.param("keras.optimizers.Adagrad(0.05)", marks=pytest.mark.deep),
-        pytest.param("keras.optimizers.RMSprop(0.01)", marks=pytest.mark.deep),
-        pytest.param("keras.optimizers.Ftrl(0.05)", marks=pytest.mark.deep),
-        pytest.param("keras.optimizers.Lion(0.001)", marks=pytest.mark.deep),
+    deep_but(
+        [
+            "keras.optimizers.SGD(0.05, momentum=0.9)",
+            "keras.optimizers.Adam(0.01)",
+            "keras.optimizers.AdamW(0.01, weight_decay=0.01)",
+            "keras.optimizers.Adagrad(0.05)",
+            "keras.optimizers.RMSprop(0.01)",
+            "keras.optimizers.Ftrl(0.05)",
+            "keras.optimizers.Lion(0.001)",
+            "HalfSigned(0.01)",
+            "keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.8), global_clipnorm=0.5)",
+            "keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)",
+        ],
         "HalfSigned(0.01)",
-        "keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.8), global_clipnorm=0.5)",
-        "keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)",
-    ],
+    ),
 )
 def test_weights_equal_those_of_fit(tmp_path, optimizer):
     assert_equal(*train_both(tmp_path, optimizer, DENSE))

@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+from health_probe import SERVING, check
 
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
@@ -107,13 +108,6 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_
             assert number(job.output, label) == 0
 
 
-def test_a_master_that_dies_between_a_report_and_its_answer_counts_it_once(data, start_job, faults):
-    happened = faults.fail_at("master", 0, "has taken a report", nth=10)
-    job = start_job("train", *flags(data))
-    assert_complete(job)
-    assert happened()
-
-
 def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(data, start_job, faults):
     happened = [
         faults.fail_at("ps", 0, "has applied a push", nth=100),
@@ -129,20 +123,27 @@ def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(dat
     assert list((data / "c").glob("version-*/manifest.json"))
 
 
-def test_workers_that_die_before_and_after_a_report_are_replaced(data, start_job, faults):
+def test_a_master_and_workers_that_die_around_a_report_are_replaced_and_it_counts_once(data, start_job, faults):
     events = ("reports a task", "has reported a task")
     happened = [faults.fail_at("worker", index, event, nth=2) for index, event in enumerate(events)]
+    happened.append(faults.fail_at("master", 0, "has taken a report", nth=10))
     job = start_job("train", *flags(data))
     assert_complete(job)
     assert all(each() for each in happened)
     assert number(job.output, "workers lost") == 2
 
 
-def test_processes_started_by_hand_that_come_back_after_they_were_given_up_are_refused(data, start_job):
+def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_after_they_were_given_up(data, start_job):
     job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
     join = ("--master", re.search(r"--master (\S+)", line)[1])
-    processes = {role: start_job(role, *join) for role in ("ps", "worker")}
+    processes = {"ps": start_job("ps", *join, "--health_port=0")}
+    line = processes["ps"].wait_for_line("Health checks are answered at")
+    health = re.search(r"answered at (\S+)", line)[1].rstrip(".")
+    assert check(health, "") == SERVING
+    processes["worker"] = start_job("worker", *join)
+    job.wait_for_line(r"training: epoch 1/1")
+    assert check(health, "elasticcb.ParameterServer") == SERVING
     for role in ("worker", "ps"):
         job.wait_for_line(r"Evaluation at version")
         processes[role].process.send_signal(signal.SIGSTOP)

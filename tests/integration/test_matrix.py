@@ -347,13 +347,10 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_is_not_supported_says_so(what):
+def test_what_is_not_supported_says_so(two_workers, what):
     make, kind, message, _ = UNSUPPORTED[what]
-    with (
-        elasticcb.Cluster(1, 2, kind="inprocess", log_level="ERROR") as cluster,
-        pytest.raises(kind, match=message),
-    ):
-        cluster.fit(make(), X, Y, **FIT)
+    with pytest.raises(kind, match=message):
+        two_workers.fit(make(), X, Y, **FIT)
 
 
 # ---------------------------------------------------------------- the page

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from health_probe import SERVING, check
 
 from elasticcb.cli.main import main as elasticcb_main
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
@@ -97,7 +96,7 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
 
 def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
     write_model_file(data, LINEAR_MODEL + GATE.format(version=700), "linear")
-    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=8, evaluation_steps=500))
+    job = start_job("train", *train_flags(data, "linear", num_workers=1, num_epochs=4, evaluation_steps=500))
     job.wait_for_line(r"Evaluation at version")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
     assert "has 3 workers from now on; there were 1" in capsys.readouterr().out
@@ -115,7 +114,7 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert "can't have 1000 workers" in capsys.readouterr().err
     assert job.finish() == 0, job.output
 
-    for epoch in range(1, 9):
+    for epoch in range(1, 5):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "records trained more than once") == 0
     assert number(job.output, "workers lost") == 0
@@ -124,7 +123,7 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
     assert "is not the folder of a job that runs" in capsys.readouterr().err
     assert elasticcb_main(["status", str(data / "job")]) == 0
-    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 8/8, 100% (48,000/48,000 records)")
+    assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 4/4, 100% (24,000/24,000 records)")
 
 
 def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
@@ -169,36 +168,6 @@ def test_a_killed_master_takes_its_processes_with_it(data, start_job):
     job.process.kill()
     job.finish()
     job.assert_no_orphans()
-
-
-def test_ctrl_c_drains_saves_and_ends_with_130(data, start_job):
-    job = start_job(
-        "train", *train_flags(data, "linear", num_epochs=50, evaluation_steps=300, checkpoint_dir=data / "ckpt")
-    )
-    job.wait_for_line(r"Evaluation at version")
-    job.children()
-    job.interrupt()
-    assert job.finish() == 130, job.output
-    assert "interrupted" in job.output
-    assert "Traceback" not in job.output
-    assert list((data / "ckpt").glob("version-*/manifest.json"))
-    job.assert_no_orphans()
-
-
-def test_processes_started_by_hand_join_an_external_job(data, start_job):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=1, num_workers=1, cluster="external"))
-    line = job.wait_for_line(r"elasticcb worker --master")
-    address = re.search(r"--master (\S+)", line)[1]
-    server = start_job("ps", "--master", address, "--health_port=0")
-    health = re.search(r"answered at (\S+)", server.wait_for_line("Health checks are answered at"))[1].rstrip(".")
-    assert check(health, "") == SERVING
-    worker = start_job("worker", "--master", address)
-    job.wait_for_line(r"training: epoch 1/1")
-    assert check(health, "elasticcb.ParameterServer") == SERVING
-    assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 1") == RECORDS
-    assert worker.finish() == 0, worker.output
-    assert server.finish() == 0, server.output
 
 
 def test_a_job_in_one_process_runs_and_ends_at_ctrl_c(data, start_job):

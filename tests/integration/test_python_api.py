@@ -116,9 +116,8 @@ CALLS = {
 
 
 KEPT = (
-    "arrays", "a last batch that is short", "pandas", "endless tf.data", "generator", "PyDataset", "validation_split",
-    "list of validation_freq", "initial_epoch", "class_weight", "one callback", "evaluate, as a dict",
-    "predict, some steps",
+    "a last batch that is short", "endless tf.data", "generator", "PyDataset", "validation_split",
+    "list of validation_freq", "class_weight", "one callback", "evaluate, as a dict", "predict, some steps",
 )  # fmt: skip
 
 
@@ -336,18 +335,17 @@ class Recorder(keras.callbacks.Callback):
                 setattr(self, hook, lambda *args, hook=hook, **kwargs: self.hooks.append(hook))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"epochs": 4, "validation_freq": 2},
-        {"epochs": 3, "validation_freq": [1, 3]},
-        {"epochs": 2, "initial_epoch": 2},
-        {"epochs": 3, "callbacks": [keras.callbacks.EarlyStopping("loss", patience=0, baseline=-1.0)]},
-    ],
-    ids=["every second epoch", "some epochs", "no epoch", "stopped"],
-)
-def test_hooks_of_epochs_and_rounds_come_in_the_order_of_keras(arguments, cluster):
-    seen = []
+HOOKED = {
+    "every second epoch": {"epochs": 4, "validation_freq": 2},
+    "some epochs": {"epochs": 3, "validation_freq": [1, 3]},
+    "no epoch": {"epochs": 2, "initial_epoch": 2},
+    "stopped": {"epochs": 3, "callbacks": [keras.callbacks.EarlyStopping("loss", patience=0, baseline=-1.0)]},
+}
+
+
+@pytest.mark.parametrize("name", deep_but(HOOKED, "some epochs", "stopped"))
+def test_hooks_of_epochs_and_rounds_come_in_the_order_of_keras(name, cluster):
+    arguments, seen = HOOKED[name], []
     for trainer in (Keras(), cluster):
         recorder = Recorder()
         callbacks = [recorder, *arguments.get("callbacks", ())]

@@ -204,14 +204,32 @@ def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(da
     job.assert_no_orphans()
 
 
-def test_interrupted_job_is_resumed_without_a_loss(data, start_job):
-    job = start_job(*flags(data, num_epochs=8, checkpoint_interval=1000))
+def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_job):
+    job = start_job(*flags(data, num_epochs=8, checkpoint_interval=1000, checkpoint_dir=data / "ckpt"))
     job.wait_for_line(r"training: epoch [2-6]/8, .*records/s")
     job.interrupt()
-    assert job.finish() == 130
+    assert job.finish() == 130, job.output
     version = int(re.search(r"interrupted at version (\d+)", job.output)[1])
     assert "elasticcb resume" in job.output
+    assert "Traceback" not in job.output
+    assert list((data / "ckpt").glob("version-*/manifest.json"))
     job.assert_no_orphans()
+
+    shutil.copytree(data / "job", data / "moved")
+    for folder, words in (
+        ("nowhere", "There is no job"), (".", "is not the folder of a job"), ("moved", "Move it back"),
+    ):  # fmt: skip
+        refused = start_job("resume", str(data / folder))
+        assert refused.finish() == 2
+        assert words in refused.output
+    whole = (data / "train.npz").read_bytes()
+    with np.load(data / "train.npz") as arrays:
+        shorter = {name: array[:-100] for name, array in arrays.items()}
+    np.savez(data / "train.npz", **shorter)
+    changed = start_job("resume", str(data / "job"))
+    assert changed.finish() == 1
+    assert "The training data have changed: 4,000 records in 1 sources when the job began, 3,900" in changed.output
+    (data / "train.npz").write_bytes(whole)
 
     again = start_job("resume", str(data / "job"))
     assert again.finish() == 0, again.output
@@ -219,24 +237,3 @@ def test_interrupted_job_is_resumed_without_a_loss(data, start_job):
     for epoch in range(1, 9):
         assert number(again.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(again.output, "model version") >= 8 * RECORDS // 8 > version
-
-
-def test_job_that_can_not_be_resumed_is_refused_in_words(data, start_job):
-    for folder, words in (("nowhere", "There is no job"), (".", "is not the folder of a job")):
-        job = start_job("resume", str(data / folder))
-        assert job.finish() == 2
-        assert words in job.output
-    job = start_job(*flags(data, num_epochs=99))
-    job.wait_for_line(r"Evaluation at version")
-    job.interrupt()
-    job.finish()
-    shutil.copytree(data / "job", data / "moved")
-    moved = start_job("resume", str(data / "moved"))
-    assert moved.finish() == 2
-    assert "Move it back" in moved.output
-    with np.load(data / "train.npz") as arrays:
-        shorter = {name: array[:-100] for name, array in arrays.items()}
-    np.savez(data / "train.npz", **shorter)
-    changed = start_job("resume", str(data / "job"))
-    assert changed.finish() == 1
-    assert "The training data have changed: 4,000 records in 1 sources when the job began, 3,900" in changed.output

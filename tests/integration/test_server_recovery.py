@@ -28,8 +28,8 @@ def flags(folder, **more):
     return train_flags(folder, "offsets", **{"checkpoint_interval": 0.2, **more})
 
 
-def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_job):
-    more = {"num_ps": 2, "num_epochs": 4, "evaluation_steps": 400, "max_staleness": 2}
+def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, start_job):
+    more = {"num_ps": 2, "num_epochs": 4, "evaluation_steps": 400, "max_staleness": 2, "checkpoint_dir": data / "ckpt"}
     job = start_job("train", *flags(data, **more))
     for index in (0, 1):
         job.wait_for_line(r"Evaluation at version")
@@ -48,6 +48,20 @@ def test_killed_servers_are_replaced_alone_and_the_model_learns_on(data, start_j
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start, 0.8 with offsets that are not learned
     job.assert_no_orphans()
+
+    # In an evaluation, a server is replaced with the checkpoint.
+    more = {"checkpoint_dir_for_init": data / "ckpt", "num_ps": 2, "minibatch_size": 1, "num_minibatches_per_task": 5}
+    unwanted = ("training_data", "checkpoint_interval")
+    given = [flag for flag in flags(data, **more) if not flag.startswith(tuple(f"--{name}=" for name in unwanted))]
+    evaluation = start_job("evaluate", *given)
+    evaluation.wait_for_line(r"The model starts from")
+    evaluation.kill("ps", 1)
+    assert evaluation.finish() == 0, evaluation.output
+    assert number(evaluation.output, "records evaluated, once each") == TESTED
+    assert re.search(rf"rows +{TESTED}\b", evaluation.output)
+    assert re.search(r"parameter servers lost +1, of them replaced: 1", evaluation.output)
+    again = re.findall(r"error +([\d.e-]+)", evaluation.output)[-1]
+    assert float(again) == pytest.approx(error, abs=1e-3)
 
 
 def test_epoch_that_has_ended_is_not_lost_with_a_server(data, start_job):
@@ -79,24 +93,6 @@ def wait_until(condition, seconds=120):
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.02)
-
-
-def test_server_of_an_evaluation_is_replaced_with_the_checkpoint(data, start_job):
-    training = start_job("train", *flags(data, num_epochs=1, checkpoint_dir=data / "ckpt", num_ps=2))
-    assert training.finish() == 0, training.output
-    more = {"checkpoint_dir_for_init": data / "ckpt", "num_ps": 2, "minibatch_size": 1, "num_minibatches_per_task": 5}
-    unwanted = ("training_data", "checkpoint_interval")
-    given = [flag for flag in flags(data, **more) if not flag.startswith(tuple(f"--{name}=" for name in unwanted))]
-    job = start_job("evaluate", *given)
-    job.wait_for_line(r"The model starts from")
-    job.kill("ps", 1)
-    assert job.finish() == 0, job.output
-    assert number(job.output, "records evaluated, once each") == TESTED
-    assert re.search(rf"rows +{TESTED}\b", job.output)
-    assert re.search(r"parameter servers lost +1, of them replaced: 1", job.output)
-    after_training = re.findall(r"Evaluation at version .*error ([\d.e-]+)", training.output)[-1]
-    again = re.findall(r"error +([\d.e-]+)", job.output)[-1]
-    assert float(again) == pytest.approx(float(after_training), abs=1e-3)
 
 
 def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data, start_job, faults):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from elasticcb.master.state_document import document
 from elasticcb.settings import Command
 from jobs import LINEAR_MODEL, job_settings, linear_data, run_job, write_model_file
@@ -15,15 +13,24 @@ RECEIVER = """
 """
 
 
-@pytest.mark.parametrize("command", list(Command)[:3])
-def test_summary_and_state_agree(tmp_path, command):
+def assert_agree(folder, summary, trained=0, evaluated=0, predicted=0):
+    state = json.loads((folder / "status.json").read_text())
+    records = state["records"]
+    assert (records["trained"], records["evaluated"], records["predicted"]) == (trained, evaluated, predicted)
+    told = document(summary, over=True)
+    for key in state.keys() - {"workers", "parameter_servers", "processes"}:  # which leave meanwhile
+        assert state[key] == told[key], key
+
+
+def test_summary_and_state_agree(tmp_path):
     path = write_model_file(tmp_path, LINEAR_MODEL + RECEIVER, "linear")
     linear_data(tmp_path, train=96, test=40)
-    data = {name: str(tmp_path / f"{file}.npz") for name, file in (("training", "train"), ("validation", "test"))}
+    training, validation = (str(tmp_path / f"{file}.npz") for file in ("train", "test"))
     train = job_settings(
         path,
         tmp_path / "train",
-        **data,
+        training=training,
+        validation=validation,
         minibatch_size=8,
         num_epochs=2,
         evaluation_steps=5,
@@ -31,16 +38,11 @@ def test_summary_and_state_agree(tmp_path, command):
         directory=str(tmp_path / "checkpoints"),
     )
     summary, _ = run_job(train)
-    folder, expected = tmp_path / "train", (96 * 2, 40, 0)
-    if command is not Command.TRAIN:
-        folder = tmp_path / "other"
-        given = {"validation": data["validation"]} if command is Command.EVALUATE else {"prediction": data["training"]}
-        initial = str(tmp_path / "checkpoints")
-        summary, _ = run_job(job_settings(path, folder, command, **given, directory_for_init=initial))
-        expected = (0, 40, 0) if command is Command.EVALUATE else (0, 0, 96)
-    state = json.loads((folder / "status.json").read_text())
-    records = state["records"]
-    assert (records["trained"], records["evaluated"], records["predicted"]) == expected
-    told = document(summary, over=True)
-    for key in state.keys() - {"workers", "parameter_servers", "processes"}:  # which leave meanwhile
-        assert state[key] == told[key], key
+    assert_agree(tmp_path / "train", summary, trained=96 * 2, evaluated=40)
+    initial = {"directory_for_init": str(tmp_path / "checkpoints")}
+    evaluate = job_settings(path, tmp_path / "evaluate", Command.EVALUATE, validation=validation, **initial)
+    summary, _ = run_job(evaluate)
+    assert_agree(tmp_path / "evaluate", summary, evaluated=40)
+    predict = job_settings(path, tmp_path / "predict", Command.PREDICT, prediction=training, **initial)
+    summary, _ = run_job(predict)
+    assert_agree(tmp_path / "predict", summary, predicted=96)

@@ -148,28 +148,9 @@ def test_backup_and_restore_every_so_many_batches_restores_the_epoch_it_was_in(t
 # ---------------------------------------------------------------- CSVLogger, History, RemoteMonitor, LambdaCallback
 
 
-def test_csv_logger_writes_a_row_for_each_epoch(train, tmp_path):
-    _, display = train("keras.callbacks.CSVLogger(FOLDER + '/log.csv')")
-    rows = rows_of(tmp_path / "log.csv")
-    assert [row["epoch"] for row in rows] == ["0", "1", "2", "3"]
-    assert set(rows[0]) == {"epoch", "loss", "mae", "val_loss", "val_mae"}
-    losses = [float(row["val_loss"]) for row in rows]
-    assert losses[-1] < losses[0]
-    assert f"loss {losses[-1]:.4f}" in [m for m in display.messages if m.startswith("Evaluation")][-1]
-
-
-def test_history_of_the_master_holds_every_epoch(train, tmp_path):
-    train(
-        "h := keras.callbacks.History(), keras.callbacks.LambdaCallback("
-        "on_epoch_end=lambda epoch, logs: open(FOLDER + '/history', 'w').write(__import__('json').dumps(h.history)))"
-    )
-    history = json.loads((tmp_path / "history").read_text())
-    assert {name: len(values) for name, values in history.items()} == {
-        "loss": 4, "mae": 4, "val_loss": 4, "val_mae": 4
-    }  # fmt: skip
-
-
-def test_remote_monitor_posts_the_logs_of_each_epoch(train, tmp_path):
+@pytest.fixture
+def monitor():
+    """A server that keeps what is posted to it: its address, and path and content of each request."""
     posted = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -183,26 +164,38 @@ def test_remote_monitor_posts_the_logs_of_each_epoch(train, tmp_path):
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        root = f"http://127.0.0.1:{server.server_address[1]}"
-        train(
-            f"keras.callbacks.RemoteMonitor({root!r}, path='/epochs', send_as_json=True), "
-            "keras.callbacks.CSVLogger(FOLDER + '/log.csv')"
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert [path for path, _ in posted] == ["/epochs"] * 4
-    for (_, sent), row in zip(posted, rows_of(tmp_path / "log.csv"), strict=True):
-        assert sent == {name: pytest.approx(float(value)) for name, value in row.items()}
+    yield f"http://127.0.0.1:{server.server_address[1]}", posted
+    server.shutdown()
+    server.server_close()
 
 
-def test_lambda_callback_sees_epochs_and_batches(train, tmp_path):
-    train(
+def test_callbacks_that_keep_logs_see_every_epoch_and_every_batch(train, tmp_path, monitor):
+    root, posted = monitor
+    _, display = train(
+        "keras.callbacks.CSVLogger(FOLDER + '/log.csv'), "
+        f"keras.callbacks.RemoteMonitor({root!r}, path='/epochs', send_as_json=True), "
+        "h := keras.callbacks.History(), keras.callbacks.LambdaCallback("
+        "on_epoch_end=lambda epoch, logs: open(FOLDER + '/history', 'w').write(__import__('json').dumps(h.history))), "
         "keras.callbacks.LambdaCallback("
         "on_epoch_end=lambda epoch, logs: open(FOLDER + '/epochs', 'a').write(f'{epoch} '), "
         "on_train_batch_end=lambda batch, logs: open(FOLDER + '/batches', 'a').write(f'{batch} '))"
     )
+    rows = rows_of(tmp_path / "log.csv")
+    assert [row["epoch"] for row in rows] == ["0", "1", "2", "3"]
+    assert set(rows[0]) == {"epoch", "loss", "mae", "val_loss", "val_mae"}
+    losses = [float(row["val_loss"]) for row in rows]
+    assert losses[-1] < losses[0]
+    assert f"loss {losses[-1]:.4f}" in [m for m in display.messages if m.startswith("Evaluation")][-1]
+
+    history = json.loads((tmp_path / "history").read_text())
+    assert {name: len(values) for name, values in history.items()} == {
+        "loss": 4, "mae": 4, "val_loss": 4, "val_mae": 4
+    }  # fmt: skip
+
+    assert [path for path, _ in posted] == ["/epochs"] * 4
+    for (_, sent), row in zip(posted, rows, strict=True):
+        assert sent == {name: pytest.approx(float(value)) for name, value in row.items()}
+
     assert (tmp_path / "epochs").read_text().split() == ["0", "1", "2", "3"]
     assert len((tmp_path / "batches").read_text().split()) == 4 * BATCHES
 
@@ -267,14 +260,15 @@ def test_reduce_lr_on_plateau_lowers_the_rate_that_the_servers_use(train, tmp_pa
     assert distance(saved[3], saved[4]) < distance(saved[0], saved[1]) / 20
 
 
-def test_learning_rate_scheduler_by_epoch_sets_the_rate_of_the_next_epoch(train, tmp_path):
+def test_learning_rate_scheduler_sets_the_rate_of_the_next_epoch_and_weights_are_saved_at_each_end(train, tmp_path):
     train(
         "keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 if epoch < 2 else 0.0), "
-        "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}.weights.h5', save_weights_only=True)"
+        "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}.weights.h5', save_weights_only=True), Final()"
     )
     saved = [saved_weights(tmp_path / f"epoch-{epoch}.weights.h5") for epoch in range(1, 5)]
     assert distance(saved[0], saved[1]) > 0.01
     assert distance(saved[2], saved[3]) == 0.0
+    assert_same(saved[3], final_weights(tmp_path), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- ModelCheckpoint
@@ -313,12 +307,6 @@ def test_model_checkpoint_every_so_many_steps_counts_the_batches_of_all_workers(
 
 def saved_weights_of(path):
     return keras.saving.load_model(path).get_weights()
-
-
-def test_model_checkpoint_of_weights_alone_holds_those_of_the_epochs_end(train, tmp_path):
-    train("keras.callbacks.ModelCheckpoint(FOLDER + '/{epoch}.weights.h5', save_weights_only=True), Final()", epochs=2)
-    assert_same(saved_weights(tmp_path / "2.weights.h5"), final_weights(tmp_path), rtol=0, atol=0)
-    assert distance(saved_weights(tmp_path / "1.weights.h5"), saved_weights(tmp_path / "2.weights.h5")) > 0.001
 
 
 # ---------------------------------------------------------------- ProgbarLogger
@@ -364,16 +352,17 @@ def test_progbar_logger_follows_evaluation_and_prediction(train, tmp_path, capsy
 AVERAGED = "keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)"
 
 
-def swap_ema(train, tmp_path, callback):
-    """Trains for three epochs; answers logs, the model saved after each epoch, and the final weights."""
-    train(
+def swap_ema(train, tmp_path, callback, **parts):
+    """Trains for three epochs; answers logs, the model saved after each epoch, the final weights, and the summary."""
+    summary, _ = train(
         f"{callback}keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{{epoch}}.keras'), "
         "keras.callbacks.CSVLogger(FOLDER + '/log.csv'), Final()",
         epochs=3,
         optimizer=AVERAGED,
+        **parts,
     )
     models = [keras.saving.load_model(tmp_path / f"epoch-{epoch}.keras") for epoch in (1, 2, 3)]
-    return rows_of(tmp_path / "log.csv"), models, final_weights(tmp_path)
+    return rows_of(tmp_path / "log.csv"), models, final_weights(tmp_path), summary
 
 
 def averages(model):
@@ -381,8 +370,12 @@ def averages(model):
 
 
 def test_swap_ema_weights_evaluates_the_averages_and_trains_the_weights(train, tmp_path):
-    _, plain, plain_final = swap_ema(train, tmp_path, "")
-    rows, models, final = swap_ema(train, tmp_path, "keras.callbacks.SwapEMAWeights(), ")
+    _, plain, plain_final, _ = swap_ema(train, tmp_path, "")
+
+    checkpoints = str(tmp_path / "checkpoints")
+    rows, models, final, summary = swap_ema(
+        train, tmp_path, "keras.callbacks.SwapEMAWeights(), ", directory=checkpoints
+    )
     for row, model, without in zip(rows[:-1], models, plain, strict=False):
         assert_same(model.get_weights(), without.get_weights())  # training and checkpoints have the raw weights
         raw_loss = val_loss(model, tmp_path)
@@ -391,29 +384,23 @@ def test_swap_ema_weights_evaluates_the_averages_and_trains_the_weights(train, t
         assert abs(float(row["val_loss"]) - raw_loss) > 1e-3
     assert_same(final, plain_final)
 
+    # It leaves alone the evaluation of a trained model.
+    settings = job_settings(
+        tmp_path / "stock_1.py",
+        tmp_path / "evaluate",
+        command=Command.EVALUATE,
+        validation=str(tmp_path / "test.npz"),
+        directory_for_init=checkpoints,
+    )
+    assert run_job(settings)[0].metrics["loss"] == pytest.approx(summary.metrics["loss"], rel=1e-5)
 
-def test_swap_ema_weights_by_epoch_gives_the_averages_to_the_callbacks_after_it(train, tmp_path):
-    _, plain, plain_final = swap_ema(train, tmp_path, "")
-    _, models, final = swap_ema(train, tmp_path, "keras.callbacks.SwapEMAWeights(swap_on_epoch=True), ")
+    # By epoch, it gives the averages to the callbacks after it.
+    _, models, final, _ = swap_ema(train, tmp_path, "keras.callbacks.SwapEMAWeights(swap_on_epoch=True), ")
     for model, without in zip(models[:-1], plain, strict=False):
         assert_same(model.get_weights(), averages(without), rtol=1e-4)
         assert distance(model.get_weights(), without.get_weights()) > 1e-3
     assert_same(models[-1].get_weights(), plain_final)
     assert_same(final, plain_final)  # the optimizer ends with the averages
-
-
-def test_swap_ema_weights_leaves_alone_the_evaluation_of_a_trained_model(train, tmp_path):
-    summary, _ = train(
-        "keras.callbacks.SwapEMAWeights()", epochs=2, optimizer=AVERAGED, directory=str(tmp_path / "checkpoints")
-    )
-    settings = job_settings(
-        tmp_path / "stock_0.py",
-        tmp_path / "evaluate",
-        command=Command.EVALUATE,
-        validation=str(tmp_path / "test.npz"),
-        directory_for_init=str(tmp_path / "checkpoints"),
-    )
-    assert run_job(settings)[0].metrics["loss"] == pytest.approx(summary.metrics["loss"], rel=1e-5)
 
 
 # ---------------------------------------------------------------- TensorBoard

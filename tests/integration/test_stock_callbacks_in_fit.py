@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 import elasticcb
+from deep_cases import deep_but
 
 RECORDS, BATCH = 160, 16
 
@@ -124,7 +125,7 @@ def test_tensorboard_has_the_tags_steps_and_values_of_keras(cluster, tmp_path):
             np.testing.assert_allclose(own[name][step], value, rtol=1e-3, atol=1e-4, err_msg=f"{name}, step {step}")
 
 
-@pytest.mark.parametrize("swap_on_epoch", [False, True])
+@pytest.mark.parametrize("swap_on_epoch", deep_but([False, True], True))
 def test_averaged_weights_are_evaluated_saved_and_left_as_in_keras(cluster, tmp_path, swap_on_epoch):
     def callbacks(folder):
         return [
