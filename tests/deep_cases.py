@@ -13,8 +13,4 @@ def deep_but(cases: Iterable[Any], *kept: Any) -> list[Any]:
     cases = list(cases)
     missing = [each for each in kept if each not in cases]
     assert not missing, f"these are not among the cases: {missing}"
-    return [case if case in kept else pytest.param(*_values(case), marks=pytest.mark.deep) for case in cases]
-
-
-def _values(case: Any) -> tuple[Any, ...]:
-    return case if isinstance(case, tuple) else (case,)
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.deep) for case in cases]

@@ -188,12 +188,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("wrap", "optimizer"), deep_but(product(WRAPS, OPTIMIZERS), ("eager", "Adam"), ("tf.function", "Lamb"))
-)
-def test_loop_of_one_worker_ends_where_the_same_loop_in_keras_ends(cluster, wrap, optimizer):
-    placed, plain = (make_model(OPTIMIZERS[optimizer]()) for _ in range(2))
-    wrap = WRAPS[wrap]
+@pytest.mark.parametrize("loop", deep_but(product(WRAPS, OPTIMIZERS), ("eager", "Adam"), ("tf.function", "Lamb")))
+def test_loop_of_one_worker_ends_where_the_same_loop_in_keras_ends(cluster, loop):
+    wrap, optimizer = WRAPS[loop[0]], OPTIMIZERS[loop[1]]
+    placed, plain = (make_model(optimizer()) for _ in range(2))
     cluster.place(placed)
     step, own_step = wrap(make_step(placed)), wrap(make_step(plain))
     for _ in range(2):

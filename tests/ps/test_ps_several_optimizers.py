@@ -45,8 +45,9 @@ def some(number, variables):
     return {index: gradient for index, gradient in gradients(number, GAN).items() if index in variables}
 
 
-@pytest.mark.parametrize(("num_ps", "use_async"), deep_but(product([1, 2, 3], [True, False]), (1, True), (2, False)))
-def test_each_optimizer_updates_its_own_variables_alone(start, num_ps, use_async):
+@pytest.mark.parametrize("servers", deep_but(product([1, 2, 3], [True, False]), (1, True), (2, False)))
+def test_each_optimizer_updates_its_own_variables_alone(start, servers):
+    num_ps, use_async = servers
     client = start(three, GAN, num_ps, use_async=use_async)
     values = initial_values(GAN)
     client.initialize(InitialModel(values))
