@@ -120,6 +120,10 @@ class ClusterLostError(JobFailedError):
     """Processes of the job are gone, and nothing may take their places; the program itself has no fault."""
 
 
+class ReplacedError(JobFailedError):
+    """Another master goes on with the job; this one must leave all files and processes alone."""
+
+
 class LostServerError(ClusterLostError):
     """A parameter server is gone which can't be replaced alone; the whole job can go on from what all wrote down."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from elasticcb.errors import UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.settings import JOURNAL_FILE
+from elasticcb.storage import durable
 
 _FIT_FILE = "fit.json"  # what a fit was begun with; it marks a folder as one of ours
 
@@ -102,9 +102,9 @@ class KeptFit:
         self.journal = Journal(folder / JOURNAL_FILE)
         if self.has_begun:
             try:
-                self._begun_with = json.loads((folder / _FIT_FILE).read_text(encoding="utf-8"))
+                self._begun_with = durable.read_document(folder / _FIT_FILE)
                 self.seed: int | None = self._begun_with.pop("seed")
-            except (OSError, ValueError, KeyError, AttributeError) as error:
+            except (OSError, ValueError, KeyError) as error:
                 self.journal.close()
                 raise UsageError(
                     f"{folder / _FIT_FILE}, which says what the fit was begun with, can't be read ({error!r}). Remove "
@@ -146,7 +146,7 @@ class KeptFit:
                 self._compare(name, self._begun_with.get(name), value)
             return
         try:
-            (self.folder / _FIT_FILE).write_text(json.dumps({**given, "seed": seed}), encoding="utf-8")
+            durable.write_document(self.folder / _FIT_FILE, {**given, "seed": seed})
         except OSError as error:
             raise UsageError(f"{self.folder / _FIT_FILE} can't be written: {error}.") from None
 

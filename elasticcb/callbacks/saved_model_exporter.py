@@ -15,6 +15,7 @@ import keras
 
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, user_traceback
+from elasticcb.storage import durable
 from elasticcb.storage.writable import problem_of_folder
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class SavedModelExporter(keras.callbacks.Callback):
 
 def _replace(target: Path, fresh: Path) -> None:
     """Puts the folder `fresh` in the place of `target`; on an error `target` is as it was."""
+    durable.sync_all(fresh)
     old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
     had_one = target.exists()
     if had_one:
@@ -125,6 +127,7 @@ def _replace(target: Path, fresh: Path) -> None:
         if had_one:
             old.rename(target)
         raise
+    durable.sync(target.parent)
     # Also what exporters left behind that were killed in the middle.
     for pattern in ("replaced", "exporting"):
         for leftover in target.parent.glob(f".{target.name}.{pattern}-*"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from elasticcb.checkpoint.shard_file import FORMAT, SavedFile, check_file
 from elasticcb.errors import CheckpointError
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.storage import durable
 
 MANIFEST = "manifest.json"
-TEMPORARY = ".tmp-"  # names of what is not finished begin with it
 
 
 def write_manifest(
@@ -39,31 +37,23 @@ def write_manifest(
         ],
         "extra": dict(extra or {}),
     } | ({} if buckets is None else {"buckets": buckets.to_bytes().hex()})
-    unfinished = folder / (TEMPORARY + MANIFEST)
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(folder / MANIFEST)
+    durable.write_document(folder / MANIFEST, manifest, mode=durable.SHARED)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of one version. Raises `CheckpointError` when there is none that can be read."""
     path = Path(folder) / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"The checkpoint {folder} has the format {manifest['format']}; this release reads {FORMAT}."
-            )
+        return durable.read_document(path, FORMAT)
+    except durable.NewerFormatError as error:
+        raise CheckpointError(str(error)) from error
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no whole checkpoint: it has no {MANIFEST}. It was not finished, or it is another "
             "folder; name the folder of a version, or the one that holds the versions."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error!r}.") from error
-    return manifest
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,13 +24,13 @@ from elasticcb.sharding.array_names import (
     of_kind,
 )
 from elasticcb.sharding.table_state import TableState
+from elasticcb.storage import durable
 from elasticcb.storage.tensor_file import Outline, TensorFile
 
 Array = npt.NDArray[Any]
 Key = tuple[int, str]  # variable, name
 
 FORMAT = 1
-_CHUNK_BYTES = 4 << 20
 
 
 class ReadableTable(Protocol):
@@ -84,7 +83,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     tensors |= named(SHARED, part.shared) | table_state.to_tensors(part.tables)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
-        with TensorFile(path) as file:
+        with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # What a table has is known from its first piece.
             tables = {number: table.pieces() for number, table in part.held.items()}
             first = {number: next(pieces) for number, pieces in tables.items()}
@@ -102,8 +101,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
                     for name, array in table_state.to_tensors({number: piece}).items():
                         file.put(name, start, array)
                     start += len(piece.ids)
-            file.finish()
-        return SavedFile(path.name, path.stat().st_size, _sha256(path))
+        return SavedFile(path.name, *durable.digest_of(path))
     except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
 
@@ -132,18 +130,10 @@ def check_file(path: Path, saved: SavedFile) -> None:
     """Raises `CheckpointError` unless the file is the one that was saved."""
     try:
         size = path.stat().st_size
-        if size == saved.bytes and _sha256(path) == saved.sha256:
+        if size == saved.bytes and durable.digest_of(path).sha256 == saved.sha256:
             return
     except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
     raise CheckpointError(
         f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its manifest tells of."
     )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -7,7 +7,6 @@ manifest (manifest.py) and renames the folder. A folder without a manifest is no
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import shutil
@@ -15,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, TEMPORARY, verify, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CheckpointError
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.storage import durable
+from elasticcb.storage.durable import TEMPORARY
 
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
 
@@ -81,10 +82,13 @@ def finish_version(
     final = folder.parent / version_folder(version)
     try:
         write_manifest(folder, version=version, specs=specs, parts=parts, files=files, buckets=buckets, extra=extra)
+        durable.sync(folder)
+        old = folder.with_name(f"{folder.name}-old")  # as unfinished: `prune` removes it
         if final.exists():  # the same version, written again after a restart
-            shutil.rmtree(final)
+            final.rename(old)
         folder.rename(final)
-        _sync_folder(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        durable.sync(folder.parent)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {final} can't be finished: {error}.") from error
     return final
@@ -196,11 +200,3 @@ def _finished_at(folder: Path) -> int:
         return (folder / MANIFEST).stat().st_mtime_ns
     except OSError:  # deleted meanwhile
         return 0
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from elasticcb.errors import ElasticCBError, JobInterrupted
 from elasticcb.settings import JobSettings
 from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting
+from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     from elasticcb.cli.progress import Display
@@ -122,8 +123,9 @@ def _note(results: Path, checkpoint: Checkpoint, summary: JobSnapshot) -> None:
         "seconds": round(summary.seconds, 3),
         "metrics": dict(summary.metrics),
     }
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    with results.open("ab", buffering=0) as file:
+        durable.append(file.fileno(), json.dumps(entry).encode() + b"\n")
+    durable.sync(results)
 
 
 def _ending(done: int, results: Path) -> str:

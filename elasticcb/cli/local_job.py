@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.clients.running_master import EndOfJob, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     from elasticcb.clients.master import MasterClient
@@ -80,10 +80,11 @@ def stop_job(folder: Path, seconds: float) -> str:
 def how_it_ended(folder: Path) -> dict[str, Any] | None:
     """The state that the job in a folder has ended in; None: it has not."""
     try:
-        document: dict[str, Any] = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
-    except OSError:
+        return durable.read_document(folder / STATUS_FILE)
+    except FileNotFoundError:
         return None
-    return document
+    except (OSError, ValueError) as error:
+        raise UsageError(f"How the job in {folder} ended can't be read: {error}.") from None
 
 
 def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:

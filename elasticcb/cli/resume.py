@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import rich_click as click
@@ -15,6 +16,7 @@ from elasticcb.cli.kubernetes.recreate import make_again
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
+from elasticcb.storage import durable
 
 
 @click.command(context_settings=CONTEXT)
@@ -56,7 +58,12 @@ def _resume_on_kubernetes(job: KubernetesJob) -> int:
 def resumed_settings(folder: Path) -> JobSettings:
     """The settings of the job in a folder. Raises `UsageError` when it can't be resumed."""
     try:
-        text = (folder / JOB_FILE).read_text(encoding="utf-8")
+        document = durable.read_document(folder / JOB_FILE)
+    except ValueError as error:
+        raise UsageError(
+            f"{error}. Nothing was changed. Put back a copy of it, or begin a new job from the newest checkpoint: "
+            "--checkpoint_dir_for_init."
+        ) from None
     except OSError as error:
         raise UsageError(
             f"{folder} holds no settings of a job that can be resumed ({error.strerror}). Expected the folder of a "
@@ -66,7 +73,7 @@ def resumed_settings(folder: Path) -> JobSettings:
         raise UsageError(
             f"{folder} holds no {JOURNAL_FILE}: the job keeps none (--checkpoint_interval=0). Begin a new one."
         )
-    settings = JobSettings.from_json(text)
+    settings = JobSettings.from_json(json.dumps(document))
     if settings.directory != str(folder):
         raise UsageError(f"{folder} was the folder {settings.directory} when the job began. Move it back there.")
     return settings

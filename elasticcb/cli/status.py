@@ -12,10 +12,9 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.status import pods_lines, pods_state
-from elasticcb.cli.local_job import master_of
+from elasticcb.cli.local_job import how_it_ended, master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
-from elasticcb.settings import STATUS_FILE
 
 
 @click.command(context_settings=CONTEXT)
@@ -45,10 +44,9 @@ def status(job: str, as_json: bool, namespace: str | None) -> None:
 
 def job_state(folder: Path) -> dict[str, Any]:
     """The state of the job in a folder. Raises `UsageError` when none runs there, or has ended there."""
-    ended = folder / STATUS_FILE
-    if ended.is_file():
-        document: dict[str, Any] = json.loads(ended.read_text(encoding="utf-8"))
-        return document
+    ended = how_it_ended(folder)
+    if ended is not None:
+        return ended
     with master_of(folder) as master:
         return master.status()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import STATUS_FILE, ClusterSettings
+from elasticcb.storage import durable
 
 MASTER_FILE = "master.json"
 
@@ -59,15 +58,14 @@ def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitSta
 
     The file stays locked until `until_end` closes, which tells those who have opened it when the processes are gone.
     """
-    path, unfinished = folder / MASTER_FILE, folder / f".tmp-{MASTER_FILE}"
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    file = until_end.enter_context(os.fdopen(descriptor, "w", encoding="utf-8"))
-    with contextlib.suppress(OSError):  # some file systems know no locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    json.dump(master._asdict(), file)
-    file.flush()
-    unfinished.rename(path)
+    path = folder / MASTER_FILE
+
+    def lock(unfinished: Path) -> None:
+        file = until_end.enter_context(unfinished.open("rb+"))
+        with contextlib.suppress(OSError):  # some file systems know no locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    durable.write_document(path, master._asdict(), lock)
     try:
         yield
     finally:
@@ -77,7 +75,7 @@ def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitSta
 def running_master(folder: str | Path) -> RunningMaster:
     """That of the job in a folder. Raises `UsageError` when no job runs there."""
     try:
-        return RunningMaster(**json.loads(Path(folder, MASTER_FILE).read_text(encoding="utf-8")))
+        return RunningMaster(**durable.read_document(Path(folder, MASTER_FILE)))
     except (OSError, ValueError, TypeError):
         raise UsageError(f"{folder} is not the folder of a job that runs. {_why_not(Path(folder))}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
+from elasticcb.storage import durable
 
 _TOKEN_FILE = "token"
 
@@ -47,10 +47,7 @@ class ExternalCluster(ClusterBackend):
         if self.access.token == token_of_environment():
             return f"${TOKEN_VARIABLE}"
         if not self._written:
-            self._file.unlink(missing_ok=True)
-            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(self.access.token)
+            durable.write(self._file, self.access.token.encode("ascii"))
             self._written = True
         return f'"$(cat {shlex.quote(str(self._file))})"'
 

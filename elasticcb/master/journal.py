@@ -1,32 +1,37 @@
 """What a master writes down, so that another can go on with its job after it was killed.
 
 An append-only file of JSON values, each on a line behind its checksum (CRC-32). A line goes to the operating system
-before what it tells of is answered: it survives the end of any process. `rewrite`, once an epoch, forces the file onto
-the disk.
+before what it tells of is answered: it survives the end of any process. `rewrite`, once an epoch, puts a new file in
+its place, and onto the disk.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import os
+import shlex
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.storage import durable
+from elasticcb.storage.durable import NewerFormatError, refuse_newer
 
 logger = logging.getLogger(__name__)
 
 States = dict[str, list[Array]]  # by metric
 _LARGE_BYTES = 32 << 20
+_FORMAT = 2  # before, no entry told the format and the term
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Memory:
     """What the entries of a journal tell together.
 
     Attributes:
+        term: of the last master that wrote.
         run: names the training, in the recovery files of the servers.
         next_id: of processes; lower ones were given out.
         workers: how many the job was scaled to; 0: it never was.
@@ -60,6 +66,7 @@ class Memory:
         evaluation_round: the last one that was begun; 0: none.
     """
 
+    term: int = 0
     run: str = ""
     next_id: int = 1
     workers: int = 0
@@ -113,49 +120,73 @@ def _plain_states(states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -
 class Journal:
     """The journal of a job.
 
+    Each master begins with a file of its own, which tells its term: one that it has replaced still holds the file
+    before, and can't write any more.
+
     Args:
-        path: of the file; what it holds is read first.
+        path: of the file; what it holds is read first. It is made if it is missing, else left as it is until the first
+            entry is added.
 
     Attributes:
         memory: what the entries told that were there.
-        damaged: whether entries are missing, beyond a last one that was torn.
+        term: number of this master, from 1.
 
-    Raises `JobFailedError` when the file can't be read or written.
+    Raises `JobFailedError` when the file is damaged, of a later release, or can't be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.memory = Memory()
-        self.damaged = False
         self._latest: dict[str, Any] = {}  # of each value but states
+        self._descriptor: int | None = None  # of the file of this master
+        self._size = 0
+        self._failure: JobFailedError | None = None
         try:
-            good = self._read()
-            self._file = path.open("ab", buffering=0)
-            self._file.truncate(good)
-            self._size = good
+            is_there = path.exists()
+            if is_there:
+                self._read()
         except OSError as error:
             raise JobFailedError(f"The journal {path} can't be opened: {error}.") from error
+        except NewerFormatError as error:
+            raise JobFailedError(str(error)) from error
+        self.term = self.memory.term + 1
+        if not is_there:
+            self._replace([])
 
-    def _read(self) -> int:
-        """Takes in all whole entries; returns where they end."""
+    def _read(self) -> None:
+        """Takes in all entries; a last one that was cut off while it was written was never answered for."""
         good = 0
-        if not self._path.exists():
-            return good
         with self._path.open("rb") as file:
             for line in file:
                 checksum, _, text = line.partition(b" ")
-                torn = not line.endswith(b"\n")
-                if torn or checksum != _checksum(text):
-                    logger.warning(
-                        "The journal %s is damaged from byte %d on; what is before it counts", self._path, good
-                    )
-                    self.damaged = not torn
+                whole = line.endswith(b"\n")
+                if whole and checksum == _checksum(text):
+                    entry = json.loads(text)
+                    refuse_newer(self._path, entry.get("format", 1), _FORMAT)
+                    self.memory.add(entry)
+                    self._note(entry)
+                elif whole or not good or checksum == _checksum(text[:-1] + b"\n"):
+                    raise self._damaged(good)
+                else:
+                    logger.warning("The last entry of the journal %s, from byte %d on, was cut off", self._path, good)
                     break
-                entry = json.loads(text)
-                self.memory.add(entry)
-                self._note(entry)
                 good += len(line)
-        return good
+        if not good:
+            raise self._damaged(good)
+
+    def _damaged(self, good: int) -> JobFailedError:
+        cut = (
+            f" To go on with what is before the damage, cut the rest off: `truncate --size={good} "
+            f"{shlex.quote(str(self._path))}`; what the job did after that is done again."
+            if good
+            else ""
+        )
+        return JobFailedError(
+            f"The journal {self._path} is damaged from byte {good:,} on: it does not hold what was written to it. "
+            "Nothing was changed, and all other files of the job are as they were. Put back a copy of it, and go on as "
+            "before; or begin a new job, in another folder, from the newest checkpoint (--checkpoint_dir_for_init)."
+            f"{cut}"
+        )
 
     def _note(self, entry: Mapping[str, Any]) -> None:
         queue = {**self._latest.get("queue", {}), **entry.get("queue", {})}
@@ -165,14 +196,24 @@ class Journal:
 
     def add(self, **entry: Any) -> None:
         """Writes an entry; of the queue, whose sources may be thousands, what has changed. "states" are the metric
-        states of training tasks, each behind its epoch. Raises `JobFailedError` when that is not possible."""
+        states of training tasks, each behind its epoch.
+
+        Raises `JobFailedError` when that is not possible, and at each call after that: no entry may be left out.
+        """
+        if self._descriptor is None:
+            earlier = [(epoch, states) for epoch, tasks in self.memory.states.items() for states in tasks]
+            self._replace(_plain_states(earlier))
+        assert self._descriptor is not None
         if "states" in entry:
             entry["states"] = _plain_states(entry["states"])
         if "queue" in entry:
             known = self._latest.get("queue", {})
             entry["queue"] = {k: value for k, value in entry["queue"].items() if k not in known or known[k] != value}
+        line = _line(entry)
+        with self._writing():
+            durable.append(self._descriptor, line)
+        self._size += len(line)
         self._note(entry)
-        self._size += self._write(self._file, entry)
 
     @property
     def is_large(self) -> bool:
@@ -184,27 +225,52 @@ class Journal:
 
         Args:
             states: metric states of all epochs that are not ended, each behind its epoch.
-        """
-        unfinished = self._path.with_name(f".tmp-{self._path.name}")
-        try:
-            file = unfinished.open("wb", buffering=0)
-            self._size = self._write(file, {**self._latest, "states": _plain_states(states)})
-            os.fsync(file.fileno())
-            unfinished.rename(self._path)
-        except OSError as error:
-            raise JobFailedError(f"The journal {self._path} can't be written: {error}.") from error
-        self._file.close()
-        self._file = file
 
-    def _write(self, file: Any, entry: Mapping[str, Any]) -> int:
-        text = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        Raises `JobFailedError` as `add`; the entries are still there then.
+        """
+        self._replace(_plain_states(states))
+
+    def _replace(self, plain_states: list[Any]) -> None:
+        line = _line({**self._latest, "format": _FORMAT, "term": self.term, "states": plain_states})
+        with self._writing():
+            durable.write(self._path, line)
+            self.close()
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._size = len(line)
+
+    def check_is_ours(self) -> None:
+        """Raises `ReplacedError` when another master has begun a file of its own."""
+        with self._writing():
+            pass
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What can't be written is the end of the job."""
+        if self._failure is not None:
+            raise self._failure
         try:
-            return int(file.write(_checksum(text) + b" " + text))
+            if self._descriptor is not None and not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                self._failure = ReplacedError(
+                    f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
+                )
+                raise self._failure
+            yield
         except OSError as error:
-            raise JobFailedError(f"The journal {self._path} can't be written: {error}. Make room.") from error
+            self._failure = JobFailedError(
+                f"The journal {self._path} can't be written: {error}. What it holds is whole. Make room, or let it be "
+                "written to."
+            )
+            raise self._failure from error
 
     def close(self) -> None:
-        self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    text = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+    return _checksum(text) + b" " + text
 
 
 def _checksum(text: bytes) -> bytes:

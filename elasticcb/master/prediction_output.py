@@ -21,6 +21,7 @@ from elasticcb.model.metric_messages import Outputs, from_outputs, to_outputs
 from elasticcb.predictions.columns import Column, columns_of
 from elasticcb.predictions.files import WRITERS, check_shapes
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class PredictionOutput:
         """
         path = self._folder / f"staged-{next(self._numbers)}"
         try:
-            path.write_bytes(pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
+            durable.write(path, pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
         except OSError as error:
             raise self._not_kept(error) from error
         return path
@@ -125,17 +126,14 @@ class PredictionOutput:
         logger.info("The predictions are in %s", self.path)
 
     def _write(self, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.{self._folder.parent.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            WRITERS[self._format](partial, self._batches, self._shapes)
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
+
+        def check(unfinished: Path) -> None:
             if path.exists():
                 raise FileExistsError(None, "there is a file by now, which is left as it is")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+
+        with durable.replacing(path, check) as unfinished:
+            WRITERS[self._format](unfinished, self._batches, self._shapes)
 
     def _batches(self) -> Iterator[tuple[int, list[Column]]]:
         """All batches in the order of the data. Raises `JobFailedError` when records are missing among them."""

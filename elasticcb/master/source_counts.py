@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 from elasticcb.data.file_reader import FileReader
 from elasticcb.model.input_pipeline import FeedPipeline, Pipeline, Sources
 from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
+from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +89,11 @@ def _read(path: Path, parameters: str) -> dict[str, bytes]:
 
 
 def _write(path: Path, parameters: str, indexes: Mapping[str, bytes]) -> None:
-    part = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(part, "w") as archive:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with durable.replacing(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
             for number, index in enumerate(indexes.values()):
                 archive.writestr(str(number), index)
             archive.writestr(_PARAMETERS, json.dumps([parameters, list(indexes)]))
-        os.replace(part, path)
     except OSError as error:
         logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)
-        part.unlink(missing_ok=True)

@@ -7,9 +7,8 @@ files that count, in their order.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
+import secrets
 import shutil
 import threading
 import time
@@ -24,10 +23,12 @@ from elasticcb.ps.reslice import PartSlices, put_together
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import joined, overlaid
+from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
+SET_ASIDE = "set-aside-"  # names of folders begin with it that nothing reads any more
 _FORMAT = 2  # before, servers had rows by the remainder of their ids
 _REPLICATED = "replicated"  # exists while a neighbour keeps what the files lack (elasticcb/ps/replica.py)
 # Files with changes are put together into a whole one when they are as large as that, and at least so large.
@@ -64,12 +65,28 @@ class RecoveryLog:
         self._next = 0
 
     def begin(self) -> None:
-        """Forgets what is there. Raises `CheckpointError` when the folder can't be made."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Forgets what is there; files of this training, of which some are damaged then, are moved aside.
+
+        Raises `CheckpointError` when the folder can't be made.
+        """
         try:
+            if self._is_of_another_training():
+                shutil.rmtree(self._folder, ignore_errors=True)
+            else:
+                aside = self._folder.with_name(f"{SET_ASIDE}{self._folder.name}-{secrets.token_hex(4)}")
+                self._folder.rename(aside)
+                logger.warning("The recovery files that were not used are in %s", aside)
             self._folder.mkdir(parents=True, mode=0o700)
         except OSError as error:
             raise CheckpointError(f"The recovery folder {self._folder} can't be made: {error}.") from error
+
+    def _is_of_another_training(self) -> bool:
+        try:
+            return bool(durable.read_document(self._folder / _LOG)["run"] != self._run)
+        except FileNotFoundError:
+            return True  # or of none: the first file was not finished
+        except (OSError, ValueError, KeyError):
+            return False
 
     @property
     def needs_whole(self) -> bool:
@@ -107,13 +124,8 @@ class RecoveryLog:
         answered = {str(worker): last for worker, last in saved.answered.items()}
         entry = asdict(file) | {"answered": answered, "noted": saved.noted}
         entries = [entry] if whole else [*before, entry]
-        unfinished = self._folder / f".tmp-{_LOG}"
         try:
-            with unfinished.open("w", encoding="utf-8") as log:
-                json.dump({"format": _FORMAT, "run": self._run, "files": entries}, log)
-                log.flush()
-                os.fsync(log.fileno())
-            unfinished.rename(self._folder / _LOG)
+            durable.write_document(self._folder / _LOG, {"format": _FORMAT, "run": self._run, "files": entries})
         except OSError as error:
             raise CheckpointError(f"The recovery files in {self._folder} can't be written: {error}.") from error
         self._entries = entries
@@ -127,8 +139,10 @@ class RecoveryLog:
         """
         path = self._folder / _LOG
         try:
-            log = json.loads(path.read_text(encoding="utf-8"))
+            log = durable.read_document(path, _FORMAT)
             found, run, entries = log["format"], log["run"], log["files"]
+        except durable.NewerFormatError as error:
+            raise CheckpointError(str(error)) from error
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"There are no recovery files that can be read: {path}: {error!r}.") from error
         if (found, run) != (_FORMAT, self._run):
@@ -142,6 +156,7 @@ class RecoveryLog:
                     raise
                 logger.warning("%s What was saved before it is used.", error)
                 break
+        durable.drop_unfinished(self._folder)
         self._entries = entries[: len(parts)]
         self._next = 1 + max(int(Path(entry["name"]).stem) for entry in entries)
         tables = {table: overlaid([part.tables[table] for part in parts]) for table in parts[0].tables}

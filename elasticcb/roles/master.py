@@ -30,6 +30,7 @@ from elasticcb.settings import (
     Command,
     JobSettings,
 )
+from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -172,7 +173,7 @@ def _keep_status(path: Path, master: Master, failure: BaseException | None) -> N
     from elasticcb.master.state_document import document
 
     try:
-        path.write_text(json.dumps(document(master.observe(), failure, over=True), indent=2) + "\n", encoding="utf-8")
+        durable.write_document(path, document(master.observe(), failure, over=True))
     except OSError as error:
         logger.warning("How the job ended can't be written down: %s", error)
 
@@ -192,8 +193,6 @@ def _make_master(
         try:
             if journal is None:
                 raise JobFailedError("This job keeps no journal.")
-            if journal.damaged:
-                raise JobFailedError("The journal is damaged.")
             if not journal.memory.servers:
                 raise JobFailedError("Training had not begun.")
             where = running_master(directory).at_same_ports(cluster)
@@ -216,7 +215,7 @@ def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | No
         if not resumed:
             (folder / JOURNAL_FILE).unlink(missing_ok=True)
         if not (resumed and (folder / JOB_FILE).exists()):
-            (folder / JOB_FILE).write_text(settings.to_json(), encoding="utf-8")
+            durable.write_document(folder / JOB_FILE, json.loads(settings.to_json()))
         journal = Journal(folder / JOURNAL_FILE)
         if journal.memory.over:
             journal.close()

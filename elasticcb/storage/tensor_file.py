@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +33,7 @@ class TensorFile:
     """A file that is being written; a context manager. `OSError` is raised by all that it does.
 
     Args:
-        path: of the file, which is replaced.
+        path: of the file, in a block of `durable.replacing`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,11 +72,6 @@ class TensorFile:
         self._file.seek(self._begins[name] + first * row_bytes)
         if array.size:
             self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-    def finish(self) -> None:
-        """Returns when the file is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def _name_of(dtype: np.dtype[Any]) -> str:

@@ -39,19 +39,15 @@ def test_epoch_that_is_ended_takes_its_states_with_it(tmp_path):
     assert (memory.callbacks, memory.logs) == ([["Best", {"best": 0.5}]], {"loss": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("damage", "torn"), [(lambda data: data[:-3], True), (lambda data: data[:-9] + b"x" + data[-8:], False)]
-)
-def test_last_entry_that_is_damaged_is_left_out_and_one_can_go_on(tmp_path, damage, torn):
+def test_last_entry_that_was_cut_off_is_left_out_and_one_can_go_on(tmp_path):
     path = tmp_path / "journal.log"
     journal = Journal(path)
     journal.add(version=1)
     journal.add(version=22222)
     journal.close()
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-3])
     journal = Journal(path)
     assert journal.memory.version == 1
-    assert journal.damaged is not torn
     journal.add(version=3)
     journal.close()
     assert Journal(path).memory.version == 3
@@ -88,7 +84,7 @@ def test_of_the_queue_only_what_has_changed_is_written(tmp_path):
 
 
 def test_journal_that_can_not_be_opened_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(JobFailedError, match=r"nowhere/journal\.log can't be opened"):
+    with pytest.raises(JobFailedError, match=r"nowhere/journal\.log can't be written"):
         Journal(tmp_path / "nowhere" / "journal.log")
 
 

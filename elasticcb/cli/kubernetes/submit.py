@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from elasticcb.security.tls import FILES as TLS_FLAGS
 from elasticcb.security.tls import TLS, TLSFiles, tls_files
 from elasticcb.settings import Command, KubernetesSettings
 from elasticcb.settings.definition import Kind
+from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
 _PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
@@ -204,10 +204,7 @@ def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
 
 def _write(path: str, manifests: Sequence[Mapping[str, Any]]) -> None:
     try:
-        Path(path).unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            yaml.safe_dump_all(manifests, file, sort_keys=False)
+        durable.write(Path(path), yaml.safe_dump_all(manifests, sort_keys=False).encode())
     except OSError as error:
         raise UsageError(f"--yaml: {path} can't be written: {error.strerror}. Name another file.") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, Kuber
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.settings import JOURNAL_FILE, JobSettings
+from elasticcb.storage import durable
 
 _MARK = "kubernetes.json"  # in the job's folder: whose it is
 
@@ -83,10 +83,10 @@ def _is_ours(folder: Path, uid: str, before: str) -> bool:
     """Whether a master of the same Job, or of the one before it, has written the journal in a folder; marks it."""
     mark = folder / _MARK
     try:
-        same = json.loads(mark.read_text(encoding="utf-8"))["job"] in (uid, before or uid)
+        same = durable.read_document(mark)["job"] in (uid, before or uid)
     except (OSError, ValueError, LookupError, TypeError):
         same = False
-    mark.write_text(json.dumps({"job": uid}), encoding="utf-8")
+    durable.write_document(mark, {"job": uid})
     return same and (folder / JOURNAL_FILE).exists()
 
 
