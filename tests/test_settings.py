@@ -10,6 +10,7 @@ from elasticcb.settings import (
     DataSettings,
     ExchangeOptions,
     JobSettings,
+    KubernetesSettings,
     ModelSettings,
     NonFinite,
     RecoveryOptions,
@@ -105,3 +106,22 @@ def test_settings_of_a_release_whose_lease_was_one_of_training_are_read():
     settings = json.loads(JobSettings(command=Command.TRAIN).to_json())
     settings["training"]["lease_seconds"] = settings["cluster"].pop("lease_seconds") / 10
     assert JobSettings.from_json(json.dumps(settings)).cluster.lease_seconds == 30
+
+
+def test_settings_that_are_shown_hold_no_secrets():
+    pods = KubernetesSettings(
+        envs="TZ=UTC,LOGIN=hush-1", cluster_spec={"all": {"spec": {"env": [{"name": "A", "value": "hush-2"}]}}}
+    )
+    settings = JobSettings(
+        command=Command.TRAIN,
+        data=DataSettings(
+            reader_params={"columns": ["a"], "api_key": "hush-3", "storage_options": {"secret": "hush-4"}}
+        ),
+        callback_params={"authorization": "hush-5", "nested": [{"password": "hush-6", "rate": 0.5}]},
+        cluster=ClusterSettings(kubernetes=pods),
+    )
+    shown = settings.to_show()
+    assert "hush" not in shown
+    for kept in ('"columns": ["a"]', "TZ=***", '"rate": 0.5', '"api_key": "***"'):
+        assert kept in shown
+    assert "hush-6" in settings.to_json()

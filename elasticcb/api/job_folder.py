@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,8 @@ from elasticcb.errors import UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.settings import JOURNAL_FILE
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.writable import make_private
 
 _FIT_FILE = "fit.json"  # what a fit was begun with; it marks a folder as one of ours
 
@@ -29,26 +30,17 @@ class JobFolder:
         self.path = Path(path).absolute()
         self._ended = 0  # fits
         self._under_way = False  # a fit, or the last one failed
-        self._lock: int | None = None  # a descriptor, while it is used
+        self._lock = FolderLock(self.path, f"job_dir={str(self.path)!r}")
+        self._is_open = False
 
     def open(self) -> None:
         """Keeps others away from it until `close`. Raises `UsageError` when another one uses it."""
-        if self._lock is not None:
-            return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            make_private(self.path)
+            self._lock.take()
         except OSError as error:
             raise UsageError(f"job_dir={str(self.path)!r} can't be used: {error}. Name another folder.") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise UsageError(
-                f"job_dir={str(self.path)!r} is used by another Cluster that is open, here or in another process. Wait "
-                "for its end, or name another folder."
-            ) from None
-        self._lock = lock
+        self._is_open = True
 
     @contextlib.contextmanager
     def next_fit(self) -> Iterator[KeptFit]:
@@ -69,15 +61,15 @@ class JobFolder:
             done: the program needs no fits that have ended any more; when it is run again, it trains anew, unless its
                 last one has failed.
         """
-        if self._lock is None:
+        if not self._is_open:
             return
         done, number = done and not self._under_way, 1
         while done and (self.path / f"fit-{number}" / _FIT_FILE).is_file():
             shutil.rmtree(self.path / f"fit-{number}", ignore_errors=True)
             number += 1
         self._ended, self._under_way = 0, False
-        os.close(self._lock)
-        self._lock = None
+        self._is_open = False
+        self._lock.release()
 
 
 class KeptFit:
@@ -96,7 +88,7 @@ class KeptFit:
         self.folder = folder
         self._begun_with: dict[str, Any] = {}
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            make_private(folder)
         except OSError as error:
             raise UsageError(f"{folder} can't be made: {error}. Name another job_dir.") from None
         self.journal = Journal(folder / JOURNAL_FILE)

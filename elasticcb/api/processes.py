@@ -16,6 +16,7 @@ from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
 from elasticcb.settings import ClusterSettings
+from elasticcb.storage.writable import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ClusterProcesses:
                 self._directory = Path(tempfile.mkdtemp(prefix="elasticcb-"))
             else:
                 self._directory = Path(self._given).absolute()
-                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private(self._directory)
         return self._directory
 
 

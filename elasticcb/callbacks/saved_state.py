@@ -13,6 +13,7 @@ from elasticcb.rpc.tensors import Array
 from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 
 # Given by whoever calls the hooks, or by `keep_files`.
+_UNSET = object()
 _GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
 
 
@@ -31,7 +32,9 @@ def keep_files(callbacks: Sequence[Any]) -> None:
 class CallbackStates:
     """Saves what the callbacks of a process remember, and gives it back to those of another.
 
-    Make it when `on_train_begin` has run: functions that callbacks hold by then, another process gives them, too.
+    Make it before `on_train_begin`, and call `begin` after it: what callbacks were made with and have not changed,
+    another process gives them, too, and it is not saved; it may hold what nobody else should read. So it is with
+    functions that they hold after `on_train_begin`.
 
     A function that a callback has come to hold later is saved by its name: `EarlyStopping` derives one together with a
     number, and the number without the function would be derived a second time. Where such a function can't be
@@ -44,8 +47,20 @@ class CallbackStates:
 
     def __init__(self, callbacks: Sequence[Any], say: Callable[[str], None]) -> None:
         self._callbacks, self._say = list(callbacks), say
-        self._given = [{name: v for name, v in vars(each).items() if _is_function(v)} for each in self._callbacks]
+        self._made_with = [_written(Writer(each), "", vars(each))[0] for each in self._callbacks]
+        self._given: list[dict[str, Any]] = [{} for _ in self._callbacks]
         self._told: set[int] = set()
+
+    def begin(self) -> None:
+        """`on_train_begin` has run."""
+        for place, callback in enumerate(self._callbacks):
+            self._given[place] = {name: value for name, value in vars(callback).items() if _is_function(value)}
+            now, _ = _written(Writer(callback), "", vars(callback))
+            made_with = self._made_with[place]
+            # What was set then may come back to what it was before: only what stayed can be left out later.
+            self._made_with[place] = {
+                name: value for name, value in now.items() if made_with.get(name, _UNSET) == value
+            }
 
     def save(self, arrays: dict[str, Array] | None = None) -> list[Any]:
         """Of each callback its class and its attributes, as JSON values; None for all that can't be saved.
@@ -67,6 +82,8 @@ class CallbackStates:
         }
         taken: dict[str, Array] | None = None if arrays is None else {}
         state, left = _written(Writer(callback, taken), str(place), values)
+        made_with = self._made_with[place]
+        state = {name: value for name, value in state.items() if made_with.get(name, _UNSET) != value}
         nameless = [name for name in left if _is_function(values[name])]
         if nameless:
             if place not in self._told:

@@ -53,7 +53,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             "folder; name the folder of a version, or the one that holds the versions."
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"The manifest {path} can't be read: {error!r}.") from error
+        raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:

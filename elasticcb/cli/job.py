@@ -21,9 +21,13 @@ from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of, completed
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.settings import Command, JobSettings
+from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
+
+_OLD_MASTER_SECONDS = 2.0  # for one that was killed with its command, and is about to end
 
 
 def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
@@ -53,6 +57,9 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
+    lock = FolderLock(Path(settings.directory))
+    lock.take(_OLD_MASTER_SECONDS)  # before anything is changed there
+    lock.release()  # for the master
     show_folder(settings)
 
     def here(goes_on: bool, since: float) -> None:
@@ -122,7 +129,7 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
     data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
     directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))
-    Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(Path(directory))
     if command is Command.PREDICT:
         wanted = names_predictions(given)
         settings = replace(

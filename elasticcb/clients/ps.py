@@ -129,7 +129,7 @@ class PSClient:
         self._exchanging = threading.RLock()  # a worker may push in one thread and pull in another
         self._staged = synchronous and len(addresses) > 1
         self._sequence = 0
-        self._patience, self._access = patience_seconds, access
+        self._patience, self.access = patience_seconds, access
         self._find, self._find_map = find, find_map
         self._closed = False
         self._servers: list[KnownServer] = []
@@ -183,7 +183,7 @@ class PSClient:
                 logger.info("There are %d parameter servers now", len(self._servers))
 
     def _link(self, index: int, place: tuple[str, int]) -> Link:
-        return Link(index, *place, self._patience, self._access)
+        return Link(index, *place, self._patience, self.access)
 
     @property
     def blocks(self) -> PlacedBlocks:

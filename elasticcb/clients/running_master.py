@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,8 +61,11 @@ def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitSta
     """
     path = folder / MASTER_FILE
 
+    files = []
+
     def lock(unfinished: Path) -> None:
         file = until_end.enter_context(unfinished.open("rb+"))
+        files.append(file)
         with contextlib.suppress(OSError):  # some file systems know no locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -69,7 +73,9 @@ def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitSta
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(files[0].fileno())):  # else it is another master's
+                path.unlink()
 
 
 def running_master(folder: str | Path) -> RunningMaster:

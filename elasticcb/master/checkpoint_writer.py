@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,21 @@ class CheckpointWriter:
         client: of the servers, which hold the model.
         failures: is told of those that can't be written.
         resumed: the job goes on with what an earlier master has begun.
+        may_write: raises `ReplacedError` when another master goes on with the job.
 
     Attributes:
         wanted: whether the job writes checkpoints at all.
         newest: path of the newest one on a disk; "" before the first.
     """
 
-    def __init__(self, settings: JobSettings, client: PSControl, failures: CheckpointFailures, resumed: bool) -> None:
+    def __init__(
+        self,
+        settings: JobSettings,
+        client: PSControl,
+        failures: CheckpointFailures,
+        resumed: bool,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
         given = settings.checkpoint
         self._folder, self._uploads = Path(given.directory), None
         if is_url(given.directory):
@@ -45,7 +54,7 @@ class CheckpointWriter:
         self._settings = settings.checkpoint
         self._client = client
         self._failures = failures
-        self._resumed = resumed
+        self._resumed, self._may_write = resumed, may_write
         self._missing: CheckpointError | None = None  # why the last one is not on the disk
         self._due = self._next(client.version)
         self.wanted = bool(self._settings.directory)
@@ -96,6 +105,7 @@ class CheckpointWriter:
         try:
             answers = self._client.in_step(take, lambda answer: int(answer.version))
             version = int(answers[0].version)
+            self._may_write()
             if self._uploads is not None:  # else the same version might change while it is copied
                 self._uploads.let_go(self._folder / version_folder(version))
             path = finish_version(

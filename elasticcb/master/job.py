@@ -18,6 +18,7 @@ from elasticcb.errors import (
     JobFailedError,
     JobInterrupted,
     LastCheckpointError,
+    ReplacedError,
 )
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.course import Course
@@ -99,6 +100,8 @@ class Job:
                 course.turn()
         except KeyboardInterrupt:
             self._interrupted()
+        except ReplacedError:
+            raise
         except (JobFailedError, ConnectionLostError) as error:
             raise self._explained(error) from error
         return self._finish(course)

@@ -33,13 +33,17 @@ from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import INITIAL_FOLDER, Command, Mode
+from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
+_OLD_MASTER_SECONDS = 2.0  # for one that is about to end
+
 
 def open_job(order: Order) -> Course:
     """The job, with workers that take tasks. Raises as `Job.run`."""
+    _own_checkpoints(order)
     went_on = _start_processes(order)
     order.report.show()
     origin = _build_model(order)
@@ -58,6 +62,20 @@ def open_job(order: Order) -> Course:
         seconds = time.monotonic() - order.takeover.since
         order.display.message(f"The master is back after {seconds:.1f} s; {went_on} went on meanwhile.")
     return course
+
+
+def _own_checkpoints(order: Order) -> None:
+    """Keeps other jobs from the folder of the job's checkpoints. Raises `FolderInUseError` when one uses it."""
+    folder = order.settings.checkpoint.directory
+    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
+        return
+    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}")
+    order.until_end.callback(lock.release)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock.take(_OLD_MASTER_SECONDS)
+    except OSError as error:  # checkpoints will say so, while training goes on
+        logger.warning("%s is not kept from other jobs: %s", folder, error)
 
 
 def _start_processes(order: Order) -> str:
@@ -144,6 +162,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         origin.source,
         desk.say,
         run="" if memory is None else memory.run,
+        term=1 if order.journal is None else order.journal.term,
         places=[ServerPlace(*place) for place in memory.servers] if memory and taken_over else (),
         buckets=None if memory is None else memory.bucket_map(),
     )
@@ -178,12 +197,13 @@ def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, i
     memory, host, training = order.memory, served.host, order.settings.training
     if memory is not None:
         keep_files(host.callbacks.callbacks)
+    states = CallbackStates(host.callbacks.callbacks, order.display.message)
     if order.settings.command is Command.TRAIN and (memory is None or not memory.over):
         # Of a job that is resumed, what it would set on the model was trained on long ago.
         begin = served.hooks.call if memory is None else served.hooks.call_again
         begin("on_train_begin", {})
     initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
-    states = CallbackStates(host.callbacks.callbacks, order.display.message)
+    states.begin()
     if memory is not None:
         initial_epoch = memory.ended_epochs
         states.restore(memory.callbacks, order.arrays.load())
@@ -277,7 +297,8 @@ def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_
 def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
     failures = CheckpointFailures(desk.checkpoint_failed, say)
-    checkpoints = CheckpointWriter(order.settings, served.ps, failures, resumed=memory is not None)
+    may_write = (lambda: None) if order.journal is None else order.journal.check_is_ours
+    checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, may_write)
     order.until_end.callback(checkpoints.close)
     limits = order.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731

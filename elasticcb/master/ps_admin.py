@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.optimizers.state_messages import cut_state, from_tensors, join_states, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.security.credentials import OPEN
 from elasticcb.sharding.flat_blocks import pack_weights, unpack_weights
 from elasticcb.sharding.table_state import TableState, gathered
 from elasticcb.sharding.table_state import to_tensors as tables_to
@@ -71,13 +73,15 @@ class PSControl(PSClient):
 
     Args:
         run: names the training, in the servers' recovery files; "": a new one.
+        term: of this master, among those of the training: servers that have heard of a later one refuse it.
 
     The other arguments are those of `PSClient`.
     """
 
-    def __init__(self, *args: Any, run: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, run: str = "", term: int = 1, **kwargs: Any) -> None:
         self.run = run or secrets.token_hex(8)
+        kwargs["access"] = replace(kwargs.get("access", OPEN), term=(self.run, term))
+        super().__init__(*args, **kwargs)
         self._export_id = 0
 
     def neighbour(self, index: int) -> int:
@@ -117,7 +121,7 @@ class PSControl(PSClient):
             learning_rate: the base rate; None: that which the server has then.
             neighbour: where its neighbour is; "": that is lost, too.
         """
-        link, server = Link(index, address, id, _RESTORE_PATIENCE_SECONDS, self._access), self._servers[index]
+        link, server = Link(index, address, id, _RESTORE_PATIENCE_SECONDS, self.access), self._servers[index]
         try:
             try:
                 frame, method = self._beginning(server, InitialModel(version=version), True, neighbour)

@@ -34,6 +34,7 @@ class Servers:
         source: gives what a server begins with that has no recovery files.
         say: shows a line to the user.
         run: names the training, in the servers' recovery files; "": a new one.
+        term: of this master, among those of the training.
         places: of those that hold the model already, by index, if it is that of another master, which was killed.
         buckets: which server holds which rows of embedding tables; None: the even map.
 
@@ -51,6 +52,7 @@ class Servers:
         source: Callable[[], InitialModel],
         say: Callable[[str], None],
         run: str = "",
+        term: int = 1,
         places: Sequence[ServerPlace] = (),
         buckets: BucketMap | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class Servers:
             ids=[place.id for place in self._places],
             find=self._find,
             run=run,
+            term=term,
             buckets=buckets,
         )
         if places:
@@ -114,7 +117,7 @@ class Servers:
             if None in members:
                 raise ConnectionLostError("A parameter server is missing.")
             places = [ServerPlace(member.address, member.id) for member in members if member is not None]
-            links = [Link(index, *place, self._patience, desk.access) for index, place in enumerate(places)]
+            links = [Link(index, *place, self._patience, self.control.access) for index, place in enumerate(places)]
             move = ServerMove(self.control, links, servers, lambda worker: self._is_up(worker))
 
             def commit() -> None:

@@ -63,6 +63,8 @@ class RecoveryLog:
         self._folder, self._run = folder, run
         self._entries: list[dict[str, Any]] = []
         self._next = 0
+        self._token = secrets.token_hex(4)  # in the names of files, which no other server writes to then
+        self._own: tuple[int, int] | None = None  # the log that this server has written last
 
     def begin(self) -> None:
         """Forgets what is there; files of this training, of which some are damaged then, are moved aside.
@@ -118,19 +120,42 @@ class RecoveryLog:
         Args:
             whole: it holds everything, and replaces all before it.
         """
-        file = write_part(self._folder / f"{self._next:08d}.safetensors", saved.part)
+        self._check_is_ours()
+        file = write_part(self._folder / f"{self._next:08d}-{self._token}.safetensors", saved.part)
         self._next += 1
         before = self._entries
         answered = {str(worker): last for worker, last in saved.answered.items()}
         entry = asdict(file) | {"answered": answered, "noted": saved.noted}
         entries = [entry] if whole else [*before, entry]
+        self._write_log(entries)
+        for old in before if whole else ():
+            (self._folder / old["name"]).unlink(missing_ok=True)
+
+    def _write_log(self, entries: list[dict[str, Any]]) -> None:
+        self._check_is_ours()
+        path = self._folder / _LOG
         try:
-            durable.write_document(self._folder / _LOG, {"format": _FORMAT, "run": self._run, "files": entries})
+            durable.write_document(path, {"format": _FORMAT, "run": self._run, "files": entries})
+            self._own = _identity(path)
         except OSError as error:
             raise CheckpointError(f"The recovery files in {self._folder} can't be written: {error}.") from error
         self._entries = entries
-        for old in before if whole else ():
-            (self._folder / old["name"]).unlink(missing_ok=True)
+
+    def _check_is_ours(self) -> None:
+        if self._own is not None and _identity(self._folder / _LOG) != self._own:
+            raise CheckpointError(
+                f"Another parameter server has taken the place of this one, and writes the files in {self._folder}."
+            )
+
+    def take_over(self) -> Saved:
+        """As `read`; the server that wrote the files can't write there any more, if it lives.
+
+        Raises `CheckpointError` also when they can't be written.
+        """
+        saved = self.read()
+        durable.drop_unfinished(self._folder)
+        self._write_log(self._entries)
+        return saved
 
     def read(self) -> Saved:
         """What the files hold together; where one is damaged, what those before it hold.
@@ -156,12 +181,20 @@ class RecoveryLog:
                     raise
                 logger.warning("%s What was saved before it is used.", error)
                 break
-        durable.drop_unfinished(self._folder)
         self._entries = entries[: len(parts)]
-        self._next = 1 + max(int(Path(entry["name"]).stem) for entry in entries)
+        self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
         tables = {table: overlaid([part.tables[table] for part in parts]) for table in parts[0].tables}
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
         return Saved(replace(parts[-1], tables=tables), answered, self._entries[-1]["noted"])
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that is there now; the number of one that is gone may be another's."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 class Replicated(Protocol):

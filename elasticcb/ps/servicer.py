@@ -396,7 +396,7 @@ class Servicer:
         if log is None or self._recovery is None:
             raise CheckpointError("This server keeps no recovery files.")
         try:
-            saved = log.read()
+            saved = log.take_over()
         except CheckpointError as error:
             if not request.map_version:
                 raise

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.clients.running_master import RunningMaster, published, running_master
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import make_backend
-from elasticcb.errors import ElasticCBError, JobDoneError, JobFailedError, LastCheckpointError
+from elasticcb.errors import ElasticCBError, JobDoneError, JobFailedError, LastCheckpointError, ReplacedError
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.logs import native_messages_to, setup_logging
 from elasticcb.roles.process import quiet_tensorflow
@@ -31,6 +31,8 @@ from elasticcb.settings import (
     JobSettings,
 )
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0  # for processes that were told to end
+_OLD_MASTER_SECONDS = 60.0  # for one that is about to end, in this folder
 
 
 def run_master(
@@ -92,11 +95,15 @@ def running_cluster(
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
     """
+    lock = FolderLock(Path(settings.directory))
+    lock.take(_OLD_MASTER_SECONDS)
+    make_private(Path(settings.directory))
+    durable.drop_unfinished(Path(settings.directory))
     log = _begin(settings)
     context = BackendContext(
         settings.cluster, settings.directory, settings.log_level, display.message, run_role, fork_server
     )
-    with contextlib.ExitStack() as until_end, native_messages_to(log):
+    with lock, contextlib.ExitStack() as until_end, native_messages_to(log):
         backend = _prepared_backend(context)
         try:
             from elasticcb.master.job import Job, Takeover
@@ -132,7 +139,7 @@ def _begin(settings: JobSettings) -> str:
     quiet_tensorflow(settings.log_level)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logger.info("Started: %s", settings)
+    logger.info("Started: %s", settings.to_show())
     return str(log)
 
 
@@ -160,10 +167,13 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
             logger.error("%s\n%s", error, error.user_traceback, exc_info=error)
         raise
     finally:
-        try:
-            _keep_status(status, master, failure)
-        finally:
-            master.shut_down(STOP_SECONDS)
+        if isinstance(failure, ReplacedError):
+            master.stop()  # processes and files are another master's
+        else:
+            try:
+                _keep_status(status, master, failure)
+            finally:
+                master.shut_down(STOP_SECONDS)
         if failure is None:
             shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
 

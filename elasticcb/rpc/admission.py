@@ -26,6 +26,8 @@ PROTOCOL = 2
 
 # Of the metadata that every call carries.
 TOKEN_KEY, PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"
+ERROR_KEY = "elasticcb-error"  # of the metadata of an error: its class
+TERM_KEY = "elasticcb-term"  # of a master's calls to servers: "TRAINING:NUMBER"
 BUSY_KEY = "elasticcb-busy"  # of the metadata of a refusal: the same call may be taken later
 
 _LONGEST_PROTOCOL = 20  # characters of a caller's that an error shows
@@ -38,6 +40,7 @@ class Refusal(Enum):
 
     TOKEN = "without the job's token"
     RELEASE = "of another release"
+    REPLACED = "of a master that was replaced"
     MALFORMED = "malformed"
     BUSY = "too many at once"
 
@@ -124,6 +127,13 @@ class Gate(grpc.ServerInterceptor):
             grpc.StatusCode.UNAUTHENTICATED,
             f"the call does not carry this job's token; give it to the process by {TOKEN_VARIABLE}",
         )
+        self._newest_term = "", 0  # of the present training
+        self._replaced = self._refusing(
+            Refusal.REPLACED,
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "Another master goes on with this job; the one that called was replaced",
+            ((ERROR_KEY, "ReplacedError"),),
+        )
         self._busy = self._refusing(
             Refusal.BUSY,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -143,6 +153,8 @@ class Gate(grpc.ServerInterceptor):
                 f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
                 "run the same release of ElasticCB in all processes of a job.",
             )
+        if self._is_of_replaced_master(_value(call, TERM_KEY)):
+            return self._replaced
         threads = self._control_threads if call.method in self._control else self._threads
         if threads.calls >= _MOST_CALLS:
             return self._busy
@@ -152,6 +164,16 @@ class Gate(grpc.ServerInterceptor):
                 return None
             self._watched[call.method] = self._watching(handler, threads)
         return self._watched[call.method]
+
+    def _is_of_replaced_master(self, term: str) -> bool:
+        training, _, number = term.partition(":")
+        if not number.isdecimal():
+            return False
+        given = int(number[:_LONGEST_PROTOCOL])
+        known, newest = self._newest_term
+        if training != known or given > newest:
+            self._newest_term = training, given
+        return training == known and given < newest
 
     def _refusing(self, refusal: Refusal, code: grpc.StatusCode, text: str, metadata: Any = ()) -> Any:
         def refuse(messages: Any, context: grpc.ServicerContext) -> None:

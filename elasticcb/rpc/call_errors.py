@@ -9,12 +9,12 @@ import grpc
 
 from elasticcb import errors
 from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError, WireError
-from elasticcb.rpc.admission import BUSY_KEY
+from elasticcb.rpc.admission import BUSY_KEY, ERROR_KEY
 
 _LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
 
 # By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
-ERROR_KEY, _TRACEBACK_KEY = "elasticcb-error", "elasticcb-traceback-bin"
+_TRACEBACK_KEY = "elasticcb-traceback-bin"
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from elasticcb.errors import ConnectionLostError, TLSError
-from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TOKEN_KEY
+from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TERM_KEY, TOKEN_KEY
 from elasticcb.rpc.call_errors import raise_unless_transient
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.transport import GrpcTransport, Metadata, SharedMemoryTransport, Transport, open_channel
@@ -51,6 +51,8 @@ class Connection:
         self.metadata: Metadata = ((PROTOCOL_KEY, str(PROTOCOL)),)
         if access.token:
             self.metadata += ((TOKEN_KEY, access.token),)
+        if access.term is not None:
+            self.metadata += ((TERM_KEY, "{}:{}".format(*access.term)),)
         self._tls = access.tls
         self.channel = open_channel(address, access.tls)
         self._answered = False  # whether the server has ever answered

@@ -19,10 +19,12 @@ class Access:
     Attributes:
         token: that every call carries; "" where none is asked for.
         tls: None where nothing is encrypted.
+        term: of a master that calls servers: the training, and which of its masters this is; None of others.
     """
 
     token: str = field(default="", repr=False)
     tls: TLS | None = None
+    term: tuple[str, int] | None = None
 
     def exposed_at(self, host: str) -> str:
         """What to tell people of a process that listens at `host`, if others can read what it says; else ""."""

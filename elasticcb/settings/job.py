@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +178,13 @@ class CheckpointSettings(CheckpointOptions):
 # In the job's folder.
 RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
 INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: where records begin, by which data need no second scan
+_HIDDEN = "***"
+# Keys of what users give: parameters of readers, models and callbacks.
+_SECRET_NAMES = re.compile(
+    r"(?i)secret|token|passw|passphrase|credential|authorization|api_?key|access_?key|private|cookie|signature"
+    r"|storage_options|headers|^(key|auth|sas|pwd)$"
+)
+
 JOB_FILE = "job.json"  # the settings of training
 CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
 INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder
@@ -243,6 +251,13 @@ class JobSettings(Section):
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=_plain)
 
+    def to_show(self) -> str:
+        """As JSON, for logs: values that may be secrets are left out."""
+        values = json.loads(self.to_json())
+        pods = values["cluster"]["kubernetes"]
+        pods["envs"] = ",".join(f"{each.partition('=')[0]}={_HIDDEN}" for each in pods["envs"].split(",") if each)
+        return json.dumps(_without_secrets(values))
+
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
         """Raises `UsageError` when `text` comes from another release's settings."""
@@ -258,6 +273,16 @@ class JobSettings(Section):
                 f"These job settings can't be read ({error}). All processes of a job must run the same "
                 "release of elasticcb."
             ) from error
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """A JSON value without what stands under a name of `_SECRET_NAMES`, or in an environment variable of pods."""
+    if name and _SECRET_NAMES.search(name) and value:
+        return _HIDDEN
+    if isinstance(value, dict):
+        variable = value.keys() == {"name", "value"}
+        return {key: _HIDDEN if variable and key == "value" else _without_secrets(v, key) for key, v in value.items()}
+    return [_without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

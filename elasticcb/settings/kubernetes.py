@@ -61,7 +61,14 @@ class KubernetesSettings(Section):
         "sub_path, read_only.",
         unit="VOLUME;…",
     )
-    envs: str = setting("", "Environment variables of all pods.", unit="NAME=VALUE,…")
+    envs: str = setting(
+        "",
+        "Environment variables of all pods, which everybody sees who may see pods; for others --env_from_secret.",
+        unit="NAME=VALUE,…",
+    )
+    env_from_secret: str = setting(
+        "", "Secrets of the namespace, all of whose keys are environment variables of all pods.", unit="NAME,…"
+    )
     node_selector: str = setting("", "Labels of the nodes that may have the pods.", unit="LABEL=VALUE,…")
     tolerations: str = setting("", "Taints of nodes that the pods tolerate.", unit="KEY=VALUE:EFFECT,…")
     restart_policy: str = setting(

@@ -75,8 +75,9 @@ class Training:
         self.dispatcher = Dispatcher(self.callbacks, place, params, model)
         if again:
             keep_files(self.callbacks)
-        self.call("on_train_begin", {}, again=again)
         self.states = CallbackStates(self.callbacks, self.said.append)
+        self.call("on_train_begin", {}, again=again)
+        self.states.begin()
         if self.saved is not None:
             self.states.restore(*self.saved)
         if again and self.rate_before is not None:
@@ -297,6 +298,34 @@ def test_callback_with_a_nameless_function_begins_anew_and_the_user_is_told_once
     training.start()
     assert not hasattr(training.callbacks[0], "epochs")
     assert training.callbacks[1].epoch == [0, 1]
+
+
+class Signed(keras.callbacks.Callback):
+    """Holds secrets from its making on, one of which it reads when training begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.storage_options, self.seen, self.left = {"secret": "hush-1"}, [], 3
+
+    def on_train_begin(self, logs=None):
+        self.left = 2
+        self.seen.append("begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(epoch)
+        self.left = 3 if epoch else 1
+
+
+def test_what_callbacks_were_made_with_is_not_saved(tmp_path):
+    training = Training(tmp_path / "job", lambda folder: [Signed()])
+    for left in (1, 3):  # the last is what it was made with, but not what it has when training begins again
+        training.begin_epoch()
+        training.end_epoch()
+        assert "hush" not in json.dumps(training.saved[0])
+        training.start()
+        assert training.callbacks[0].left == left
+    assert training.callbacks[0].seen == ["begin", 0, 1]
+    assert training.callbacks[0].storage_options == {"secret": "hush-1"}
 
 
 def test_function_that_is_gone_leaves_its_callback_as_it_began(tmp_path):

@@ -12,7 +12,7 @@ from elasticcb.cli.image.advice import build_advice, push_advice
 from elasticcb.cli.image.engine import ENGINES, NOT_INSTALLED, EngineState, digest_in, problem_of, usable
 from elasticcb.cli.image.name import ImageName, parse_image
 from elasticcb.cli.main import main
-from elasticcb.cli.zoo.files import ZooImage, large_entries, unpublished_source
+from elasticcb.cli.zoo.files import ZooImage, large_entries, secret_files, unpublished_source
 from elasticcb.errors import UsageError
 
 DOCKER, PODMAN, BUILDAH = ENGINES
@@ -71,6 +71,27 @@ def test_local_wheels_are_copied_into_the_zoo_and_stay_there(zoo, capsys):
 def test_extra_index_is_quoted_for_the_shell():
     text = ZooImage("python:3.12", extra_pypi_index="https://a.example/simple?a=1&b=$x").dockerfile()
     assert "--extra-index-url='https://a.example/simple?a=1&b=$x' \\\n" in text
+
+
+def test_extra_index_replaces_no_package_that_the_usual_one_has_given():
+    text = ZooImage("python:3.12", extra_pypi_index="https://a.example/simple", wheels=True).dockerfile()
+    first, keep, second = re.findall(r"^RUN ((?:.*\\\n)*.*)", text, re.M)
+    assert "elasticcb[kubernetes]" in first
+    assert "a.example" not in first
+    assert keep == "python -m pip list --format=freeze > /requirements/installed.txt"
+    assert "--constraint=/requirements/installed.txt" in second
+    assert "-r /requirements/requirements.txt" in second
+
+
+def test_files_that_look_like_secrets_are_left_out_by_the_dockerignore_that_is_written(zoo, capsys):
+    for name in ("key.pem", ".env", "sub/.env.local", "sub/id_rsa", "aws_credentials.csv", "tokenizer.json"):
+        (zoo / name).parent.mkdir(exist_ok=True)
+        (zoo / name).write_text("hush")
+    found = [".env", "aws_credentials.csv", "key.pem", "sub/.env.local", "sub/id_rsa"]
+    assert secret_files(zoo, "") == found
+    assert secret_files(zoo, "sub\n*.pem\n") == found[:2]
+    assert main(["zoo", "init", "zoo"]) == 0
+    assert secret_files(zoo, (zoo / ".dockerignore").read_text()) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from elasticcb.cluster.kubernetes.flags import (
     parse_name,
     parse_priority,
     parse_resources,
+    parse_secrets,
     parse_tolerations,
     parse_volumes,
     safe_name,
@@ -34,6 +35,7 @@ SETTINGS = KubernetesSettings(
     ps_pod_priority="important",
     volume="claim_name=data,mount_path=/data;host_path=/mnt/in,mount_path=/in,read_only=true,sub_path=a",
     envs="TZ=UTC,EMPTY=",
+    env_from_secret="s3-login, other.one",
     node_selector="disktype=ssd",
     tolerations="spot=true:NoSchedule,gpu",
     cluster_spec={"all": {"spec": {"hostNetwork": False}}, "ps": {"metadata": {"annotations": {"a": "b"}}}},
@@ -74,6 +76,15 @@ def test_every_pod_keeps_to_the_restricted_pod_security_standard_and_does_not_sh
         assert own["capabilities"] == {"drop": ["ALL"]}
         token = next(each for each in container["env"] if each["name"] == "TOKEN")
         assert token == {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "census-1", "key": "token"}}}
+
+
+def test_all_keys_of_a_secret_are_variables_of_all_pods():
+    master = PLAN.master_job(["train"], {})["spec"]["template"]
+    for pod in (PLAN.pod("worker", 0, 0, []), PLAN.pod("ps", 0, 0, []), master):
+        (container,) = pod["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": name}} for name in ("s3-login", "other.one")]
+    without = replace(PLAN, settings=replace(SETTINGS, env_from_secret="")).pod("ps", 0, 0, [])
+    assert "envFrom" not in without["spec"]["containers"][0]
 
 
 def test_pod_has_a_name_of_its_own_an_owner_and_labels_by_which_it_is_found():
@@ -192,6 +203,7 @@ def test_servers_in_the_network_of_their_node_hold_no_port_that_others_may_have(
         (parse_priority, "high=2", "'high=2' is no priority"),
         (parse_priority, "low=0.5", "is no priority"),
         (parse_envs, "1A=2", "can't name an environment variable"),
+        (parse_secrets, "login,My Secret", "'My Secret' can't name a Secret"),
         (parse_name, "My_Team", "can't name an object"),
     ],
 )

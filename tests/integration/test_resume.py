@@ -237,3 +237,35 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     for epoch in range(1, 9):
         assert number(again.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(again.output, "model version") >= 8 * RECORDS // 8 > version
+
+
+def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, start_job):
+    checkpoints = {"checkpoint_dir": data / "checkpoints", "checkpoint_steps": 100, "num_ps": 1}
+    job = start_job(*flags(data, num_epochs=12, **checkpoints))
+    job.wait_for_line(r"Evaluation at version")
+    elsewhere = [flag.replace(f"--job_dir={data / 'job'}", f"--job_dir={data / 'other'}") for flag in flags(data)]
+    for arguments, code in (
+        (["resume", str(data / "job")], 2),
+        (flags(data, num_epochs=1), 2),
+        ([*elsewhere, f"--checkpoint_dir={data / 'checkpoints'}"], 2),
+    ):
+        other = start_job(*arguments)
+        assert other.finish() == code, other.output
+        assert re.search(r"is in use by process \d+ on .*: two jobs would delete each other's files", other.output)
+    job.wait_for_line(r"Evaluation at version")
+    old = job.master
+    old.suspend()
+    for folder in ("job", "checkpoints"):  # as on a file system that knows no locks
+        (data / folder / ".lock").unlink()
+    new = start_job("resume", str(data / "job"))
+    new.wait_for_line(r"goes on from its recovery files")
+    new.wait_for_line(r"Evaluation at version")
+    old.resume()
+    assert job.finish() == 1
+    assert "Another master goes on with the job" in job.output
+    assert not (data / "job" / "status.json").exists()
+    assert (data / "job" / "master.json").exists()
+    assert new.finish() == 0, new.output
+    for epoch in range(1, 13):
+        assert number(new.output, f"records trained in epoch {epoch}") == RECORDS
+    assert json.loads((data / "job" / "status.json").read_text())["phase"] == "done"

@@ -27,11 +27,13 @@ def files(folder):
 
 def test_best_weights_of_early_stopping_come_back(tmp_path):
     stopping = keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)
+    callbacks = CallbackStates([keras.callbacks.History(), stopping], print)
     stopping.on_train_begin()
+    callbacks.begin()
     stopping.best, stopping.best_weights = 0.25, WEIGHTS
     stopping.odd = {"names": np.array(["a"]), "weights": np.ones(2)}  # text is not kept, so the dict is not
     taken: dict = {}
-    states = json.loads(json.dumps(CallbackStates([keras.callbacks.History(), stopping], print).save(taken)))
+    states = json.loads(json.dumps(callbacks.save(taken)))
     assert len(taken) == 3
     entry = json.loads(json.dumps(opened(tmp_path)[0].keep(taken)))
 
@@ -65,9 +67,10 @@ def test_file_is_written_when_arrays_have_changed_and_replaced_when_the_journal_
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 300)])
 def test_file_that_is_gone_or_damaged_is_named_and_the_rest_is_restored(tmp_path, damage):
     history = keras.callbacks.History()
+    callbacks = CallbackStates([history], print)
     history.epoch, history.kept = [0, 1], np.ones(3)
     taken: dict = {}
-    states = CallbackStates([history], print).save(taken)
+    states = callbacks.save(taken)
     entry = opened(tmp_path)[0].keep(taken)
     damage(tmp_path / "recovery" / "callbacks-1.safetensors")
     arrays, said = opened(tmp_path, entry)

@@ -147,12 +147,14 @@ def test_train_end_that_was_added_is_not_preceded_by_the_end_of_training_again()
 def test_plain_attributes_of_callbacks_are_saved_and_restored():
     stopping = keras.callbacks.EarlyStopping(patience=3)
     stopping.set_params({"epochs": 3})
-    stopping.on_train_begin()
-    stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
     history = keras.callbacks.History()
+    states = CallbackStates([stopping, history], print)
+    stopping.on_train_begin()
+    states.begin()
+    stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
     history.on_train_begin()
     history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
-    saved = CallbackStates([stopping, history], print).save()
+    saved = states.save()
     again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
     CallbackStates(again, print).restore(saved, {})
     assert (again[0].best, again[0].wait) == (0.25, 2)
@@ -168,9 +170,11 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
         return made
 
     first = logger()
+    states = CallbackStates([first], print)
     first.on_train_begin()
+    states.begin()
     first.on_epoch_end(0, {"loss": 1.0})
-    saved = CallbackStates([first], print).save()
+    saved = states.save()
     second = logger()
     keep_files([second])
     second.on_train_begin()

@@ -245,9 +245,9 @@ def test_the_newest_version_is_taken_without_a_word(three_versions):
         (flip, r"server-00001-of-00002\.safetensors is damaged"),
         (cut, r"server-00001-of-00002\.safetensors is damaged: its 100 bytes are not"),
         (delete, r"server-00001-of-00002\.safetensors can't be read: .*No such file"),
-        (empty_manifest, r"manifest\.json can't be read: JSONDecodeError"),
+        (empty_manifest, r"manifest\.json can't be read: .*JSONDecodeError"),
         (manifest_without_files, r"manifest\.json can't be read: KeyError\('files'\)"),
-        (manifest_of_something_else, r"manifest\.json can't be read: TypeError"),
+        (manifest_of_something_else, r"manifest\.json can't be read: .*damaged: TypeError"),
     ],
 )
 def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage, fault):

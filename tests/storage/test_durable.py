@@ -230,7 +230,7 @@ def test_recovery_files_that_are_damaged_are_kept_aside(tmp_path):
         again.read()
     again.begin()
     (aside,) = tmp_path.glob("set-aside-*")
-    assert sorted(file.name for file in aside.iterdir()) == ["00000000.safetensors", "log.json"]
+    assert sorted(file.suffix for file in aside.iterdir()) == [".json", ".safetensors"]
 
 
 # ------------------------------------------------------------ a full disk
@@ -323,6 +323,19 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     new.check_is_ours()
     new.close()
     assert (Journal(path).memory.version, Journal(path).memory.term) == (3, 2)
+
+
+def test_a_server_that_was_replaced_can_not_write_recovery_files(tmp_path):
+    old = RecoveryLog(tmp_path / "ps-0", "abc")
+    old.begin()
+    old.write(Saved(part(3), {1: 2}), whole=True)
+    new = RecoveryLog(tmp_path / "ps-0", "abc")
+    assert new.take_over().part.version == 3
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="Another parameter server has taken the place"):
+            old.write(Saved(part(9), {1: 9}), whole=True)
+        new.write(Saved(part(5), {1: 4}), whole=True)
+    assert RecoveryLog(tmp_path / "ps-0", "abc").read().part.version == 5
 
 
 # ------------------------------------------------------------ other releases

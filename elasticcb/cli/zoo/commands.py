@@ -30,6 +30,7 @@ from elasticcb.cli.zoo.files import (
     default_base_image,
     large_entries,
     package_of,
+    secret_files,
     unpublished_source,
 )
 from elasticcb.errors import ImageError, UsageError
@@ -161,7 +162,13 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
         check_requirements(_read(requirements), str(requirements))
     chosen = engines(engine or "")[0]
     ignored = directory / DOCKERIGNORE
-    for entry, size in large_entries(directory, _read(ignored) if ignored.exists() else ""):
+    left_out = _read(ignored) if ignored.exists() else ""
+    for file in secret_files(directory, left_out):
+        print(
+            f"Warning: {directory / file} looks as if it held secrets, and goes into the image, where all who pull it "
+            f"can read it. A line `{file}` in {ignored} leaves it out; pods get secrets by --env_from_secret."
+        )
+    for entry, size in large_entries(directory, left_out):
         print(
             f"Note: {directory / entry}, {format_bytes(size)}, goes into the image. If pods get it by a volume or a "
             f"URL, a line `{entry}` in {ignored} leaves it out."

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,8 +23,17 @@ ZOO_IN_IMAGE = "/model_zoo"
 LARGE_BYTES = 100 * 2**20  # an entry of a zoo that hardly belongs into an image
 
 IGNORED = (".git", ".venv*", "venv", "jobs", "**/__pycache__", "**/.*_cache", "**/.ipynb_checkpoints", "**/*.egg-info")
+# What may hold secrets, which all who pull an image could read.
+SECRETS = (
+    ".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*",
+    "id_ecdsa*", ".netrc", ".pypirc", ".pgpass", ".git-credentials", ".ssh", ".aws", ".gnupg", ".kube",
+    "*credentials*", "*secret*.json", "*secret*.y*ml", "*service*account*.json", "*.tfstate",
+)  # fmt: skip
 DOCKERIGNORE_TEXT = "\n".join(
-    ["# What of this folder the image does not need; data belong here, too.", DOCKERFILE, DOCKERIGNORE, *IGNORED, ""]
+    ["# What of this folder the image does not need; data belong here, too.", DOCKERFILE, DOCKERIGNORE, *IGNORED]
+    + ["# What may hold secrets."]
+    + [f"**/{pattern}" for pattern in SECRETS]
+    + [""]
 )
 REQUIREMENTS_TEXT = "# Python packages that the model files import, besides elasticcb, tensorflow and keras.\n"
 
@@ -35,7 +45,7 @@ USER 0
 
 # A change of these files has the packages installed anew, a change of models does not.
 COPY {requirements} /requirements/
-{copy_wheels}RUN python -m pip install --no-cache-dir {arguments}
+{copy_wheels}{installs}
 
 COPY --chown=1000:1000 . {zoo}
 
@@ -43,6 +53,17 @@ COPY --chown=1000:1000 . {zoo}
 USER 1000:1000
 ENV HOME=/tmp
 """
+
+
+_INSTALLED = "/requirements/installed.txt"
+_KEEP = f"""
+# The further index may add packages, and replaces none of these.
+RUN python -m pip list --format=freeze > {_INSTALLED}
+"""
+
+
+def _install(arguments: Sequence[str]) -> str:
+    return "RUN python -m pip install --no-cache-dir " + " \\\n    ".join(arguments)
 
 
 @dataclass(frozen=True)
@@ -66,18 +87,21 @@ class ZooImage:
             UsageError: the base image or the index can't be what it is called.
         """
         check_image(self.base_image, "--base_image", default_base_image())
-        arguments = [f"'elasticcb[kubernetes]=={__version__}'", f"-r /requirements/{REQUIREMENTS}"]
+        own = [f"'elasticcb[kubernetes]=={__version__}'"]
         if self.wheels:
-            arguments.insert(0, f"--find-links=/requirements/{WHEELS}")
-            arguments.append(f"/requirements/{WHEELS}/*.whl")
+            own = [f"--find-links=/requirements/{WHEELS}", *own, f"/requirements/{WHEELS}/*.whl"]
+        others = [f"-r /requirements/{REQUIREMENTS}"]
         if self.extra_pypi_index:
             check_index(self.extra_pypi_index)
-            arguments.insert(0, f"--extra-index-url={shlex.quote(self.extra_pypi_index)}")
+            others.insert(0, f"--extra-index-url={shlex.quote(self.extra_pypi_index)}")
+            installs = _install(own) + _KEEP + _install([f"--constraint={_INSTALLED}", *others])
+        else:
+            installs = _install([*own, *others])
         return _DOCKERFILE_TEXT.format(
             base_image=self.base_image,
             requirements=REQUIREMENTS,
             copy_wheels=f"COPY {WHEELS} /requirements/{WHEELS}/\n" if self.wheels else "",
-            arguments=" \\\n    ".join(arguments),
+            installs=installs,
             zoo=ZOO_IN_IMAGE,
         )
 
@@ -187,10 +211,27 @@ def unpublished_source() -> str:
     return url2pathname(url.path) if url.scheme == "file" else ""
 
 
+def secret_files(folder: Path, dockerignore: str) -> list[str]:
+    """What of a zoo looks as if it held secrets, by its name, and is not left out: paths in the folder, sorted."""
+    patterns = _left_out(dockerignore)
+    found = []
+    for path in folder.rglob("*"):
+        inner = path.relative_to(folder)
+        looks_so = any(fnmatch(path.name.lower(), pattern) for pattern in SECRETS)
+        if looks_so and not any(part.match(pattern) for part in (inner, *inner.parents) for pattern in patterns):
+            found.append(inner.as_posix())
+    return sorted(found)
+
+
+def _left_out(dockerignore: str) -> list[str]:
+    """Patterns for names, of those of a .dockerignore."""
+    lines = {line.strip().strip("/").removesuffix("/**") for line in dockerignore.splitlines()}
+    return [line.removeprefix("**/") for line in lines if line and not line.startswith(("#", "!"))]
+
+
 def large_entries(folder: Path, dockerignore: str, largest: int = LARGE_BYTES) -> Sequence[tuple[str, int]]:
     """What of a zoo has more than `largest` bytes and is not left out by name: (entry, bytes), the largest first."""
-    left_out = {line.strip().strip("/").removesuffix("/**") for line in dockerignore.splitlines()}
-    patterns = [pattern.removeprefix("**/") for pattern in left_out if pattern and not pattern.startswith(("#", "!"))]
+    patterns = _left_out(dockerignore)
     sizes = [
         (entry.name, _bytes_of(entry))
         for entry in folder.iterdir()

@@ -114,6 +114,17 @@ def parse_envs(text: str) -> dict[str, str]:
     return found
 
 
+def parse_secrets(text: str) -> list[str]:
+    """ "s3-login,other", names of Secrets."""
+    names = [name.strip() for name in text.split(",")] if text.strip() else []
+    for name in names:
+        if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", name):
+            raise UsageError(
+                f"{name!r} can't name a Secret. Expected small letters, digits, hyphens and dots, as in s3-login."
+            )
+    return names
+
+
 def parse_labels(text: str) -> dict[str, str]:
     """ "disk=ssd,zone=a", of nodes."""
     return dict(_pairs(text, "disktype=ssd,zone=a", empty=True))
@@ -199,6 +210,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "service_account": parse_name,
     "volume": parse_volumes,
     "envs": parse_envs,
+    "env_from_secret": parse_secrets,
     "node_selector": parse_labels,
     "tolerations": parse_tolerations,
     **{

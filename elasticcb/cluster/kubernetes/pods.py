@@ -18,6 +18,7 @@ from elasticcb.cluster.kubernetes.flags import (
     parse_envs,
     parse_labels,
     parse_priority,
+    parse_secrets,
     parse_tolerations,
     parse_volumes,
 )
@@ -253,6 +254,7 @@ class PodPlan:
             "command": list(_COMMAND),
             "args": list(arguments),
             "env": self._environment(role),
+            "envFrom": [{"secretRef": {"name": name}} for name in parse_secrets(self.settings.env_from_secret)],
             "resources": resources(self.settings, role, ooms),
             "volumeMounts": list(mounts),
             "securityContext": {
@@ -261,6 +263,8 @@ class PodPlan:
                 "capabilities": {"drop": ["ALL"]},
             },
         }
+        if not container["envFrom"]:
+            del container["envFrom"]
         if self.settings.image_pull_policy:
             container["imagePullPolicy"] = self.settings.image_pull_policy
         return container

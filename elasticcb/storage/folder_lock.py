@@ -1,0 +1,97 @@
+"""One owner of a folder at a time: a lock that lives and dies with its process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from elasticcb.errors import UsageError
+from elasticcb.process.host import host_name
+
+logger = logging.getLogger(__name__)
+
+_FILE = ".lock"  # in the folder; it stays there, and tells who has locked it last
+_LOOK_SECONDS = 0.05
+
+
+class FolderInUseError(UsageError):
+    """Another process owns a folder."""
+
+
+class FolderLock:
+    """Keeps others from a folder, from `take` to `release`, or to the end of this process, however it ends.
+
+    It is a lock of the system (flock), which NFS 4 and all local file systems have; where there is none, the log says
+    so and nobody is kept away. A context manager.
+
+    Args:
+        folder: is made.
+        name: for errors, as the user gave it; "": the path.
+    """
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self._folder = folder
+        self._name = name or str(folder)
+        self._descriptor: int | None = None
+
+    def take(self, wait_seconds: float = 0.0) -> None:
+        """Does nothing when this object has it already.
+
+        Args:
+            wait_seconds: for an owner that is about to end.
+
+        Raises:
+            FolderInUseError: another one, here or in another process, has it.
+            OSError: the folder can't be made, or written to.
+        """
+        if self._descriptor is not None:
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self._folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(descriptor, time.monotonic() + wait_seconds)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def _lock(self, descriptor: int, give_up: float) -> None:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    owner = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+                    raise FolderInUseError(
+                        f"{self._name} is in use by {owner}: two jobs would delete each other's files. Wait for its "
+                        "end, stop it (`elasticcb stop FOLDER`), or name another folder."
+                    ) from None
+                time.sleep(_LOOK_SECONDS)
+            except OSError as error:
+                logger.warning(
+                    "The file system of %s knows no locks (%s): see to it that no two jobs use it",
+                    self._folder,
+                    error.strerror,
+                )
+                break
+        with contextlib.suppress(OSError):  # no room: the lock counts all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {host_name()}".encode(), 0)
+
+    def release(self) -> None:
+        """Lets others have it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> FolderLock:
+        self.take()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()

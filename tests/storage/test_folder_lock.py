@@ -1,0 +1,51 @@
+"""One owner of a folder at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elasticcb.storage.folder_lock import FolderInUseError, FolderLock
+
+_OWNER = """
+import sys, time
+from pathlib import Path
+from elasticcb.storage.folder_lock import FolderLock
+FolderLock(Path(sys.argv[1])).take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_has_one_owner_whose_process_is_named(tmp_path):
+    with (
+        FolderLock(tmp_path / "job"),
+        pytest.raises(FolderInUseError, match=rf"job is in use by process {os.getpid()} on .*name another folder"),
+    ):
+        FolderLock(tmp_path / "job").take()
+    FolderLock(tmp_path / "job").take()
+
+
+def test_taking_what_one_has_changes_nothing(tmp_path):
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.take()
+    lock.release()
+    with FolderLock(tmp_path):
+        lock.release()
+
+
+def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        with pytest.raises(FolderInUseError, match=f"process {process.pid}"):
+            FolderLock(tmp_path).take()
+        process.kill()
+    FolderLock(tmp_path).take()
