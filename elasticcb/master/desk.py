@@ -152,6 +152,13 @@ class Desk:
         with self.state() as state:
             self._journal, state.has_journal = journal, journal is not None
 
+    def sync_journal(self) -> None:
+        """Returns when what the journal was last shortened to is on the disk, without the lock. Raises
+        `JobFailedError`."""
+        journal = self._journal
+        if journal is not None:
+            journal.sync()
+
     def close(self) -> None:
         """Answers what waits, and tells everybody that no job will come any more."""
         with self.state() as state:

@@ -78,6 +78,7 @@ class EpochHooks:
             )
             state.shorten_journal()
             state.wake()
+        self._desk.sync_journal()
         if callbacks:
             self._arrays.drop_others()
 

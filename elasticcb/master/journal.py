@@ -221,7 +221,7 @@ class Journal:
         return self._size > _LARGE_BYTES
 
     def rewrite(self, states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> None:
-        """Replaces all entries by one, and forces it onto the disk.
+        """Replaces all entries by one, and forces it onto the disk; under its name after `sync`.
 
         Args:
             states: metric states of all epochs that are not ended, each behind its epoch.
@@ -232,16 +232,23 @@ class Journal:
 
     def _replace(self, plain_states: list[Any]) -> None:
         line = _line({**self._latest, "format": _FORMAT, "term": self.term, "states": plain_states})
+        self.check_is_ours()
         with self._writing():
-            durable.write(self._path, line)
+            durable.write(self._path, line, sync_names=False)
             self.close()
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._size = len(line)
 
+    def sync(self) -> None:
+        """Returns when what was rewritten is what a machine has that ends now. Raises `JobFailedError`."""
+        with self._writing():
+            durable.sync(self._path.parent)
+
     def check_is_ours(self) -> None:
         """Raises `ReplacedError` when another master has begun a file of its own."""
-        with self._writing():
-            pass
+        if self._descriptor is not None:
+            with self._writing():
+                durable.append(self._descriptor, b"")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -249,12 +256,12 @@ class Journal:
         if self._failure is not None:
             raise self._failure
         try:
-            if self._descriptor is not None and not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                self._failure = ReplacedError(
-                    f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
-                )
-                raise self._failure
             yield
+        except durable.ReplacedFileError as error:
+            self._failure = ReplacedError(
+                f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
+            )
+            raise self._failure from error
         except OSError as error:
             self._failure = JobFailedError(
                 f"The journal {self._path} can't be written: {error}. What it holds is whole. Make room, or let it be "

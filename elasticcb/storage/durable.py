@@ -25,6 +25,10 @@ class DamagedFileError(ValueError):
     """The content of a file is not what was written."""
 
 
+class ReplacedFileError(Exception):
+    """What is to be added to has another file in its place, or is gone."""
+
+
 class NewerFormatError(Exception):
     """A file was written by a later release."""
 
@@ -35,12 +39,16 @@ class Digest(NamedTuple):
 
 
 @contextlib.contextmanager
-def replacing(path: Path, check: Callable[[Path], object] = lambda unfinished: None) -> Iterator[Path]:
+def replacing(
+    path: Path, check: Callable[[Path], object] = lambda unfinished: None, sync_names: bool = True
+) -> Iterator[Path]:
     """Gives a path beside `path` to write a file to, which takes the place of `path` when the block has ended.
 
     Args:
         path: of a file.
         check: is given the unfinished file when it is on the disk; raises unless its content is as it should be.
+        sync_names: whether the file is there for certain after that; else, until the caller has called `sync` for its
+            folder, the one before it may come back when the machine ends.
 
     Raises `OSError`; then, as when the block raises, what was at `path` is still there, and nothing beside it.
     """
@@ -54,17 +62,23 @@ def replacing(path: Path, check: Callable[[Path], object] = lambda unfinished: N
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if sync_names:
+        sync(path.parent)
 
 
 def write(
-    path: Path, content: bytes, before: Callable[[Path], object] = lambda unfinished: None, mode: int = PRIVATE
+    path: Path,
+    content: bytes,
+    before: Callable[[Path], object] = lambda unfinished: None,
+    mode: int = PRIVATE,
+    sync_names: bool = True,
 ) -> None:
     """Writes a file.
 
     Args:
         before: is given the file before it gets its name.
         mode: who may read it, less what the umask forbids: `PRIVATE`, or `SHARED` with other users.
+        sync_names: as of `replacing`.
 
     Raises `OSError`, as of `replacing`.
     """
@@ -74,7 +88,7 @@ def write(
             raise OSError(f"{unfinished} does not hold what was written to it")
         before(unfinished)
 
-    with replacing(path, check) as unfinished:
+    with replacing(path, check, sync_names) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             _write_all(descriptor, content)
@@ -136,12 +150,17 @@ def drop_unfinished(folder: Path) -> None:
 
 
 def append(descriptor: int, content: bytes) -> None:
-    """Adds to a file that was opened for appending; it is as before when `OSError` is raised."""
-    size = os.fstat(descriptor).st_size
+    """Adds to a file that was opened for appending; it is as before when `OSError` is raised.
+
+    Raises `ReplacedFileError` when another file has taken its place, or none.
+    """
+    before = os.fstat(descriptor)
+    if not before.st_nlink:
+        raise ReplacedFileError
     try:
         _write_all(descriptor, content)
     except OSError:
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, before.st_size)
         raise
 
 

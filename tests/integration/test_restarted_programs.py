@@ -308,7 +308,7 @@ def test_training_that_was_stopped_stays_so_where_batches_have_no_index(tmp_path
 
 
 def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):
-    with cluster(tmp_path), pytest.raises(UsageError, match="is used by another Cluster"):
+    with cluster(tmp_path), pytest.raises(UsageError, match="is in use by process"):
         cluster(tmp_path).start()
     with pytest.raises(UsageError, match=r"interval_seconds=0\) was given"):
         cluster(tmp_path, checkpoint=elasticcb.CheckpointOptions(interval_seconds=0))
