@@ -1,8 +1,10 @@
 """Masters of real jobs, killed and interrupted: others go on with their jobs."""
 
+import contextlib
 import json
 import re
 import shutil
+import subprocess
 
 import numpy as np
 import psutil
@@ -269,3 +271,27 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
     for epoch in range(1, 13):
         assert number(new.output, f"records trained in epoch {epoch}") == RECORDS
     assert json.loads((data / "job" / "status.json").read_text())["phase"] == "done"
+
+
+def test_job_on_a_full_disk_ends_with_what_to_do_and_goes_on_when_there_is_room(data, start_job):
+    disk = data / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        job = start_job(*flags(data, num_epochs=12, num_ps=1, job_dir=disk / "job"))
+        for _ in range(2):
+            job.wait_for_line(r"Evaluation at version")
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        assert job.finish() == 1, job.output
+        assert re.search(r"The journal .* can't be written: .*No space left.*Make room", job.output)
+        assert "elasticcb resume" in job.output
+        (disk / "filler").unlink()
+        again = start_job("resume", str(disk / "job"))
+        assert again.finish() == 0, again.output
+        for epoch in range(1, 13):
+            assert number(again.output, f"records trained in epoch {epoch}") == RECORDS
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
