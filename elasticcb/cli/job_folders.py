@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from elasticcb.clients.running_master import MASTER_FILE
@@ -14,7 +14,7 @@ from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
 
 JOBS = "jobs"  # below the working directory
 LATEST = "latest"
-_STAMP = re.compile(r".+-(\d{8}-\d{6})(?:-(\d+))?")
+_NAME = re.compile(r"[a-z]+-(.+)-(\d{8}-\d{6})(?:-(\d+))?")  # command, job, time, number
 _MOST_LISTED = 3
 
 
@@ -40,37 +40,38 @@ def find_job(job: str) -> Path:
     """The folder of a job, which may be over.
 
     Args:
-        job: the folder, its name below `jobs`, or "latest".
+        job: the folder, its name below `jobs`, a `--job_name` (of such jobs the newest), or "latest".
 
     Raises:
         UsageError: there is none.
     """
     parent = Path.cwd() / JOBS
-    names = list(_newest_first(parent))
-    if job == LATEST and names:
-        return parent / names[0]
+    found = _newest_first(parent)
+    names = [match[0] for match in found]
     folders = [Path(job).expanduser().absolute(), parent / job]
     for folder in folders:
         if any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, "logs")):
             return folder
+    for match in found:
+        if job in (LATEST, match[1]):
+            return parent / match[0]
     if folders[0].is_dir():
         raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} holds none"
     raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
 
 
-def _newest_first(parent: Path) -> Iterator[str]:
-    """Names of the folders that commands have made there."""
+def _newest_first(parent: Path) -> Sequence[re.Match[str]]:
+    """The names of the folders that commands have made there."""
     try:
-        found = [(match, entry.name) for entry in parent.iterdir() if (match := _STAMP.fullmatch(entry.name))]
+        found = [match for entry in parent.iterdir() if (match := _NAME.fullmatch(entry.name))]
     except OSError:
-        found = []
-    for _, name in sorted(found, key=lambda each: (each[0][1], int(each[0][2] or 1)), reverse=True):
-        yield name
+        return []
+    return sorted(found, key=lambda match: (match[2], int(match[3] or 1)), reverse=True)
 
 
 def _expected(job: str, names: list[str]) -> str:
-    text = "Expected the folder that the first line of the job names, or a job's name in the folder jobs"
+    text = "Expected the folder that the first line of the job names, or a job's name"
     close = difflib.get_close_matches(Path(job).name, names, n=_MOST_LISTED, cutoff=0.5) or names[:_MOST_LISTED]
     text += f"; there are: {', '.join(close)}" if close else ""
     return f"{text}. A job on Kubernetes needs --namespace."

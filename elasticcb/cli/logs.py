@@ -29,8 +29,8 @@ def logs(
 ) -> None:
     """Show what the master of a job writes, or one of its other processes.
 
-    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
-    job on Kubernetes.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes.
 
     \b
     Examples:

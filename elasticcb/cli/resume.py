@@ -26,10 +26,10 @@ from elasticcb.storage import durable
 def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     """Go on with a training job that was interrupted, failed, or was killed with its machine.
 
-    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
-    job on Kubernetes that was stopped or has failed. Tasks that were
-    reported as done are not done again; parameter servers go on from what they wrote down last. The job runs with the
-    settings that it began with.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes that was stopped or has failed. Tasks that were reported as done are
+    not done again; parameter servers go on from what they wrote down last. The job runs with the settings that it began
+    with.
 
     \b
     Examples:

@@ -23,10 +23,10 @@ from elasticcb.errors import UsageError
 def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
     """Give a job that runs more or fewer workers or parameter servers.
 
-    JOB is the job's folder, its name in the folder jobs, or `latest`; with --namespace, the name of a job on
-    Kubernetes. New workers take tasks as soon as they are up. Those that are
-    too many finish their batch, hand the rest of their task back, and leave: nothing is lost or trained twice.
-    Parameter servers hand over what they hold while training goes on; the command returns when that is done.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes. New workers take tasks as soon as they are up. Those that are too many
+    finish their batch, hand the rest of their task back, and leave: nothing is lost or trained twice. Parameter servers
+    hand over what they hold while training goes on; the command returns when that is done.
 
     \b
     Examples:

@@ -24,8 +24,9 @@ from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 def status(job: str, as_json: bool, namespace: str | None) -> None:
     """Show how a job stands, or how it ended.
 
-    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
-    job on Kubernetes, where all its pods are shown, too. The keys of the JSON document are in docs/operations.md.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes, where all its pods are shown, too. The keys of the JSON document are
+    in docs/operations.md.
 
     \b
     Examples:

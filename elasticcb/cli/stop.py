@@ -28,9 +28,9 @@ from elasticcb.errors import UsageError
 def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
     """Stop a job, so that `elasticcb resume` can go on with it if it trains.
 
-    JOB is the job's folder, its name in the folder jobs, or `latest`, the newest there; with --namespace, the name of a
-    job on Kubernetes. Running tasks finish, parameter servers write down what they hold, and all processes end, as
-    after Ctrl-C. The command returns when they have; on Kubernetes at once.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes. Running tasks finish, parameter servers write down what they hold, and
+    all processes end, as after Ctrl-C. The command returns when they have; on Kubernetes at once.
 
     \b
     Examples:

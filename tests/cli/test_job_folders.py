@@ -24,6 +24,12 @@ def test_a_job_is_found_by_its_folder_and_by_its_name(jobs):
     assert find_job("elsewhere") == jobs / "elsewhere"
 
 
+def test_the_newest_of_the_jobs_of_one_name_is_found_by_it(jobs):
+    (jobs / "jobs" / "train-mnist-big-20260103-120000" / "logs").mkdir(parents=True)
+    assert find_job("mnist").name == "evaluate-mnist-20260102-120000-12"
+    assert find_job("mnist-big").name == "train-mnist-big-20260103-120000"
+
+
 def test_the_latest_job_is_the_one_begun_last(jobs):
     assert find_job("latest").name == "evaluate-mnist-20260102-120000-12"
     begun = new_folder(jobs / "jobs", Command.PREDICT, "mnist")
