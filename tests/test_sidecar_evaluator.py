@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from deep_cases import deep_but
 from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.layers import Embedding
@@ -195,7 +196,10 @@ def test_callbacks_get_metrics_and_the_version_and_keras_own_get_metrics_alone(k
     assert written["evaluation_loss_vs_iterations"] == pytest.approx(losses)
 
 
-@pytest.mark.parametrize("kind", ["dataset", "PyDataset", "generator", "weighted", "inputs by name"])
+KINDS = ("dataset", "PyDataset", "generator", "weighted", "inputs by name")
+
+
+@pytest.mark.parametrize("kind", deep_but(KINDS, "generator", "inputs by name"))
 def test_all_kinds_of_data_are_evaluated_anew_for_each_checkpoint(keras_files, data, kind):
     folder, results = keras_files
     x, y = data
@@ -302,7 +306,7 @@ def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data,
     assert "lacks 2 of the model's 6 variables" in messages.text
 
 
-@pytest.mark.parametrize("layers", [(), (9,), (8, 8)])
+@pytest.mark.parametrize("layers", deep_but([(), (9,), (8, 8)], (9,)))
 def test_a_checkpoint_of_another_model_is_told_with_its_variables(tmp_path, data, job, keras_files, layers):
     with pytest.raises(CheckpointError, match=r"01\.keras is of another model. It holds layers/.*where the model has"):
         SidecarEvaluator(make_model(layers=layers), data, tmp_path / "checkpoints").start()
