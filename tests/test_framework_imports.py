@@ -8,16 +8,11 @@ from test_layering import FILES, imports_of
 # alone count, and so do those of `elasticcb.tf`, which is TensorFlow's own. Take out what does so no more; add none.
 TENSORFLOW = {
     "tf": "is TensorFlow's own",
-    "compute.tensorflow": "is the worker's backend",
+    "compute.tensorflow": "is a backend",
     # The model, as it is traced and run.
-    "layers": "embedding layers find the ids of a batch in the graph of a step",
-    "model.metrics": "makes the means of logs outside of the function that is traced",
-    "model.weights": "traces a model that builds its layers in its first step",
-    "optimizers.capture": "takes gradients out of the step that is traced",
-    "optimizers.late_reads": "reads the graph of a step",
-    "optimizers.loss_scale": "scales within the step that is traced",
+    "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
+    "model.metrics": "takes a step out of its tf.function; makes the means of logs outside of the one that is traced",
     "optimizers.state": "shares the memory of a slot with what it is restored from",
-    "optimizers.step_logs": "takes a step out of its tf.function",
     # Data: `feed`, `fit` and tf.data's service give and take datasets.
     "api.data": "draws the seed of a shuffle as Keras does",
     "data.batch_sources": "batches of tf.data, of ragged and of sparse tensors",

@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.callbacks import PredictionOutputsProcessor
+from elasticcb.compute.registry import backend
 from elasticcb.errors import DataError, ModelFileError, user_traceback
 from elasticcb.model.input_pipeline import FeedPipeline
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
-from elasticcb.model.weights import prime
 from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSettings, TrainingSettings
 
 HEAD = """
@@ -83,7 +83,7 @@ def build(settings: JobSettings, mode: Mode = Mode.TRAINING) -> tuple[ModelSpec,
     metrics = ModelMetrics(model, spec.make_eval_metrics())
     if mode is Mode.TRAINING:
         spec.require_trainable(model)
-    prime(spec, model, FeedPipeline(settings, spec, mode).first_batch(), mode)
+    backend().build(spec, model, FeedPipeline(settings, spec, mode).first_batch(), mode)
     metrics.reset()
     spec.make_callbacks()
     return spec, model
@@ -164,7 +164,7 @@ def test_class_of_a_model_and_its_parameters(write):
     model_settings = ModelSettings(zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1})
     spec = ModelSpec(model_settings)
     model = spec.build_model()
-    prime(spec, model, FeedPipeline(settings, spec, Mode.TRAINING).first_batch(), Mode.TRAINING)
+    backend().build(spec, model, FeedPipeline(settings, spec, Mode.TRAINING).first_batch(), Mode.TRAINING)
     assert [tuple(weight.shape) for weight in model.weights] == [(3, 1), (1,)]
 
 

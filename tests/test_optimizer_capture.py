@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from elasticcb.compute.tensorflow.capture import updated_variables
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizers.capture import updated_variables
 from elasticcb.optimizers.traits import model_optimizers
 
 BATCH = (np.ones((2, 3), "float32"), np.ones((2, 1), "float32"))

@@ -1,4 +1,4 @@
-"""What a worker asks of the framework that computes: a few operations, on batches and NumPy arrays.
+"""What is asked of the framework that computes: a few operations, on batches and NumPy arrays.
 
 Its optimizers apply nothing: they hand gradients over. What is set by other means than gradients, as moving averages,
 comes out of a step as it is after it.
@@ -20,6 +20,7 @@ from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
 
 TableRows = Mapping[int, Array]  # by embedding table: [n, dim]
 RowGradients = dict[int, tuple[Array, Array]]  # by variable: unique int64 ids [n], gradients of these rows [n, …]
@@ -148,7 +149,7 @@ class Backend(ABC):
     """A framework."""
 
     @abstractmethod
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
+    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
         Metrics then hold that batch: reset them.
@@ -157,8 +158,29 @@ class Backend(ABC):
             model: of `spec`, compiled unless `mode` is `PREDICTION`.
             batch: of the input pipeline.
 
+        Returns:
+            In training, for a model whose step is its own or that has several optimizers: the index of the optimizer
+            that updates a variable, by index in `model.weights`.
+
         Raises:
             ModelFileError: the model, its loss or its metrics can't take the batch.
+        """
+
+    @abstractmethod
+    def find_tables(
+        self, model: keras.Model, batch: Any, mode: Mode, threshold_bytes: int, allowed: Callable[[int], bool]
+    ) -> dict[int, TableSpec]:
+        """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
+        `keras.layers.Embedding` that is large enough and whose results do not change when servers hold its rows.
+
+        Args:
+            model, batch, mode: as in `build`, which comes before.
+            threshold_bytes: size from which a keras.layers.Embedding is one.
+            allowed: whether one may be moved.
+
+        Raises:
+            NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all of its rows, or its ids
+                can't be known before the step.
         """
 
     @abstractmethod

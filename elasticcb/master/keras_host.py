@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from elasticcb.callbacks.placement import Place, holds_predictions, takes_predic
 from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
+from elasticcb.compute.registry import backend
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
 from elasticcb.layers.install import held_ids, held_used, install
-from elasticcb.layers.movable import movable
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.snapshot import SavedModelInput
@@ -29,8 +28,7 @@ from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
-from elasticcb.model.weights import prime, variable_specs
-from elasticcb.optimizers.capture import OptimizerCapture
+from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
 from elasticcb.predictions.columns import columns_of, names_of_outputs
@@ -79,7 +77,7 @@ class ModelHost:
         self._counts = SourceCounts(settings, pipelines)
         try:
             batch = pipeline.first_batch()
-            updated = prime(self.spec, self.model, batch, mode)
+            updated = backend().build(self.spec, self.model, batch, mode)
         except ElasticCBError:
             self._counts.result()  # damaged data is the better explanation
             raise
@@ -156,22 +154,9 @@ class ModelHost:
             manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
             saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
             threshold = 0 if saved else sys.maxsize
-        with self._step(mode) as step:
-            return movable(
-                self.model, step, batch, threshold, lambda index: allowed(index) and (saved is None or index in saved)
-            )
-
-    @contextlib.contextmanager
-    def _step(self, mode: Mode) -> Iterator[Callable[[Any], Any]]:
-        """The step that workers run, as far as it looks at a batch."""
-        if mode is Mode.TRAINING:
-            capture = OptimizerCapture(self.model)
-            try:
-                yield capture.train_step
-            finally:
-                capture.release()
-        else:
-            yield self.model.test_step if mode is Mode.EVALUATION else self.model.predict_step
+        return backend().find_tables(
+            self.model, batch, mode, threshold, lambda index: allowed(index) and (saved is None or index in saved)
+        )
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
         """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
-from elasticcb.optimizers.step_logs import flat_logs, is_overridden, plain_function, recorded_results
+from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ModelMetrics:
     (`fit` shows those of an epoch's last batch, and several workers have no last batch).
 
     Args:
-        model: a model; its metrics must be built (`prime`) before states are read.
+        model: a model; its metrics must be built (`Backend.build`) before states are read.
         eval_metrics: `{name: metric or function}` or `{output: {name: metric or function}}`.
 
     Raises:
@@ -105,7 +105,7 @@ class ModelMetrics:
         self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
         for step in self._logged:
             if is_overridden(model, f"{step}_step"):
-                setattr(model, f"{step}_step", self._observed(step, plain_function(getattr(model, f"{step}_step"))))
+                setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
 
     def release(self) -> None:
         """Gives the model its own methods back."""
@@ -305,6 +305,12 @@ class ModelMetrics:
             if output is not None and key in nested:
                 nested.setdefault(output, {})[metric.name] = nested.pop(key)
         return nested
+
+
+def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
+    inner = getattr(step, "python_function", None)
+    return step if inner is None else tf.autograph.to_graph(inner)
 
 
 def to_number(value: Any) -> Any:

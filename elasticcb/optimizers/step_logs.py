@@ -7,18 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 
 def is_overridden(model: keras.Model, method: str) -> bool:
     """Whether the model has a method of its own in the place of Keras's, or was given one."""
     return getattr(getattr(model, method), "__func__", None) is not getattr(keras.Model, method)
-
-
-def plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
-    inner = getattr(step, "python_function", None)
-    return step if inner is None else tf.autograph.to_graph(inner)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.lookups import serve_tables
+from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.layers import Embedding
-from elasticcb.layers.lookups import serve_tables
-from elasticcb.layers.movable import movable
 from elasticcb.layers.table_layers import is_own
-from elasticcb.optimizers.capture import OptimizerCapture
 
 ROWS, DIM = 40, 3
 

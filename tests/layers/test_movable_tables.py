@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 from helpers_tables import DIM, ROWS, embedding, tables_of
 
+from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.layers import Embedding
 from elasticcb.layers.install import held_ids, install
-from elasticcb.layers.movable import movable
 from elasticcb.layers.table_layers import NotServableError
 from elasticcb.sharding.table_spec import TableSpec
 

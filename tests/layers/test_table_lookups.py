@@ -9,10 +9,10 @@ import tensorflow as tf
 from helpers_tables import DIM, MODELS, ROWS, Served, all_rows, compiled, dense, features, gradients, tables_of
 
 from deep_cases import deep_but
+from elasticcb.compute.tensorflow.lookups import serve_tables
+from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.errors import ModelFileError
 from elasticcb.layers import Embedding
-from elasticcb.layers.lookups import serve_tables
-from elasticcb.layers.movable import movable
 from elasticcb.layers.table_layers import NotServableError
 
 CASES = [(name, "keras") for name in MODELS]

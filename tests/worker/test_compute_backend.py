@@ -16,6 +16,7 @@ from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
 from elasticcb.sharding.partition import Slice, VariableSpec, pack
+from elasticcb.sharding.table_spec import TableSpec
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -71,6 +72,9 @@ class LinearRegression(Computation):
 class NumPyBackend(Backend):
     def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
         pass  # it has an Input
+
+    def find_tables(self, *args: Any) -> dict[int, TableSpec]:
+        return {}
 
     def computation(
         self,

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.optimizers.loss_scale import LossScale
+from elasticcb.compute.tensorflow.loss_scale import LossScale
 
 
 def make(growth):

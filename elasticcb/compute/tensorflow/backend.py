@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from elasticcb.compute.backend import Backend, Computation, Exchange, PlacedComputation
+from elasticcb.compute.tensorflow.build import build
+from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation
+from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
-from elasticcb.model.weights import prime
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
 
 
 class TensorFlowBackend(Backend):
     """Keras on TensorFlow."""
 
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
-        prime(spec, model, batch, mode)
+    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
+        return build(spec, model, batch, mode)
+
+    def find_tables(
+        self, model: keras.Model, batch: Any, mode: Mode, threshold_bytes: int, allowed: Callable[[int], bool]
+    ) -> dict[int, TableSpec]:
+        if mode is not Mode.TRAINING:
+            step = model.test_step if mode is Mode.EVALUATION else model.predict_step
+            return movable(model, step, batch, threshold_bytes, allowed)
+        capture = OptimizerCapture(model)
+        try:
+            return movable(model, capture.train_step, batch, threshold_bytes, allowed)
+        finally:
+            capture.release()
 
     def computation(
         self,

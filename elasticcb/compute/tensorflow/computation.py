@@ -1,6 +1,6 @@
 """One compiled function per kind of batch, around the model's own `train_step` and friends.
 
-The optimizers keep what they are given (elasticcb/optimizers/capture.py), so that the gradients of the
+The optimizers keep what they are given (capture.py), so that the gradients of the
 traced step come out of the function as outputs instead of being applied. Pulled weights are assigned,
 and gradients packed into one flat array per server and dtype, inside the same function.
 """
@@ -19,14 +19,14 @@ import tensorflow as tf
 from elasticcb.compute.backend import Computation, Prepared, StepResult, TableRows
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.assignments import refused_assignments
+from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
+from elasticcb.compute.tensorflow.lookups import serve_tables
+from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
-from elasticcb.layers.lookups import serve_tables
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metrics import MetricTransport, ModelMetrics, to_number
-from elasticcb.optimizers.capture import OptimizerCapture
-from elasticcb.optimizers.loss_scale import LossScale
 from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from elasticcb.compute.backend import Applied, Exchange, PlacedComputation
 from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
+from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizers.loss_scale import LossScale
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import VariableSpec

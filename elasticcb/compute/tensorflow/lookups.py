@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.compute.tensorflow.id_graph import Recording, id_function
 from elasticcb.errors import ModelFileError
-from elasticcb.layers.id_graph import Recording, id_function
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering, table_layers
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.batch_signatures import Signatures, flat_tensors

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from elasticcb.compute.tensorflow.late_reads import LateReads
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizers.late_reads import LateReads
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import model_optimizers
 

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.compute.tensorflow.id_graph import Recording, id_function
+from elasticcb.compute.tensorflow.lookups import Step, not_servable
 from elasticcb.errors import describe
-from elasticcb.layers.id_graph import Recording, id_function
-from elasticcb.layers.lookups import Step, not_servable
 from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering, table_layers
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.batch_signatures import specs_of
