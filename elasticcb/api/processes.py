@@ -65,7 +65,7 @@ class ClusterProcesses:
         try:
             folder = str(self._make_directory())
             context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
-            self._backend = make_backend(context, needs_token=True)
+            self._backend = make_backend(context)
             self._backend.prepare()
             self._master = Master(self._settings, self._backend, _say, self._backend.access)
             self._master.add(self.data_service.frames())

@@ -103,7 +103,6 @@ class ClusterBackend(ABC):
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
     scales = False  # whether the number of workers may follow the throughput
     takes_gpus = False  # whether its processes use the GPUs of the master's machine, so that the master must not
-    needs_token = True  # whether calls carry one even if the user has chosen none
     encrypts = False  # whether a command's job uses TLS unless told otherwise
     where_logs_are: str | None = None  # after "The logs are in the job's folder"; None: they are not there
     access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.

@@ -25,7 +25,6 @@ class ExternalCluster(ClusterBackend):
     name = "external"
     summary = "you start the processes, anywhere"
     watches = False
-    needs_token = False
 
     def __init__(self, say: Callable[[str], None], directory: str = "") -> None:
         self._say = say
@@ -37,10 +36,8 @@ class ExternalCluster(ClusterBackend):
         return cls(context.say, context.directory)
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        access = self.access
-        token = f"{TOKEN_VARIABLE}={self._where_token_is()} " if access.token else ""
-        process = RoleProcess(role=role, master=master_address, index=index, access=access)
-        self._say(f"Waiting for: {token}elasticcb {shlex.join(process.arguments)}")
+        process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
+        self._say(f"Waiting for: {TOKEN_VARIABLE}={self._where_token_is()} elasticcb {shlex.join(process.arguments)}")
 
     def _where_token_is(self) -> str:
         """For a shell. The token itself is shown to nobody."""

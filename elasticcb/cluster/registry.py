@@ -97,11 +97,8 @@ def completed(settings: JobSettings, said: Said) -> JobSettings:
     return dataclasses.replace(settings, cluster=cluster)
 
 
-def make_backend(context: BackendContext, needs_token: bool = False) -> ClusterBackend:
+def make_backend(context: BackendContext) -> ClusterBackend:
     """Where the processes of a cluster run; its token is that of the environment, or a new one, and so is its CA.
-
-    Args:
-        needs_token: also for processes that are started by hand, since they are sent pickles.
 
     Raises `UsageError` when the backend, or TLS, is asked for and can't be had.
     """
@@ -110,9 +107,7 @@ def make_backend(context: BackendContext, needs_token: bool = False) -> ClusterB
         with contextlib.suppress(UsageError):
             backend.access = running_master(context.directory).access
             return backend
-    # People who start processes by hand choose a token, unless what is sent must not go without one.
-    token = token_of_environment() or (secrets.token_hex(16) if needs_token or backend.needs_token else "")
-    backend.access = Access(token, _tls(context))
+    backend.access = Access(token_of_environment() or secrets.token_hex(16), _tls(context))
     return backend
 
 

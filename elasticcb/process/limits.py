@@ -17,6 +17,12 @@ _ADVICE = {
 }
 
 
+def most_connections() -> int:
+    """That this process should accept: half of the files that it may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES // 2 if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES) // 2
+
+
 def is_scarcity(error: BaseException) -> bool:
     """Whether the system has run out of something, which is no mistake of a program."""
     return isinstance(error, OSError) and error.errno in _ADVICE

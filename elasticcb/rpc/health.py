@@ -6,8 +6,10 @@ The ports of the job stay closed to those who have no token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,11 +17,15 @@ from grpc_health.v1 import health_pb2
 
 from elasticcb.errors import ConnectionLostError
 
-_THREADS = 4
-_LARGEST_MESSAGE = 4096  # bytes; a check has the name of a service
 _OPTIONS = [
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+    ("grpc.max_receive_message_length", 4096),  # bytes; a check has the name of a service
+    # Requests that never end are those of strangers: they end with their connection.
+    ("grpc.max_allowed_incoming_connections", 64),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.server_handshake_timeout_ms", 2_000),
+    ("grpc.max_connection_age_ms", 30_000),
+    ("grpc.max_connection_age_grace_ms", 10_000),
 ]
 
 
@@ -39,34 +45,55 @@ class HealthServer:
     """
 
     def __init__(self, host: str, port: int, service: str, ready: Callable[[], bool]) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(_THREADS, thread_name_prefix="health"), options=_OPTIONS)
-        self._server.add_generic_rpc_handlers((_handler({"": lambda: True, service: ready}),))
+        # A request of which a part has come takes no thread, as it would of gRPC's other server.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="health", daemon=True)
+        self._thread.start()
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            self._server, bound = self._run(_started(f"{host}:{port}", {"": lambda: True, service: ready}))
         except RuntimeError as error:
+            self._end()
             raise ConnectionLostError(
                 f"Health checks can't be answered on {host}:{port}: another process holds the port, or {host} is no "
                 "address of this machine. Choose another --health_port, or 0 for any that is free."
             ) from error
         self.address = f"{host}:{bound}"
-        self._server.start()
 
     def stop(self) -> None:
-        self._server.stop(0.0)
+        self._run(self._server.stop(0.0))
+        self._end()
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
-def _handler(services: dict[str, Callable[[], bool]]) -> grpc.GenericRpcHandler:
+async def _started(address: str, services: Mapping[str, Callable[[], bool]]) -> tuple[Any, int]:
+    """A server, and the port at which it listens."""
+    server = grpc.aio.server(options=_OPTIONS)
+    server.add_generic_rpc_handlers((_handler(services),))
+    bound = server.add_insecure_port(address)
+    await server.start()
+    return server, bound
+
+
+def _handler(services: Mapping[str, Callable[[], bool]]) -> grpc.GenericRpcHandler:
     """Answers `Check` alone. It reads the messages itself: gRPC logs a traceback for each that can't be read, and for
     each call of a method that only its stub has, and these calls are anybody's."""
 
-    def check(message: bytes, context: grpc.ServicerContext) -> bytes:
+    async def check(message: bytes, context: Any) -> bytes:
         try:
             service = health_pb2.HealthCheckRequest.FromString(message).service
         except DecodeError:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message can't be read")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message can't be read")
         ready = services.get(service)
         if ready is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+            raise AssertionError("abort raises")
         states = health_pb2.HealthCheckResponse
         answer: bytes = states(status=states.SERVING if ready() else states.NOT_SERVING).SerializeToString()
         return answer

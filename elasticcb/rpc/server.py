@@ -5,12 +5,16 @@ from __future__ import annotations
 import grpc
 
 from elasticcb.errors import ConnectionLostError
+from elasticcb.process.limits import most_connections
 from elasticcb.rpc.admission import CallThreads, Gate, RefusedCalls
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.transport import OPTIONS, message_limit
 from elasticcb.security.credentials import OPEN, Access
 
 _CONTROL_THREADS = 8  # for calls that wait for nothing
+_HANDSHAKE = ("grpc.server_handshake_timeout_ms", 10_000)
+# Of a connection without a call. A process of the job connects again when it has something to say.
+_IDLE = ("grpc.max_connection_idle_ms", 60_000)
 
 
 class Server:
@@ -43,7 +47,10 @@ class Server:
         self._control_pool = CallThreads(_CONTROL_THREADS)
         self._control: set[str] = set()  # methods that it answers: "/SERVICE/METHOD"
         gate = Gate(access.token, self._pool, self.refused, self._control_pool, self._control)
-        options = [*OPTIONS, message_limit(largest_message)]
+        connections = ("grpc.max_allowed_incoming_connections", most_connections())
+        options = [*OPTIONS, _HANDSHAKE, connections, message_limit(largest_message)]
+        if access.tls is None:  # else only processes of the job have any, and those outlast their certificates
+            options.append(_IDLE)
         self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
             if access.tls is None:

@@ -17,7 +17,7 @@ class Access:
     """By which the processes of a job know each other.
 
     Attributes:
-        token: that every call carries; "" where none is asked for.
+        token: that every call carries; "" in tests alone: none is asked for.
         tls: None where nothing is encrypted.
         term: of a master that calls servers: the training, and which of its masters this is; None of others.
     """
@@ -30,10 +30,10 @@ class Access:
         """What to tell people of a process that listens at `host`, if others can read what it says; else ""."""
         if self.tls is not None or is_loopback(host):
             return ""
-        what = (
-            "read what the processes of this job say" if self.token else "read what this job's processes say, and join"
+        return (
+            f"Listening on {host} without TLS: everybody on that network can read what the processes of this job say, "
+            "its token included. --tls or --tls_cert change it."
         )
-        return f"Listening on {host} without TLS: everybody on that network can {what}. --tls or --tls_cert change it."
 
 
 OPEN = Access()  # to anybody

@@ -133,7 +133,10 @@ def test_a_master_and_workers_that_die_around_a_report_are_replaced_and_it_count
     assert number(job.output, "workers lost") == 2
 
 
-def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_after_they_were_given_up(data, start_job):
+def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_after_they_were_given_up(
+    data, start_job, monkeypatch
+):
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
     job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
     join = ("--master", re.search(r"--master (\S+)", line)[1])

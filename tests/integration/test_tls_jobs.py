@@ -74,11 +74,12 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     assert not [secret for secret in secrets if secret in job.output]
 
 
-def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job):
+def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job, monkeypatch):
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
     flags = [flag for flag in train_flags(data, "linear", num_workers=1) if "--num_ps" not in flag]
     job = start_job("master", *flags, "--tls")
     lines = [job.wait_for_line("Waiting for:") for _ in range(2)]
-    commands = {words[1]: words[1:] for words in (line.split("Waiting for: ")[1].split() for line in lines)}
+    commands = {words[1]: words[1:] for words in (line.split("ELASTICCB_JOB_TOKEN ")[1].split() for line in lines)}
     plain = run_command(*[word for word in commands["worker"] if "--tls" not in word], cwd=data)
     assert plain.returncode == 1
     assert re.search(

@@ -1,0 +1,106 @@
+"""What somebody of another user finds where the processes of a job listen.
+
+As a program: reads the listening sockets from its input, as JSON, becomes another user, tries each, and prints what was
+answered, as JSON: by socket, a word for each attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401 -- later, another user can't read it
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TOKEN_KEY
+
+NOBODY = 65534
+_METHODS = [
+    f"/{service.full_name}/{name}"
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for name in [*(method.name for method in service.methods), "Attach"]
+]
+_TOKENS = [(), ((TOKEN_KEY, ""),), ((TOKEN_KEY, "0" * 32),)]
+_HTTP = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def listening(processes: Iterable[psutil.Process]) -> list[str]:
+    """Where they listen: "host:port", and the names of Unix sockets that have one."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in process.net_connections("all"):
+                if each.family is socket.AF_UNIX and each.laddr:
+                    found.add(each.laddr)
+                elif each.status == psutil.CONN_LISTEN:
+                    found.add(f"{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}")
+    return sorted(found)
+
+
+def answers(sockets: list[str]) -> dict[str, list[str]]:
+    """What another user is answered at each of them, without the job's token."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    done = subprocess.run(
+        [sys.executable, __file__], input=json.dumps(sockets), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def _tried(where: str) -> set[str]:
+    if ":" not in where or where.startswith(("/", "@", "\0")):
+        return {_by_unix(where.replace("@", "\0", 1))}
+    host, _, port = where.rpartition(":")
+    with grpc.insecure_channel(where) as channel:
+        found = {_called(channel, method, token) for method in _METHODS for token in _TOKENS}
+    with socket.create_connection((host, int(port)), 10.0) as connection:
+        connection.sendall(_HTTP)
+        with contextlib.suppress(OSError):
+            if b"".join(iter(lambda: connection.recv(4096), b"")).startswith(b"HTTP/1.0 200"):
+                found.add("metrics")
+    return found
+
+
+def _called(channel: grpc.Channel, method: str, token: Any) -> str:
+    try:
+        channel.unary_unary(method)(b"", metadata=(*token, (PROTOCOL_KEY, str(PROTOCOL))), timeout=10.0)
+    except grpc.RpcError as error:
+        code: str = error.code().name
+        return code
+    return "answered"
+
+
+def _by_unix(name: str) -> str:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(3.0)
+        try:
+            connection.connect(name)
+            connection.sendall(bytes(16))
+            return "answered" if connection.recv(1) else "closed"
+        except TimeoutError:
+            return "closed"  # nobody says a word
+        except OSError:
+            return "refused"
+
+
+def main() -> None:
+    sockets = json.load(sys.stdin)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    print(json.dumps({where: sorted(_tried(where)) for where in sockets}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Whatever the processes of a job listen on, in each kind of job: another user of the machine is refused everything."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from strangers import answers, listening
+
+import elasticcb
+from elasticcb.clients.running_master import running_master
+from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
+
+X, Y = np.ones((64, 4), np.float32), np.ones((64, 1), np.float32)
+
+
+REFUSALS = (["UNAUTHENTICATED"], ["closed"], ["refused"])
+
+
+def assert_all_refuse(sockets, servers, open_to_all=None):
+    """All sockets refuse, and so many of them are servers of the job; those of `open_to_all` answer as it says."""
+    found = answers(sockets)
+    assert {where: found.pop(where, None) for where in open_to_all or {}} == (open_to_all or {})
+    assert all(answered in REFUSALS for answered in found.values()), found
+    assert sum(answered == ["UNAUTHENTICATED"] for answered in found.values()) == servers, found
+    assert all(where.startswith(("127.0.0.1:", "@", "/")) for where in sockets), sockets
+
+
+def sockets_of(job):
+    process = psutil.Process(job.process.pid)
+    return listening([process, *process.children(recursive=True)])
+
+
+def generator():
+    while True:
+        yield X, Y
+
+
+def test_a_python_cluster_with_every_kind_of_data(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    before = set(listening([psutil.Process()]))
+    with elasticcb.Cluster(num_workers=1, num_ps=2) as cluster:
+        cluster.fit(model, X, Y, verbose=0)
+        cluster.fit(model, generator(), steps_per_epoch=3, verbose=0)
+        cluster.fit(model, tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), verbose=0)
+        cluster.evaluate(model, X, Y, verbose=0)
+        cluster.predict(model, X, verbose=0)
+        me = psutil.Process()
+        sockets = [each for each in listening([me, *me.children(recursive=True)]) if each not in before]
+        assert_all_refuse(sockets, servers=3)
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+    linear_data(tmp_path, train=8_000, test=500)
+    return tmp_path
+
+
+def test_a_command_with_ports_for_metrics_and_health_which_alone_answer(data, start_job):
+    job = start_job("train", *train_flags(data, "linear", num_epochs=500, metrics_port=0, health_port=0, num_ps=2))
+    job.wait_for_line("Evaluation at version")
+    master = running_master(data / "job")
+    assert_all_refuse(
+        sockets_of(job), 3, {master.metrics: ["UNAVAILABLE", "metrics"], master.health: ["UNIMPLEMENTED"]}
+    )
+    job.interrupt()
+    job.finish()
+
+
+def test_a_master_whose_processes_are_started_by_hand_makes_a_token(data, start_job, monkeypatch):
+    monkeypatch.delenv("ELASTICCB_JOB_TOKEN", raising=False)
+    job = start_job("master", *train_flags(data, "linear", num_workers=1, num_epochs=500))
+    line = job.wait_for_line("Waiting for: .* elasticcb ps")
+    assert_all_refuse(sockets_of(job), 1)
+    command = re.search(r"elasticcb (ps .*)", line)[1].split()
+    without = start_job(*command)
+    assert without.finish() == 2
+    assert "ELASTICCB_JOB_TOKEN is not set" in without.output
+    token = data / "job" / "token"
+    assert f'ELASTICCB_JOB_TOKEN="$(cat {token})"' in line
+    assert token.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", token.read_text())
+    server = start_job(*command)
+    server.wait_for_line("TensorFlow is imported")
+    worker = start_job("worker", "--master", command[command.index("--master") + 1])
+    job.wait_for_line("Evaluation at version")
+    assert_all_refuse([*sockets_of(job), *sockets_of(server), *sockets_of(worker)], 2)
+    job.interrupt()
+    job.finish()
