@@ -78,6 +78,16 @@ class KubernetesSettings(Section):
         kind=Kind.CHOICE,
         choices=("Never", "OnFailure"),
     )
+    active_deadline_seconds: int = setting(
+        0, "How long the job may run before Kubernetes ends it; 0: as long as it takes.", unit="SECONDS", minimum=0
+    )
+    ttl_seconds_after_finished: int = setting(
+        604_800,
+        "After which Kubernetes removes a job that is done or has failed, with its pods, token and certificates; 0: "
+        "never.",
+        unit="SECONDS",
+        minimum=0,
+    )
     cluster_spec: dict[str, Any] = setting(
         dict,
         "YAML with parts of pods, merged into those of the job: under all, master, worker and ps.",

@@ -161,6 +161,16 @@ def test_kubernetes_does_not_start_a_master_again_that_failed_by_itself():
     assert by_action == {"Ignore": [75], "FailJob": [1, 2]}
 
 
+def test_a_job_that_has_ended_is_removed_after_a_week_and_one_may_be_limited():
+    spec = PLAN.master_job([], {})["spec"]
+    assert spec["ttlSecondsAfterFinished"] == 7 * 24 * 3600
+    assert "activeDeadlineSeconds" not in spec
+    limited = replace(PLAN.settings, active_deadline_seconds=60, ttl_seconds_after_finished=0)
+    spec = replace(PLAN, settings=limited).master_job([], {})["spec"]
+    assert spec["activeDeadlineSeconds"] == 60
+    assert "ttlSecondsAfterFinished" not in spec
+
+
 def test_the_master_is_probed_by_http_and_scraped_and_a_server_by_grpc_where_there_is_such_a_probe():
     template = PLAN.master_job([], {}, metrics_port=9000, health_port=9001)["spec"]["template"]
     assert template["metadata"]["annotations"]["prometheus.io/port"] == "9000"

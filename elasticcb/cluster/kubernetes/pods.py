@@ -126,6 +126,11 @@ class PodPlan:
         )
         policy = self.settings.restart_policy
         spec: dict[str, Any] = {"backoffLimit": _MOST_MASTERS, "completions": 1, "parallelism": 1, "template": template}
+        limits = {
+            "activeDeadlineSeconds": self.settings.active_deadline_seconds,
+            "ttlSecondsAfterFinished": self.settings.ttl_seconds_after_finished,
+        }
+        spec |= {name: seconds for name, seconds in limits.items() if seconds}
         template["spec"]["restartPolicy"] = policy
         if policy == "Never":  # what Kubernetes asks for; older releases than 1.26 leave it out
             spec["podFailurePolicy"] = {
