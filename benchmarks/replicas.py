@@ -28,7 +28,9 @@ import numpy as np
 from report import machine, publish
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.master.initial_model import InitialModel
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes
@@ -95,15 +97,15 @@ class Pair:
             process.start()
             self._started.append((process, here))
         addresses = [pipe.recv() for _, pipe in self._started]
-        self._control = PSControl(addresses, self._specs, True)
+        self._control = PSControl(PSClient(ServerGroup(addresses, self._specs, True)))
         self._control.initialize(InitialModel([np.zeros(spec.shape, "f4") for spec in self._specs]))
-        self._client = PSClient(addresses, self._specs, True, client_id=1)
+        self._client = PSClient(ServerGroup(addresses, self._specs, True), client_id=1)
         self._client.pull()
         self._step = self._make_step()
 
     def _make_step(self) -> Callable[[], Any]:
         generator = np.random.default_rng(0)
-        sizes = [block_sizes(self._specs, slices, True) for slices in self._client.partition]
+        sizes = [block_sizes(self._specs, slices, True) for slices in self._client.servers.partition]
         gradients = [{dtype: np.full(size, 1e-3, dtype) for dtype, size in each.items()} for each in sizes]
         dense = tuple(index for index, spec in enumerate(self._specs) if not spec.table)
         tables = [index for index, spec in enumerate(self._specs) if spec.table]
@@ -124,8 +126,8 @@ class Pair:
         return steps / (time.perf_counter() - begun)
 
     def close(self) -> None:
-        self._client.close()
-        self._control.close()
+        self._client.servers.close()
+        self._control.servers.close()
         for process, _ in self._started:
             process.kill()
             process.join()

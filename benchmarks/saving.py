@@ -127,12 +127,14 @@ def main() -> None:
     address = pipe.recv()
 
     from elasticcb.clients.ps import PSClient
-    from elasticcb.master.ps_admin import InitialModel, PSControl
+    from elasticcb.clients.ps_servers import ServerGroup
+    from elasticcb.master.initial_model import InitialModel
+    from elasticcb.master.ps_admin import PSControl
 
     specs = specs_of(given.dim)
-    control = PSControl([address], specs, True)
+    control = PSControl(PSClient(ServerGroup([address], specs, True)))
     control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
-    client = PSClient([address], specs, True, client_id=1)
+    client = PSClient(ServerGroup([address], specs, True), client_id=1)
     client.pull()
     pusher = Pusher(client, rows, given.dim, given.ids)
     try:
@@ -154,8 +156,8 @@ def main() -> None:
                 print(f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} |", flush=True)
     finally:
         pusher.stop()
-        client.close()
-        control.close()
+        client.servers.close()
+        control.servers.close()
         pipe.send(None)
         server.join()
         shutil.rmtree(folder, ignore_errors=True)

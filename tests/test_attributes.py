@@ -12,7 +12,7 @@ MAKERS = {"__init__", "__new__", "__post_init__"}
 # Keras makes the variables of these in methods of its own.
 OF_KERAS = {"Embedding", "RowVariable"}
 # These still do. Take a class out when it does no more; add none.
-LATE = {"ModelHost", "PSClient", "Parameters", "TensorFile", "_Scan"}
+LATE = {"ModelHost", "Parameters", "TensorFile", "_Scan"}
 
 
 def created(function: ast.FunctionDef) -> set[str]:

@@ -5,12 +5,13 @@ import socket
 import grpc
 import pytest
 from health_probe import NOT_SERVING, SERVING, check
+from ps_clients import TrainingControl
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
-from elasticcb.master.ps_admin import InitialModel, PSControl
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -50,7 +51,9 @@ def test_a_parameter_server_is_ready_when_it_holds_its_part_of_the_model():
     server = PSServer(SETTINGS, None, access=Access("secret"))
     server.start()
     health = HealthServer("127.0.0.1", 0, "elasticcb.ParameterServer", lambda: server.ready)
-    control = PSControl([server.address], [VariableSpec("bias", (2,), "float32", True)], False, access=Access("secret"))
+    control = TrainingControl(
+        [server.address], [VariableSpec("bias", (2,), "float32", True)], False, access=Access("secret")
+    )
     try:
         assert check(health.address, "") == SERVING
         assert check(health.address, "elasticcb.ParameterServer") == NOT_SERVING

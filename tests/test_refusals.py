@@ -7,12 +7,12 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+from ps_clients import TrainingControl
 
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import WireError
 from elasticcb.master.master import Master
-from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -147,7 +147,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     ps = PSServer(SETTINGS, None)
     ps.start()
     connection = Connection(ps.address, "the server", 60.0)
-    control = PSControl([ps.address], [], False)
+    control = TrainingControl([ps.address], [], False)
     pushing = connection.channel.unary_unary(PS_METHODS["Exchange"].path)
     push = encode_frame(Frame(pb.ExchangeRequest(sequence=1), {}))
     monkeypatch.setattr(admission, "_MOST_CALLS", 30)
@@ -244,7 +244,7 @@ def test_the_master_asks_the_servers_what_they_refused(ps):
     for _ in range(3):
         status_of(ps.address, "/elasticcb.ParameterServer/Exchange", RELEASE)
     status_of(ps.address, "/elasticcb.ParameterServer/Exchange", TOKEN, RELEASE)
-    control = PSControl([ps.address], [], False, access=Access("secret"))
+    control = TrainingControl([ps.address], [], False, access=Access("secret"))
     assert control.refused_calls() == [{"without the job's token": 3, "malformed": 1}]
     control.close()
 

@@ -196,7 +196,7 @@ class FunctionJob:
             assert self._start is not None
             self._servers.control.initialize(self._start)
             self._start = None
-            self._learning_rate = self._servers.control.learning_rate
+            self._learning_rate = self._servers.control.client.learning_rate
             self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
             cluster = ServedCluster(self._servers.places, placed.variables, placed.may_split)
         with desk.state() as state:

@@ -6,7 +6,7 @@ import keras
 
 from elasticcb.errors import UsageError
 from elasticcb.layers import Embedding
-from elasticcb.master.ps_admin import InitialModel
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers

@@ -61,7 +61,7 @@ class MasterHooks:
         if self._callbacks.wants(hook):
             reads = bool(self._callbacks.readers(hook))
             if reads:
-                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+                self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
             self._callbacks.call(hook, *args, **options)
             self._carry_out()
             if reads:
@@ -76,7 +76,7 @@ class MasterHooks:
         """
         if self._callbacks.wants(hook):
             if self._callbacks.readers(hook):
-                self._show(self._ps.pull(), self._callbacks.needs_optimizer_state(hook))
+                self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
             variable = self._host.learning_rate
             if learning_rate is not None and variable is not None:
                 variable.assign(not_cached(learning_rate))
@@ -95,7 +95,7 @@ class MasterHooks:
         self._round_changed = False
         weights = None
         if self._callbacks.readers("on_test_begin"):
-            self._show(self._ps.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
+            self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
             self._callbacks.call("on_test_begin", {})
             self._carry_out()
             weights, _ = self._changed_weights()  # rows of embedding tables are evaluated as the servers hold them
@@ -113,7 +113,7 @@ class MasterHooks:
             self._carry_out()
         else:
             needs_state = self._callbacks.needs_optimizer_state("on_test_end")
-            self._show(self._ps.pull_snapshot(evaluation_round), needs_state)
+            self._show(self._ps.client.pull_snapshot(evaluation_round), needs_state)
             self._callbacks.call("on_test_end", logs)
             self._carry_out()
             if not self._round_changed:  # else it undid what `on_test_begin` did
@@ -133,7 +133,7 @@ class MasterHooks:
         reads = any(readers.values())
         if reads:
             needs_state = any(self._callbacks.needs_optimizer_state(hook) for hook, found in readers.items() if found)
-            self._show(self._ps.pull(), needs_state)
+            self._show(self._ps.client.pull(), needs_state)
         for batch in batches:
             event = batch.event
             given = {"size": event.size, "version": event.version}
@@ -157,7 +157,7 @@ class MasterHooks:
     def _show(self, blocks: Blocks, with_state: bool) -> None:
         """Makes the model hold `blocks`, and its optimizer what the servers' optimizers hold, if that is asked for."""
         if self._shown is None or any(new is not old for new, old in zip(blocks, self._shown, strict=True)):
-            self._weights, ids = self._ps.weights(blocks)
+            self._weights, ids = self._ps.client.weights(blocks)
             self._host.assign(self._weights, ids)
             self._shown = list(blocks)
         if not self._host.trains:
@@ -169,7 +169,7 @@ class MasterHooks:
             self._state = read_optimizers(*self._optimizers())
         elif self._host.optimizer is not None:
             # What TensorBoard calls the step; a schedule's rate comes from it, too.
-            steps = max(0, self._ps.version + self._iterations_ahead)
+            steps = max(0, self._ps.client.version + self._iterations_ahead)
             unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:

@@ -27,7 +27,7 @@ class CheckpointWriter:
 
     Args:
         settings: of the job.
-        client: of the servers, which hold the model.
+        control: of the servers, which hold the model.
         failures: is told of those that can't be written.
         resumed: the job goes on with what an earlier master has begun.
         may_write: raises `ReplacedError` when another master goes on with the job.
@@ -40,7 +40,7 @@ class CheckpointWriter:
     def __init__(
         self,
         settings: JobSettings,
-        client: PSControl,
+        control: PSControl,
         failures: CheckpointFailures,
         resumed: bool,
         may_write: Callable[[], None] = lambda: None,
@@ -52,11 +52,11 @@ class CheckpointWriter:
             self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, failures, resumed)
         self._job = settings.name
         self._settings = settings.checkpoint
-        self._client = client
+        self._control = control
         self._failures = failures
         self._resumed, self._may_write = resumed, may_write
         self._missing: CheckpointError | None = None  # why the last one is not on the disk
-        self._due = self._next(client.version)
+        self._due = self._next(control.client.version)
         self.wanted = bool(self._settings.directory)
         self.newest = ""
 
@@ -100,10 +100,10 @@ class CheckpointWriter:
 
         def take() -> list[Any]:
             begun.append(begin_version(self._folder, version))
-            return self._client.save(str(begun[-1]))
+            return self._control.save(str(begun[-1]))
 
         try:
-            answers = self._client.in_step(take, lambda answer: int(answer.version))
+            answers = self._control.in_step(take, lambda answer: int(answer.version))
             version = int(answers[0].version)
             self._may_write()
             if self._uploads is not None:  # else the same version might change while it is copied
@@ -111,9 +111,9 @@ class CheckpointWriter:
             path = finish_version(
                 begun[-1],
                 version=version,
-                specs=self._client.specs,
-                parts=self._client.partition,
-                buckets=self._client.buckets,
+                specs=self._control.servers.specs,
+                parts=self._control.servers.partition,
+                buckets=self._control.servers.buckets,
                 files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
                 extra={"job": self._job, "tasks": tasks},
             )

@@ -172,21 +172,21 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         source = origin.source()
         ps.initialize(source)
         if source.checkpoint:
-            order.display.message(f"The model starts from {source.checkpoint}, version {ps.version}.")
-            host.assign(*ps.weights())
+            order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+            host.assign(*ps.client.weights())
     else:
         servers.learning_rate = lambda: memory.learning_rate
         if taken_over:
             servers.restore_lost()
-            ps.pull()
+            ps.client.pull()
             ps.release_held()
             if memory.evaluation_round:  # which begins anew, if it was running
                 ps.release_snapshot(memory.evaluation_round)
         else:
             servers.adopt(memory.version)
-            host.assign(*ps.weights())
+            host.assign(*ps.client.weights())
     hooks = MasterHooks(host, ps, desk.stop_training, desk.reached_version)
-    hooks.adopt_learning_rate(ps.learning_rate)
+    hooks.adopt_learning_rate(ps.client.learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
     return TrainedModel(host, origin, servers, hooks)
@@ -263,7 +263,7 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
 
 def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch: int) -> None:
     """Tells the state of the queue, the rounds and the journal."""
-    host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.version
+    host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.client.version
     logger.info("The servers hold the model, version %d", version)
     evaluated = None if memory is None else memory.evaluated
     with order.desk.state() as state:
@@ -314,10 +314,10 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
         state.cluster = ServedCluster(
             served.servers.places,
             host.variables,
-            ps.split,
+            ps.servers.split,
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
-            buckets=ps.buckets,
+            buckets=ps.servers.buckets,
         )
         state.note(
             servers=served.servers.places,

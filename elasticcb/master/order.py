@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.desk import Desk
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.report import Report
 from elasticcb.master.servers import Servers
 from elasticcb.settings import JobSettings

@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from elasticcb.clients.ps import Ids, KnownServer, PSClient, ServerReplacedError
+from elasticcb.clients.ps import Ids, PSClient
 from elasticcb.clients.ps_link import Link
+from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
+from elasticcb.clients.ps_tables import table_pieces
 from elasticcb.errors import CheckpointError, ElasticCBError
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.optimizers.state import ModelState, OptimizerState
-from elasticcb.optimizers.state_messages import cut_state, from_tensors, join_states, to_tensors
+from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.security.credentials import OPEN
 from elasticcb.sharding.flat_blocks import pack_weights, unpack_weights
-from elasticcb.sharding.table_state import TableState, gathered
-from elasticcb.sharding.table_state import to_tensors as tables_to
+from elasticcb.sharding.table_state import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +33,6 @@ _SUMMARY_SECONDS = 5.0  # for a server to say what it has refused
 _PERSIST_SECONDS = 2.0  # for a server to say that it will write; it only makes a note of that
 
 _RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
-
-
-class InitialModel(NamedTuple):
-    """Where servers have the model from: weights in the order of the specs, or the folder of a checkpoint version.
-
-    Attributes:
-        optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
-        version: of the model, beside weights.
-        ids, used: as in `ModelState`.
-    """
-
-    weights: Sequence[Array] = ()
-    checkpoint: str = ""
-    optimizer_state: OptimizerState | None = None
-    version: int = 0
-    ids: Ids | None = None
-    used: Mapping[int, Array] | None = None
 
 
 class Restored(NamedTuple):
@@ -68,36 +51,35 @@ class Restored(NamedTuple):
     complete: bool = False
 
 
-class PSControl(PSClient):
-    """All parameter servers of a job as one.
+class PSControl:
+    """Commands to the parameter servers of a job.
 
     Args:
+        client: the master's own.
         run: names the training, in the servers' recovery files; "": a new one.
-        term: of this master, among those of the training: servers that have heard of a later one refuse it.
 
-    The other arguments are those of `PSClient`.
+    Attributes:
+        servers: those of the client.
     """
 
-    def __init__(self, *args: Any, run: str = "", term: int = 1, **kwargs: Any) -> None:
+    def __init__(self, client: PSClient, run: str = "") -> None:
+        self.client, self.servers = client, client.servers
         self.run = run or secrets.token_hex(8)
-        kwargs["access"] = replace(kwargs.get("access", OPEN), term=(self.run, term))
-        super().__init__(*args, **kwargs)
         self._export_id = 0
 
     def neighbour(self, index: int) -> int:
         """The server that keeps what the recovery files of server `index` lack, where there are replicas."""
-        return (index + 1) % len(self._servers)
+        return (index + 1) % len(self.servers.known)
 
     def initialize(self, source: InitialModel) -> None:
         """Gives all servers the model.
 
         Raises `ElasticCBError` when the state is of other optimizers.
         """
-        answers = list(
-            self._pool.map(lambda server: self._call_frame(server, *self._beginning(server, source)), self._servers)
-        )
-        self._free_memory()
-        self.version, self.learning_rate = answers[0].header.version, answers[0].header.learning_rate
+        servers = self.servers
+        answers = servers.each(lambda server: servers.send(server, *self._beginning(server, source)), servers.known)
+        servers.free_memory()
+        self.client.version, self.client.learning_rate = answers[0].header.version, answers[0].header.learning_rate
 
     def restore(
         self,
@@ -121,7 +103,7 @@ class PSControl(PSClient):
             learning_rate: the base rate; None: that which the server has then.
             neighbour: where its neighbour is; "": that is lost, too.
         """
-        link, server = Link(index, address, id, _RESTORE_PATIENCE_SECONDS, self.access), self._servers[index]
+        link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
             try:
                 frame, method = self._beginning(server, InitialModel(version=version), True, neighbour)
@@ -146,7 +128,7 @@ class PSControl(PSClient):
 
     def set_neighbour(self, index: int, address: str, id: int, neighbour: str) -> None:
         """Tells a server, which is the process `id` at `address`, where its neighbour is now."""
-        link = self._link(index, (address, id))
+        link = self.servers.link(index, address, id)
         try:
             link.call("SetNeighbour", Frame(pb.SetNeighbourRequest(address=neighbour), {}), patience_seconds=0.0)
         except ElasticCBError as error:
@@ -159,27 +141,26 @@ class PSControl(PSClient):
         self, server: KnownServer, source: InitialModel, recover: bool = False, neighbour: str | None = None
     ) -> tuple[Frame[Any], str]:
         if neighbour is None:
-            neighbour = self._servers[self.neighbour(server.index)].link.address
-        state = source.optimizer_state or OptimizerState()
+            neighbour = self.servers.links[self.neighbour(server.index)].address
+        servers, state = self.servers, source.optimizer_state or OptimizerState()
         header = pb.InitializeRequest(
-            variables=[spec.to_message() for spec in self.specs],
-            num_ps=len(self._servers),
+            variables=[spec.to_message() for spec in servers.specs],
+            num_ps=len(servers.known),
             index=server.index,
-            split=self.split,
+            split=servers.split,
             checkpoint=source.checkpoint,
-            ps_addresses=[each.link.address for each in self._servers],
+            ps_addresses=[link.address for link in servers.links],
             version=source.version,
             optimizers=state.optimizers,
             run=self.run,
             recover=recover,
-            buckets=self.buckets.to_bytes(),
-            map_version=self.buckets.version,
+            buckets=servers.buckets.to_bytes(),
+            map_version=servers.buckets.version,
             neighbour=neighbour,
         )
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
-            tables = self._tables(source.weights, state, source.ids, source.used)
-            tensors = self._packed(server.index, source.weights, state, tables)
+            tensors = source.part(servers, server.index)
         return Frame(header, tensors), "Initialize"
 
     def in_step(self, take: Callable[[], Sequence[Answer]], version_of: Callable[[Answer], int]) -> Sequence[Answer]:
@@ -192,7 +173,7 @@ class PSControl(PSClient):
         for _ in range(_TAKES):
             answers = take()
             versions = [version_of(answer) for answer in answers]
-            if not self._staged or len(set(versions)) == 1:
+            if not self.client.staged or len(set(versions)) == 1:
                 return answers
             logger.warning("The servers gave parts of the versions %s, which do not belong together", versions)
         raise CheckpointError(
@@ -210,6 +191,7 @@ class PSControl(PSClient):
                 self._end_export(self._export_id)
 
     def _exported(self) -> ModelState:
+        servers = self.servers
         answers = self.in_step(self._hold_export, lambda answer: int(answer.header.version))
         states = [
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
@@ -217,35 +199,35 @@ class PSControl(PSClient):
         ]
         state = ModelState(
             version=int(answers[0].header.version),
-            weights=unpack_weights([{**answer.tensors} for answer in answers], self.specs, self.partition),
-            optimizer=join_states(states, self.specs, self.partition),
+            weights=unpack_weights([{**answer.tensors} for answer in answers], servers.specs, servers.partition),
+            optimizer=join_states(states, servers.specs, servers.partition),
         )
         for table in answers[0].header.rows:
             rows = sum(answer.header.rows[table] for answer in answers)
-            whole = gathered(rows, self._table_pieces(table, export_id=self._export_id))
+            whole = gathered(rows, table_pieces(servers, table, export_id=self._export_id))
             state.weights[table], state.ids[table] = whole.rows, whole.ids
             if whole.used is not None:
                 state.used[table] = whole.used
             state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
-        self._free_memory()
+        servers.free_memory()
         return state
 
     def _hold_export(self) -> list[Frame[Any]]:
         """Has all servers hold what they have; their answers bring the dense part."""
         self._export_id = secrets.randbits(62) + 1
-        id = self._export_id
-        self._call(self._servers[0], "Export", pb.ExportRequest(id=id, hold=True))
-        return list(self._pool.map(lambda server: self._call(server, "Export", pb.ExportRequest(id=id)), self._servers))
+        servers, id = self.servers, self._export_id
+        servers.call(servers.known[0], "Export", pb.ExportRequest(id=id, hold=True))
+        return servers.each(lambda server: servers.call(server, "Export", pb.ExportRequest(id=id)), servers.known)
 
     def release_held(self) -> None:
         """Lets the servers forget what they hold for exports and checkpoints of a master that was killed."""
         self._end_export(0)
 
     def _end_export(self, id: int) -> None:
-        for server in self._servers:
+        for link in self.servers.links:
             request = pb.ExportRequest(id=id, release=True)
             with contextlib.suppress(ElasticCBError):  # one that is lost holds nothing
-                server.link.call("Export", Frame(request, {}), patience_seconds=0.0)
+                link.call("Export", Frame(request, {}), patience_seconds=0.0)
 
     def load_state(
         self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
@@ -262,65 +244,38 @@ class PSControl(PSClient):
         Raises `ElasticCBError` when the state is of other optimizers.
         """
         state = optimizer_state or OptimizerState()
-        tables = {} if weights is None else self._tables(weights, state, ids)
+        model = InitialModel(weights or (), optimizer_state=state, ids=ids)
         change = secrets.randbits(62) + 1
 
-        def load(index: int) -> int:
+        def load(server: KnownServer) -> int:
             header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
-            frame = Frame(header, self._packed(index, weights, state, tables))
-            return int(self._call_frame(self._servers[index], frame, "LoadState").header.version)
+            frame = Frame(header, model.part(self.servers, server.index))
+            return int(self.servers.send(server, frame, "LoadState").header.version)
 
         # In synchronous mode the first one makes the others set what they got.
-        list(self._pool.map(load, range(1, len(self._servers))))
-        self.version = load(0)
-        self._free_memory()
-        return self.version
-
-    def _free_memory(self) -> None:
-        for server in self._servers:
-            server.link.free_memory()
-
-    def _packed(
-        self, index: int, weights: Sequence[Array] | None, state: OptimizerState, tables: Mapping[int, TableState]
-    ) -> dict[str, Array]:
-        """One server's part of weights and state, as it travels."""
-        slices = self._servers[index].slices
-        tensors = {} if weights is None else pack_weights(weights, self.specs, slices)
-        parts = {table: whole.part(index, self.buckets) for table, whole in tables.items()}
-        return tensors | to_tensors(cut_state(state, self.specs, slices)) | tables_to(parts)
-
-    def _tables(
-        self,
-        weights: Sequence[Array],
-        state: OptimizerState,
-        ids: Ids | None,
-        used: Mapping[int, Array] | None = None,
-    ) -> dict[int, TableState]:
-        tables = {}
-        for index, spec in enumerate(self.specs):
-            if spec.table:
-                slots = {name: slot for (variable, name), slot in state.slots.items() if variable == index}
-                rows = weights[index]
-                own = ids[index] if ids and index in ids else np.arange(len(rows), dtype=np.int64)
-                tables[index] = TableState(own, rows, slots, used=(used or {}).get(index))
-        return tables
+        first, *others = self.servers.known
+        self.servers.each(load, others)
+        self.client.version = load(first)
+        self.servers.free_memory()
+        return self.client.version
 
     def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
         """Makes every server keep its present weights for the round, or `weights`; returns their version."""
-        if weights is not None:
+        servers = self.servers
+        if weights is None:
+            request = pb.SnapshotRequest(evaluation_round=evaluation_round)
+            return int(servers.first_then_others("Snapshot", request).version)
 
-            def keep(server: KnownServer) -> int:
-                header = pb.SnapshotRequest(evaluation_round=evaluation_round)
-                frame = Frame(header, pack_weights(weights, self.specs, server.slices))
-                return int(self._call_frame(server, frame, "Snapshot").header.version)
+        def keep(server: KnownServer) -> int:
+            header = pb.SnapshotRequest(evaluation_round=evaluation_round)
+            frame = Frame(header, pack_weights(weights, servers.specs, server.slices))
+            return int(servers.send(server, frame, "Snapshot").header.version)
 
-            versions = list(self._pool.map(keep, self._servers))
-            return versions[0]
-        return self._first_then_others("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round))
+        return servers.each(keep, servers.known)[0]
 
     def release_snapshot(self, evaluation_round: int) -> None:
         """Lets the servers forget the weights kept for the round."""
-        self._on_all("Snapshot", lambda: pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
+        self.servers.on_all("Snapshot", pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
 
     def save(self, directory: str) -> list[Any]:
         """Makes every server write its part of a checkpoint; returns their `SaveResponse`s.
@@ -328,43 +283,33 @@ class PSControl(PSClient):
         Args:
             directory: exists, is empty, and was never given before, since a server may still write for an earlier call.
         """
-        self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
-        return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
+        self.servers.call(self.servers.known[0], "Save", pb.SaveRequest(directory=directory, hold=True))
+        return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
 
     def finish_training(self, finalize: bool = True) -> int:
         """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
-        return self._first_then_others("FinishTraining", lambda: pb.FinishTrainingRequest(finalize=finalize))
+        request = pb.FinishTrainingRequest(finalize=finalize)
+        return int(self.servers.first_then_others("FinishTraining", request).version)
 
     def persist(self) -> None:
         """Has the servers write their recovery files soon, beside training. One that does not answer is left out."""
 
-        def ask(server: KnownServer) -> None:
+        def ask(link: Link) -> None:
             with contextlib.suppress(ElasticCBError):
-                server.link.call("Persist", Frame(pb.PersistRequest(), {}), 0.0, _PERSIST_SECONDS)
+                link.call("Persist", Frame(pb.PersistRequest(), {}), 0.0, _PERSIST_SECONDS)
 
-        list(self._pool.map(ask, self._servers))
+        self.servers.each(ask, self.servers.links)
 
     def refused_calls(self) -> list[dict[str, int]]:
         """How many calls each server has refused, by reason in words; none for a server that does not answer."""
         calls: list[dict[str, int]] = []
-        for server in self._servers:
+        for link in self.servers.links:
             calls.append({})
             with contextlib.suppress(ElasticCBError):
                 frame = Frame(pb.RefusedCallsRequest(), {})
-                calls[-1].update(server.link.call("RefusedCalls", frame, 0.0, _SUMMARY_SECONDS).header.calls)
+                calls[-1].update(link.call("RefusedCalls", frame, 0.0, _SUMMARY_SECONDS).header.calls)
         return calls
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the base rate on every server."""
-        self._on_all("SetLearningRate", lambda: pb.SetLearningRateRequest(learning_rate=learning_rate))
-
-    def _first_then_others(self, method: str, header: Callable[[], Any]) -> int:
-        """For what the first server passes on to the others; returns the version that it answers with."""
-        first, *others = self._servers
-        answer = self._call(first, method, header()).header
-        list(self._pool.map(lambda server: self._call(server, method, header()), others))
-        return int(answer.version)
-
-    def _on_all(self, method: str, header: Callable[[], Any]) -> list[Any]:
-        answers = self._pool.map(lambda server: self._call(server, method, header()), self._servers)
-        return [answer.header for answer in answers]
+        self.servers.on_all("SetLearningRate", pb.SetLearningRateRequest(learning_rate=learning_rate))

@@ -63,8 +63,8 @@ class ServerMove:
 
     def __init__(self, control: PSControl, links: Sequence[Link], servers: int, is_up: Callable[[int], bool]) -> None:
         self._control, self._links, self._servers, self._is_up = control, links, servers, is_up
-        self._before = len(control.partition)
-        self.buckets = control.buckets.resized(servers)
+        self._before = len(control.servers.partition)
+        self.buckets = control.servers.buckets.resized(servers)
         self._pool = ThreadPoolExecutor(len(links), thread_name_prefix="move")
 
     def run(self, commit: Callable[[], None]) -> Moved:
@@ -91,7 +91,7 @@ class ServerMove:
         return Moved(
             servers=self._servers,
             before=self._before,
-            buckets=self._control.buckets.moved(self.buckets),
+            buckets=self._control.servers.buckets.moved(self.buckets),
             rows=sum(answer.rows for answer in copied),
             bytes=sum(answer.bytes for answer in [*copied, *handed]),
             seconds=ended - begun,
@@ -100,9 +100,9 @@ class ServerMove:
 
     def _prepare(self) -> None:
         model = pb.InitializeRequest(
-            variables=[spec.to_message() for spec in self._control.specs],
+            variables=[spec.to_message() for spec in self._control.servers.specs],
             num_ps=self._servers,
-            split=self._control.split,
+            split=self._control.servers.split,
             ps_addresses=[link.address for link in self._links[: self._servers]],
             run=self._control.run,
             buckets=self.buckets.to_bytes(),
@@ -180,9 +180,9 @@ class ServerMove:
 def end_earlier_move(control: PSControl) -> None:
     """Ends a move that another master, which was killed, has left unfinished: by the journal's map, which is the
     control's."""
-    version = control.buckets.version
+    version = control.servers.buckets.version
     for step, of in ((pb.OPEN, version), (pb.ABANDON, version + 1)):
-        for link in control.links:
+        for link in control.servers.links:
             try:
                 link.call("Move", Frame(pb.MoveRequest(step=step, map_version=of), {}), patience_seconds=1.0)
             except ElasticCBError as error:  # it is lost, and will be replaced, or holds no model yet

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from elasticcb.clients.ps_link import Link, Places
+from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_link import Places
+from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, HandlerError
 from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.desk import Desk
-from elasticcb.master.ps_admin import InitialModel, PSControl, Restored
+from elasticcb.master.initial_model import InitialModel
+from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
 from elasticcb.master.roster import Role
 from elasticcb.sharding.bucket_map import BucketMap
@@ -34,7 +39,7 @@ class Servers:
         source: gives what a server begins with that has no recovery files.
         say: shows a line to the user.
         run: names the training, in the servers' recovery files; "": a new one.
-        term: of this master, among those of the training.
+        term: of this master, among those of the training: servers that have heard of a later one refuse it.
         places: of those that hold the model already, by index, if it is that of another master, which was killed.
         buckets: which server holds which rows of embedding tables; None: the even map.
 
@@ -68,19 +73,18 @@ class Servers:
         self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
         self._synchronous = settings is not None and not settings.training.use_async
         self._patience = desk.cluster.patience_seconds
-        self.control = PSControl(
+        run = run or secrets.token_hex(8)
+        servers = ServerGroup(
             [place.address for place in self._places],
             variables,
             may_split,
-            synchronous=self._synchronous,
-            patience_seconds=self._patience,
-            access=desk.access,
-            ids=[place.id for place in self._places],
-            find=self._find,
-            run=run,
-            term=term,
-            buckets=buckets,
+            self._patience,
+            replace(desk.access, term=(run, term)),
+            [place.id for place in self._places],
+            buckets,
+            self._find,
         )
+        self.control = PSControl(PSClient(servers, synchronous=self._synchronous), run)
         if places:
             end_earlier_move(self.control)
             for index in range(len(places)):  # the other master may not have come to it
@@ -117,7 +121,7 @@ class Servers:
             if None in members:
                 raise ConnectionLostError("A parameter server is missing.")
             places = [ServerPlace(member.address, member.id) for member in members if member is not None]
-            links = [Link(index, *place, self._patience, self.control.access) for index, place in enumerate(places)]
+            links = [self.control.servers.link(index, *place) for index, place in enumerate(places)]
             move = ServerMove(self.control, links, servers, lambda worker: self._is_up(worker))
 
             def commit() -> None:
@@ -132,7 +136,7 @@ class Servers:
                 moved = move.run(commit)
                 self._places = places[:servers]
                 addresses, ids = zip(*self._places, strict=True)
-                self.control.follow(Places(addresses, ids, move.buckets))
+                self.control.servers.follow(Places(addresses, ids, move.buckets))
                 desk.servers_have_moved(self._places, move.buckets)
                 with contextlib.suppress(
                     ConnectionLostError, HandlerError
@@ -186,7 +190,7 @@ class Servers:
         if self._synchronous:  # they follow the first one, version by version
             for index in [index for index, own in enumerate(held) if own < max(held)]:
                 self._set_place(index, self._give_back(index, max(held), 0)[0])
-        self.control.pull()
+        self.control.client.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:
         """For the client, to whom a process gave no answer."""
@@ -259,7 +263,7 @@ class Servers:
 
     def close(self) -> None:
         """Ends the connections."""
-        self.control.close()
+        self.control.servers.close()
 
 
 def _lost(version: int, restored: Restored) -> int:

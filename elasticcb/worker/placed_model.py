@@ -11,6 +11,7 @@ import numpy as np
 
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.backend import Applied
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
@@ -50,16 +51,16 @@ class PlacedModel:
                 f"The model has {len(own)} weights here and {len(self._specs)} where it was placed, or others. Layers "
                 "must be built from the model's get_config() and build() alone, as keras.models.clone_model needs it."
             )
-        self._ps = PSClient(
+        servers = ServerGroup(
             cluster.ps_addresses,
             self._specs,
             cluster.split,
-            client_id=client.id,
-            patience_seconds=settings.cluster.patience_seconds,
-            access=client.access,
-            ids=cluster.ps_ids,
+            settings.cluster.patience_seconds,
+            client.access,
+            cluster.ps_ids,
             find=client.find_server,
         )
+        self._ps = PSClient(servers, client.id)
         self.error: Exception | None = None
         self._computation = backend().placed(model, self._specs, len(cluster.ps_addresses), self._exchange)
 
@@ -74,10 +75,10 @@ class PlacedModel:
         self._computation.set_weights(self._weights())
 
     def close(self) -> None:
-        self._ps.close()
+        self._ps.servers.close()
 
     def _weights(self) -> list[Array]:
-        return unpack_weights(self._ps.blocks, self._specs, self._ps.partition)
+        return unpack_weights(self._ps.blocks, self._specs, self._ps.servers.partition)
 
     def _exchange(self, applied: Applied) -> list[Array]:
         """Pushes; returns all weights after that."""
@@ -92,7 +93,7 @@ class PlacedModel:
             raise
 
     def _push(self, applied: Applied) -> None:
-        gradients, rows, parts = applied.gradients, applied.rows, self._ps.partition
+        gradients, rows, parts = applied.gradients, applied.rows, self._ps.servers.partition
         now = [pack(applied.state, self._specs, slices, trainable=False) for slices in parts]
         state, shares = state_moves(self._ps.blocks, now, self._specs, parts, {})
         push = Gradients(

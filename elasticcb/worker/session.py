@@ -10,6 +10,7 @@ from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, ProgressReporter, places_of
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
@@ -97,7 +98,7 @@ class Session:
         self.progress = ProgressReporter(client)
         self.ps = _client_of(built, cluster)
         self.computation = backend().computation(
-            self.model, self.metrics, self.ps.specs, self.ps.partition, training.wire_dtype
+            self.model, self.metrics, self.ps.servers.specs, self.ps.servers.partition, training.wire_dtype
         )
         self.exchanges = Exchanges(self.ps, training.max_staleness, training.get_model_steps == 1)
         self.ps.pull()
@@ -126,7 +127,7 @@ class Session:
         self.input.stop()
         self.progress.stop()
         self.exchanges.close()
-        self.ps.close()
+        self.ps.servers.close()
 
     # ------------------------------------------------------------ hooks
 
@@ -169,7 +170,7 @@ class Session:
 
     def show_tables(self) -> None:
         """Makes it hold all rows of its embedding tables; no further batch comes."""
-        self.computation.hold_tables(whole_tables(self.ps.specs, self.ps.read_table, self.settings.directory))
+        self.computation.hold_tables(whole_tables(self.ps.servers.specs, self.ps.read_table, self.settings.directory))
 
     def begin_training_pass(self) -> None:
         """The master's callbacks may have set the learning rate at the end of the epoch before."""
@@ -180,20 +181,18 @@ class Session:
 
 def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
     settings, client = built.settings, built.client
-    return PSClient(
+    servers = ServerGroup(
         cluster.ps_addresses,
         _checked_variables(built, cluster),
         cluster.split,
-        client_id=client.id,
-        synchronous=not settings.training.use_async,
-        patience_seconds=settings.cluster.patience_seconds,
-        access=client.access,
-        ids=cluster.ps_ids,
-        find=client.find_server,
-        buckets=places_of(cluster).buckets,
-        find_map=client.find_map,
-        measures=client.measures,
+        settings.cluster.patience_seconds,
+        client.access,
+        cluster.ps_ids,
+        places_of(cluster).buckets,
+        client.find_server,
+        client.find_map,
     )
+    return PSClient(servers, client.id, not settings.training.use_async, client.measures)
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:

@@ -160,7 +160,7 @@ class TaskRun:
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
             version = session.ps.weights_version
             with session.progress.computing(self.task.lease):
-                weights, specs = session.ps.blocks, session.ps.specs
+                weights, specs = session.ps.blocks, session.ps.servers.specs
                 result = train(session.computation, specs, batch.inputs, weights, session.ps.version, rows)
             session.forget_shown()
             if result.overflow:

@@ -20,7 +20,8 @@ def early_xla(monkeypatch):
 @pytest.fixture
 def start():
     """Starts servers with the optimizers that a function makes; gives a client of them all."""
-    from elasticcb.master.ps_admin import PSControl
+    from ps_clients import TrainingControl
+
     from elasticcb.optimizers.traits import may_split
     from elasticcb.ps.server import PSServer
     from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
@@ -42,7 +43,7 @@ def start():
                 server.start()
                 addresses.append(server.address)
             split = all(map(may_split, make_optimizers(9)))
-            client = PSControl(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
+            client = TrainingControl(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
             stack.callback(client.close)
             return client
 

@@ -6,9 +6,9 @@ import json
 
 import keras
 import numpy as np
+from ps_clients import TrainingControl, client_of
 
-from elasticcb.clients.ps import PSClient
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
@@ -49,8 +49,8 @@ class Servers:
         for index in range(num_ps):
             self.start(index)
         given = (self.addresses, SPECS, True)
-        self.master = PSControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
-        self.worker = PSClient(*given, client_id=1, ids=self.ids, find=self.find)
+        self.master = TrainingControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
+        self.worker = client_of(*given, client_id=1, ids=self.ids, find=self.find)
         self.master.initialize(InitialModel(VALUES))
 
     @property
@@ -94,7 +94,7 @@ class Servers:
         generator = np.random.default_rng(step)
         rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
         gradients, state, shares = [], [], []
-        for slices in self.worker.partition:
+        for slices in self.worker.servers.partition:
             sizes = block_sizes(SPECS, slices, True).items()
             gradients.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             sizes = block_sizes(SPECS, slices, False).items()
@@ -122,7 +122,7 @@ class Servers:
         return self.master.export().optimizer
 
     def close(self):
-        self.worker.close()
+        self.worker.servers.close()
         self.master.close()
         for server in self.servers:
             server.stop(0)

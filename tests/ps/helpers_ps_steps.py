@@ -17,8 +17,8 @@ def push_step(client, dense, rows=None, learning_rate=None):
     """A push of one step's gradients, on the newest weights."""
     client.pull()
     blocks = [
-        pack(dense, client.specs, slices, True, {part.variable for part in slices} & set(dense))
-        for slices in client.partition
+        pack(dense, client.servers.specs, slices, True, {part.variable for part in slices} & set(dense))
+        for slices in client.servers.partition
     ]
     return client.push(
         Gradients(blocks, tuple(sorted(dense)), rows or {}, [{} for _ in blocks], [{} for _ in blocks], 1.0),

@@ -6,10 +6,11 @@ import contextlib
 
 import numpy as np
 import pytest
+from ps_clients import TrainingControl
 
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import finish_version
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
@@ -28,7 +29,7 @@ def job():
             addresses = [server.address for server in cluster.servers]
 
             def client(worker=0):
-                made = PSControl(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
+                made = TrainingControl(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
                 stack.callback(made.close)
                 return made
 
@@ -41,17 +42,17 @@ def job():
 
 def step(client, number):
     """A push of dense gradients of everything that is trained."""
-    dense = gradients(number, client.specs)
-    blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
+    dense = gradients(number, client.servers.specs)
+    blocks = [pack(dense, client.servers.specs, slices, True) for slices in client.servers.partition]
     return Gradients(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0)
 
 
 def weights(client):
-    return unpack_weights(client.blocks, client.specs, client.partition)
+    return unpack_weights(client.blocks, client.servers.specs, client.servers.partition)
 
 
 def versions(client):
-    return {server.version for server in client._servers}
+    return {server.version for server in client.servers.known}
 
 
 def assert_same(some, others):
@@ -79,7 +80,7 @@ def test_gradients_on_weights_of_two_versions_count_as_of_the_older_one(job):
     two.pull()
     one.push(step(one, 0), None)
     # A pull that went to server 1 before the update and to server 0 after it.
-    two._exchange(two._servers[:1], [two._request(two._servers[0], None, pull=True)])
+    two._exchange(two.servers.known[:1], [two._request(two.servers.known[0], None, pull=True)])
     assert versions(two) == {0, 1}
     assert two.push(step(two, 1), None).status == pb.STALE
     assert versions(two) == {1}
@@ -104,7 +105,7 @@ def test_a_push_that_one_server_refuses_is_not_decided_by_the_first(job):
 def test_a_server_without_trainable_variables_follows_the_versions(job):
     _, client = job(SPECS, False, num_ps=5, use_async=False, sync_version_tolerance=2)
     one, two = client(1), client(2)
-    assert any(not any(SPECS[part.variable].trainable for part in slices) for slices in one.partition)
+    assert any(not any(SPECS[part.variable].trainable for part in slices) for slices in one.servers.partition)
     one.pull()
     two.pull()
     assert versions(two) == {0}
@@ -130,22 +131,22 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     worker = client(1)
     worker.pull()
     before = weights(worker)
-    first = master._servers[0]
+    first = master.servers.known[0]
     # Only the first server was asked when an update comes.
-    master._call(first, "Snapshot", pb.SnapshotRequest(evaluation_round=1))
-    master._call(first, "Save", pb.SaveRequest(directory=str(tmp_path), hold=True))
+    master.servers.call(first, "Snapshot", pb.SnapshotRequest(evaluation_round=1))
+    master.servers.call(first, "Save", pb.SaveRequest(directory=str(tmp_path), hold=True))
     worker.push(step(worker, 0), None)
     assert master.snapshot(1) == 0
-    snapshot = unpack_weights(master.pull_snapshot(1), CUT, master.partition)
+    snapshot = unpack_weights(master.pull_snapshot(1), CUT, master.servers.partition)
     assert_same(snapshot, before)
-    saved = master._on_all("Save", lambda: pb.SaveRequest(directory=str(tmp_path)))
+    saved = master.servers.on_all("Save", pb.SaveRequest(directory=str(tmp_path)))
     assert [answer.version for answer in saved] == [0, 0]
     files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
     folder = tmp_path / "new"
     folder.mkdir()
     for file in files:
         (tmp_path / file.name).rename(folder / file.name)
-    final = finish_version(folder, version=0, specs=CUT, parts=master.partition, files=files)
+    final = finish_version(folder, version=0, specs=CUT, parts=master.servers.partition, files=files)
     master.initialize(InitialModel(checkpoint=str(final)))
     master.pull()
     assert_same(weights(master), before)

@@ -147,9 +147,9 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch, num_ps):
     np.testing.assert_array_equal(state.weights[TABLE], whole.rows)
     for name, slot in whole.slots.items():
         np.testing.assert_array_equal(state.optimizer.slots[TABLE, name], slot)
-    for part, slices in zip(parts, servers.master.partition, strict=True):
+    for part, slices in zip(parts, servers.master.servers.partition, strict=True):
         for own in slices:
-            assert own.elements == servers.master.specs[own.variable].elements  # else the arrays are to be cut
+            assert own.elements == servers.master.servers.specs[own.variable].elements  # else the arrays are to be cut
             np.testing.assert_array_equal(state.weights[own.variable], part.weights[own.variable])
         for key, slot in part.slots.items():
             np.testing.assert_array_equal(state.optimizer.slots[key], slot)
@@ -192,7 +192,7 @@ def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeyp
     servers = trained(losing)
     servers.write()
     expected = joined([servers.model(0).parameters.export().tables[TABLE]])
-    reads, call = [], servers.master._call
+    reads, call = [], servers.master.servers.call
 
     def lose_once(server, method, header):
         reads.append(method == "ReadTable")
@@ -200,7 +200,7 @@ def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeyp
             servers.replace(version=20)
         return call(server, method, header)
 
-    servers.master._call = lose_once
+    servers.master.servers.call = lose_once
     state = servers.master.export()
     np.testing.assert_array_equal(state.ids[TABLE], expected.ids)
     np.testing.assert_array_equal(state.weights[TABLE], expected.rows)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
+from ps_clients import TrainingControl, client_of
 
-from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_link import Link, Places
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.resharding import ServerMove
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -49,9 +49,9 @@ class Servers:
         self.servers = []
         self.changed = threading.Condition()
         self._start(count)
-        self.control = PSControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
+        self.control = TrainingControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
         self.control.initialize(InitialModel(weights_of()))
-        self.places = Places([s.address for s in self.servers], self.ids, self.control.buckets)
+        self.places = Places([s.address for s in self.servers], self.ids, self.control.servers.buckets)
         self.clients = []
 
     @property
@@ -76,7 +76,7 @@ class Servers:
 
         places = self.places
         given = {"ids": places.ids, "buckets": places.buckets, "find": find, "find_map": find_map}
-        client = PSClient(places.addresses, SPECS, True, number, **given)
+        client = client_of(places.addresses, SPECS, True, number, **given)
         self.clients.append(client)
         return client
 
@@ -106,7 +106,7 @@ class Servers:
 
     def close(self):
         for client in [*self.clients, self.control]:
-            client.close()
+            client.servers.close()
         for server in self.servers:
             server.stop(0)
 
@@ -117,7 +117,7 @@ def weights_of():
 
 def push_of(client, ids, amount):
     """A push whose every element is `amount`."""
-    parts = client.partition
+    parts = client.servers.partition
     dense = {1: np.full(SPECS[1].shape, amount, np.float32), 2: np.full(SPECS[2].shape, amount, np.float32)}
     state = [np.full(spec.shape, 1, spec.dtype) for spec in SPECS]
     return Gradients(
@@ -223,11 +223,11 @@ def test_a_move_that_fails_before_it_counts_leaves_all_as_it_was(start):
     with pytest.raises(ElasticCBError, match="The disk is full"):
         servers.move(3, commit=fail)
     client.push(push_of(client, ids, -1.0), None)
-    assert client.buckets.version == 0
+    assert client.servers.buckets.version == 0
     np.testing.assert_array_equal(servers.control.weights()[0][0], np.full((IDS, 4), 2.0))
     servers.move(3)
     client.push(push_of(client, ids, -1.0), None)
-    assert len(client.partition) == 3
+    assert len(client.servers.partition) == 3
     np.testing.assert_array_equal(servers.control.weights()[0][0], np.full((IDS, 4), 3.0))
 
 

@@ -13,7 +13,7 @@ from helpers_ps_steps import assert_close, assert_same_state, in_one_process, pu
 
 from deep_cases import deep_but
 from elasticcb.errors import ModelFileError
-from elasticcb.master.ps_admin import InitialModel
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.traits import may_split
 from elasticcb.rpc.tensors import dtype_of
@@ -79,12 +79,12 @@ def test_five_updates_on_two_servers_equal_keras_in_one_process(start, name):
     client = start(lambda count: [make_it()], SPECS)
     client.initialize(InitialModel(values))
     if may_split(make_it()):
-        assert any(len(p) < 5 for p in client.partition)
+        assert any(len(p) < 5 for p in client.servers.partition)
     steps = [gradients(number, SPECS) for number in range(5)]
     for dense in steps:
         push_step(client, dense)
     weights, state = in_one_process([make_it()], SPECS, values, steps)
-    assert_close(unpack_weights(client.pull(), SPECS, client.partition), weights)
+    assert_close(unpack_weights(client.pull(), SPECS, client.servers.partition), weights)
     assert_same_state(client.export().optimizer, state)
 
 
@@ -106,7 +106,7 @@ def test_variables_of_any_floating_dtype_are_updated(start, name, dtype):
     for dense in steps:
         push_step(client, dense)
     weights, _ = in_one_process([make(name)], specs, values, steps)
-    found = unpack_weights(client.pull(), specs, client.partition)
+    found = unpack_weights(client.pull(), specs, client.servers.partition)
     assert {array.dtype for array in found} == {dtype_of(dtype)}
     assert_close(found, weights, HALF[dtype])
 
@@ -130,13 +130,13 @@ def test_what_weight_decay_leaves_out_is_left_out_on_the_servers(start, make_it,
     model.compile(make_optimizer(model), "mse")
     client = start(lambda count: [make_it()], variable_specs(model))
     client.initialize(InitialModel(model.get_weights()))
-    steps = [gradients(number, client.specs) for number in range(2)]
+    steps = [gradients(number, client.servers.specs) for number in range(2)]
     for dense in steps:
         push_step(client, dense)
     optimizer = make_optimizer(there)
     for dense in steps:
         optimizer.apply([tf.constant(gradient) for gradient in dense.values()], there.trainable_variables)
-    assert_close(unpack_weights(client.pull(), client.specs, client.partition), there.get_weights())
+    assert_close(unpack_weights(client.pull(), client.servers.specs, client.servers.partition), there.get_weights())
 
 
 class Broken(optimizers.SGD):
@@ -208,7 +208,7 @@ def test_constraints_are_applied_on_the_servers(start, constraint, monkeypatch):
     stepped = model.get_weights()[0] - 0.1 * gradients(0, specs)[0]
     expected = np.asarray(layer.kernel.constraint(tf.constant(stepped)))
     np.testing.assert_allclose(
-        unpack_weights(client.pull(), specs, client.partition)[0], expected, rtol=1e-5, atol=1e-5
+        unpack_weights(client.pull(), specs, client.servers.partition)[0], expected, rtol=1e-5, atol=1e-5
     )
 
 

@@ -8,10 +8,10 @@ import faulty_process
 import keras
 import numpy as np
 import pytest
+from ps_clients import TrainingControl, client_of
 
-from elasticcb.clients.ps import PSClient
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, ModelSettings
 from elasticcb.sharding.partition import VariableSpec
@@ -30,7 +30,7 @@ IDS = {2: np.array([1, 2])}
 
 def push(address, event, done):
     """What a worker does that dies at an event of its push; "" for one that does not."""
-    client = PSClient([address], SPECS, True, client_id=7)
+    client = client_of([address], SPECS, True, client_id=7)
     client.lookup(IDS, create=True)
     client.pull()
     if event:
@@ -39,7 +39,7 @@ def push(address, event, done):
     gradients, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
     shares = [{"float32": np.ones(2, np.float32)}]
     client.push(Gradients(gradients, (0,), rows, state, shares, 0.0), None)
-    client.close()
+    client.servers.close()
 
 
 def held(client):
@@ -57,13 +57,13 @@ def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(st
         client.lookup(IDS, create=True)
     before = held(disturbed)
     worker = multiprocessing.get_context("spawn").Process(
-        target=push, args=(disturbed._servers[0].link.address, event, tmp_path / "done")
+        target=push, args=(disturbed.servers.known[0].link.address, event, tmp_path / "done")
     )
     worker.start()
     worker.join()
     assert worker.exitcode == -signal.SIGKILL
     if applied:
-        push(undisturbed._servers[0].link.address, "", None)
+        push(undisturbed.servers.known[0].link.address, "", None)
         before = held(undisturbed)
         while disturbed.version < 1:  # the server reads it when it likes
             disturbed.pull()
@@ -77,7 +77,7 @@ def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
     settings = JobSettings(command=Command.TRAIN, name="test", directory="", model=ModelSettings())
     server = PSServer(settings, lambda count: [keras.optimizers.SGD(0.5)], lost_workers=lost)
     server.start()
-    client = PSControl([server.address], SPECS, True)
+    client = TrainingControl([server.address], SPECS, True)
     client.initialize(InitialModel(VALUES))
     push(server.address, "", None)
     lost.add(7)
@@ -85,5 +85,5 @@ def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
         push(server.address, "", None)
     client.pull()
     assert client.version == 1
-    client.close()
+    client.servers.close()
     server.stop(0)

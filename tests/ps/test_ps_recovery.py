@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.clients.ps import ServerReplacedError
+from elasticcb.clients.ps_servers import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError
-from elasticcb.master.ps_admin import InitialModel
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import SIZES, SPECS, VALUES, assert_same
@@ -99,8 +99,8 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers = losing()
     servers.push(0)
     servers.write()
-    servers.master.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
-    request = servers.master._beginning(servers.master._servers[0], InitialModel(version=1), True)[0]
+    servers.master.servers.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
+    request = servers.master._beginning(servers.master.servers.known[0], InitialModel(version=1), True)[0]
     with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they are of another model"):
         servers.servers[0]._servicer.handlers["Initialize"](request)
     assert servers.push(1).version == 2  # the server goes on with what it holds
@@ -111,7 +111,7 @@ def test_table_that_is_read_while_its_server_is_replaced_is_read_again(losing):
     servers.push(0, tuple(range(6)))
     servers.write()
     expected = servers.worker.weights()
-    pieces = servers.worker.read_table(3, chunk_rows=2)
+    pieces = servers.worker.read_table(3, rows=2)
     next(pieces)
     servers.replace(version=1)
     with pytest.raises(ServerReplacedError, match=r"emb/embeddings.*Read it again"):
@@ -121,7 +121,7 @@ def test_table_that_is_read_while_its_server_is_replaced_is_read_again(losing):
 
 def test_client_that_nobody_tells_of_another_server_gives_up(losing):
     servers = losing()
-    servers.worker._patience = 0.2
+    servers.worker.servers._patience = 0.2
     servers.lose(0)
     with pytest.raises(ConnectionLostError, match="parameter server 0"):
         servers.worker.pull()

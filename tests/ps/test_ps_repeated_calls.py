@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import keras
 import numpy as np
 import pytest
+from ps_clients import TrainingControl
 
 from elasticcb.checkpoint import parts
 from elasticcb.checkpoint.parts import load_slices, save_part
@@ -17,7 +18,7 @@ from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
 from elasticcb.rpc.tensors import Frame
@@ -162,7 +163,7 @@ def test_answers_with_arrays_and_old_ones_are_not_kept():
 # ------------------------------------------------------------ synchronous mode
 
 
-class Interrupted(PSControl):
+class Interrupted(TrainingControl):
     """Some takes of a checkpoint come to server 1 late: it has given away what it held, and has trained since."""
 
     mixed = 0
@@ -170,10 +171,10 @@ class Interrupted(PSControl):
     def save(self, directory):
         if self.mixed:
             self.mixed -= 1
-            self._call(self._servers[0], "Save", pb.SaveRequest(directory=directory, hold=True))
-            self._call(self._servers[1], "Save", pb.SaveRequest(directory=directory))
+            self.servers.call(self.servers.known[0], "Save", pb.SaveRequest(directory=directory, hold=True))
+            self.servers.call(self.servers.known[1], "Save", pb.SaveRequest(directory=directory))
             self.train()
-            return self._on_all("Save", lambda: pb.SaveRequest(directory=directory))
+            return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
         return super().save(directory)
 
 
@@ -213,8 +214,8 @@ def test_checkpoint_of_mixed_versions_is_taken_again(interrupted):
     (version,) = find_versions(folder)
     assert list(folder.iterdir()) == [version]
     assert version.name == "version-00000003"
-    for slices, index in zip(control.partition, (0, 1), strict=True):
-        part = load_slices(version, SPECS, slices, index, control.buckets)
+    for slices, index in zip(control.servers.partition, (0, 1), strict=True):
+        part = load_slices(version, SPECS, slices, index, control.servers.buckets)
         assert int(part.shared["iterations"]) == 3
 
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
+from ps_clients import TrainingControl
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError
-from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
@@ -81,7 +81,7 @@ def when_applied(servers, version=1):
 
 def test_retry_of_a_push_is_answered_when_the_neighbour_has_it(start, pool):
     servers = start()
-    retrying = PSControl(servers.addresses, SPECS, True)
+    retrying = TrainingControl(servers.addresses, SPECS, True)
     with servers.servers[1]._servicer._neighbours._lock:  # the neighbour takes no change
         first = pool.submit(pushed, servers.master)
         when_applied(servers)

@@ -14,7 +14,7 @@ from deep_cases import deep_but
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.master.ps_admin import InitialModel
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec
@@ -62,7 +62,7 @@ def test_each_optimizer_updates_its_own_variables_alone(start, servers):
     for dense in steps:
         push_step(client, dense)
     weights, state = in_one_process(three(), GAN, values, steps)
-    assert_close(unpack_weights(client.pull(), GAN, client.partition), weights)
+    assert_close(unpack_weights(client.pull(), GAN, client.servers.partition), weights)
     found = client.export().optimizer
     assert_same_state(found, state)
     assert [int(found.shared[name]) for name in ("iterations", "1/iterations", "2/iterations")] == [4, 3, 1]
@@ -81,10 +81,10 @@ def test_rows_alone_advance_their_optimizer_on_every_server(start, num_ps):
     steps = [{2: dense}, {2: dense, **some(0, GENERATOR)}]
     made = [optimizers.Adagrad(0.1), *three()[1:]]
     weights, state = in_one_process(made, GAN, initial_values(GAN), steps)
-    assert_close(unpack_weights(client.pull(), GAN, client.partition), weights)
+    assert_close(unpack_weights(client.pull(), GAN, client.servers.partition), weights)
     assert_same_state(client.export().optimizer, state)
     for server in range(num_ps):
-        answer = client._call(client._servers[server], "Export", pb.ExportRequest())
+        answer = client.servers.call(client.servers.known[server], "Export", pb.ExportRequest())
         assert int(answer.tensors["shared/iterations"]) == 2
         assert int(answer.tensors["shared/1/iterations"]) == 1
 
@@ -101,7 +101,7 @@ def test_the_learning_rate_is_that_of_the_models_own_optimizer(start):
     push_step(client, ones, learning_rate=2.0)
     client.set_learning_rate(4.0)
     push_step(client, ones)
-    after = unpack_weights(client.pull(), specs, client.partition)
+    after = unpack_weights(client.pull(), specs, client.servers.partition)
     for index, before in enumerate(initial_values(specs)):
         moved = 0.0 if not specs[index].trainable else 6.0 if specs[index].optimizer == 0 else 0.5
         np.testing.assert_allclose(after[index], before - moved, rtol=1e-5, atol=1e-5)
@@ -114,7 +114,7 @@ def test_a_checkpoint_holds_them_all(start, tmp_path):
     push_step(client, some(1, GENERATOR))
     folder = begin_version(tmp_path, 2)
     files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in client.save(str(folder))]
-    final = finish_version(folder, version=2, specs=GAN, parts=client.partition, files=files)
+    final = finish_version(folder, version=2, specs=GAN, parts=client.servers.partition, files=files)
     other = start(three, GAN, num_ps=3)
     other.initialize(InitialModel(checkpoint=str(final)))
     for each in (client, other):
@@ -165,7 +165,7 @@ def test_a_function_may_choose_the_optimizer_of_each_variable(start, num_ps):
     for dense in steps:
         push_step(client, dense)
     weights, state = in_one_process(selecting(), specs, initial_values(specs), steps)
-    assert_close(unpack_weights(client.pull(), specs, client.partition), weights)
+    assert_close(unpack_weights(client.pull(), specs, client.servers.partition), weights)
     found = client.export().optimizer
     assert_same_state(found, state)
     assert found.optimizers == ("0.0/Adam", "0.1/SGD", "0.2/Adam")
@@ -181,4 +181,4 @@ def test_rows_are_updated_by_the_optimizer_that_a_function_chooses(start):
     push_step(client, {}, {2: (ids, values)})
     expected = initial_values(specs)[2]
     expected[ids] -= 0.1
-    np.testing.assert_allclose(unpack_weights(client.pull(), specs, client.partition)[2], expected, rtol=1e-5)
+    np.testing.assert_allclose(unpack_weights(client.pull(), specs, client.servers.partition)[2], expected, rtol=1e-5)

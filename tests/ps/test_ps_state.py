@@ -7,10 +7,11 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+from ps_clients import TrainingControl
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.ps_admin import InitialModel, PSControl
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -48,7 +49,7 @@ def servers():
             stack.callback(cluster.close)
             addresses = [server.address for server in cluster.servers]
             synchronous = not training.get("use_async", True)
-            clients = [PSControl(addresses, specs, split, worker, synchronous, 5.0) for worker in (0, 1)]
+            clients = [TrainingControl(addresses, specs, split, worker, synchronous, 5.0) for worker in (0, 1)]
             for client in clients:
                 stack.callback(client.close)
             return clients
@@ -58,15 +59,15 @@ def servers():
 
 def push(client, number, learning_rate=None):
     client.pull()
-    dense = gradients(number, client.specs)
-    blocks = [pack(dense, client.specs, slices, True) for slices in client.partition]
+    dense = gradients(number, client.servers.specs)
+    blocks = [pack(dense, client.servers.specs, slices, True) for slices in client.servers.partition]
     return client.push(
         Gradients(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0), learning_rate
     )
 
 
 def weights(client):
-    return unpack_weights(client.pull(), client.specs, client.partition)
+    return unpack_weights(client.pull(), client.servers.specs, client.servers.partition)
 
 
 def assert_equal_states(one, other):
@@ -175,7 +176,7 @@ def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
     push(worker, 0)
     assert master.load_state(initial_values(CUT, seed=1), master.export().optimizer) == 2
     worker.pull()
-    assert {server.version for server in worker._servers} == {2}
+    assert {server.version for server in worker.servers.known} == {2}
     assert push(worker, 1).status == pb.ACCEPTED
     assert worker.version == 3
 
@@ -183,20 +184,20 @@ def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
 def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
     master, worker = servers(2, CUT, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
-    second = master._servers[1]
-    tensors = master._packed(1, initial_values(CUT, seed=1), OptimizerState(), {})
-    master._call_frame(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
+    second = master.servers.known[1]
+    tensors = InitialModel(initial_values(CUT, seed=1)).part(master.servers, 1)
+    master.servers.send(second, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
     np.testing.assert_array_equal(weights(worker)[0], initial_values(CUT)[0])
 
 
 def test_a_repeated_change_of_state_makes_one_version(servers):
     master, _ = servers(2, CUT, momentum, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
-    first, second = master._servers
+    first, second = master.servers.known
     master.load_state(initial_values(CUT, seed=1), None)
-    master._call_frame(second, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
+    master.servers.send(second, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
     for _ in range(2):
-        answer = master._call_frame(first, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
+        answer = master.servers.send(first, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
         assert answer.header.version == 2
 
 
@@ -219,7 +220,7 @@ def test_a_snapshot_may_hold_other_weights_than_the_servers(servers):
     push(worker, 0)
     assert master.snapshot(1) == 1
     assert master.snapshot(1, initial_values(CUT, seed=2)) == 1
-    found = unpack_weights(worker.pull_snapshot(1), CUT, worker.partition)
+    found = unpack_weights(worker.pull_snapshot(1), CUT, worker.servers.partition)
     for mine, other in zip(found, initial_values(CUT, seed=2), strict=True):
         np.testing.assert_array_equal(mine, other)
     assert not np.array_equal(weights(worker)[0], found[0])

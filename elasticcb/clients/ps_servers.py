@@ -1,0 +1,233 @@
+"""All parameter servers of a job as one: who they are now, and calls to one, some or all of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from elasticcb.clients.ps_link import Link, Places
+from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.security.credentials import OPEN, Access
+from elasticcb.sharding.bucket_map import BucketMap, even
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.partition import Slice, VariableSpec, partition
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_MOST_CALLS = 1_000  # at once; threads for them start as they are needed
+_MOVING_PAUSE_SECONDS = 0.01  # before a server that hands over what it holds is asked again
+_PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
+
+
+class MapChangedError(ElasticCBError):
+    """A server holds its part by another map than the client's: of at least `version`."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"The servers hold the model by a map of version {version} or later.")
+        self.version = version
+
+
+class ServerReplacedError(ElasticCBError):
+    """A server was replaced in the midst of calls that belong together."""
+
+
+@dataclass
+class KnownServer:
+    """One server as its client knows it."""
+
+    index: int
+    slices: Sequence[Slice]
+    link: Link
+    moving: threading.Lock = field(default_factory=threading.Lock)
+    blocks: dict[str, Array] = field(default_factory=dict)
+    version: int = -1
+    state_version: int = -1
+    state_base: int = -1  # the last version that the state in `blocks` builds on
+    rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
+    pulled: bool = False  # whether `blocks` are there
+
+
+class ServerGroup:
+    """The parameter servers of a job.
+
+    Args:
+        addresses: of the servers, by index.
+        specs: the model's weights.
+        split: whether variables may be cut between servers.
+        patience_seconds: how long one may be out of reach.
+        access: to the job.
+        ids: of the servers' processes, by index.
+        buckets: which server holds which rows of embedding tables; None: the even map.
+        find: by index, and the id of the process that gave no answer, the address and the id of the process that is
+            the server now, "" and 0 when there is none in this place any more. It waits while a lost server is
+            replaced; calls then go on with the new one. None: servers are not replaced.
+        find_map: gives the servers by a map of at least a version, when their number changes while they are in use;
+            None: it does not.
+
+    Attributes:
+        known: the servers, by index.
+        partition: what each of them holds of all but embedding tables.
+
+    Its calls raise `ConnectionLostError` when a server stays out of reach, `WireError` when it refuses a message.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        specs: Sequence[VariableSpec],
+        split: bool,
+        patience_seconds: float = 30.0,
+        access: Access = OPEN,
+        ids: Sequence[int] = (),
+        buckets: BucketMap | None = None,
+        find: Callable[[int, int], tuple[str, int]] | None = None,
+        find_map: Callable[[int], Places] | None = None,
+    ) -> None:
+        self.specs, self.split = list(specs), split
+        self._patience, self._access = patience_seconds, access
+        self._find, self._find_map = find, find_map
+        self._closed = False
+        self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="ps-client")
+        self._blocks_before: PlacedBlocks = PlacedBlocks((), ())
+        self.buckets = buckets or even(len(addresses))
+        self.partition: Sequence[Sequence[Slice]] = ()
+        self.known: list[KnownServer] = []
+        self._present: tuple[list[KnownServer], Sequence[Sequence[Slice]]] = (self.known, self.partition)
+        self.follow(Places(addresses, ids or [0] * len(addresses), self.buckets))
+
+    @property
+    def links(self) -> list[Link]:
+        """To the servers, by index."""
+        return [server.link for server in self.known]
+
+    # ------------------------------------------------------------ what was pulled from them
+
+    @property
+    def blocks(self) -> PlacedBlocks:
+        """The newest weights pulled."""
+        servers, parts = self._present
+        if not all(server.pulled for server in servers):  # their number has changed
+            return self._blocks_before
+        return PlacedBlocks((server.blocks for server in servers), parts)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the number of servers has changed since the last pull."""
+        return bool(self._blocks_before) and not all(server.pulled for server in self.known)
+
+    # ------------------------------------------------------------ who they are
+
+    def follow(self, places: Places) -> None:
+        """Speaks to these servers from now on."""
+        count = len(places.addresses)
+        if self.known:
+            self._blocks_before = self.blocks
+        self.buckets, self.partition = places.buckets, partition(self.specs, count, self.split)
+        known = {(server.index, server.link.address, server.link.id): server.link for server in self.known}
+        links = []
+        for index, place in enumerate(zip(places.addresses, places.ids, strict=True)):
+            links.append(known.pop((index, *place)) if (index, *place) in known else self.link(index, *place))
+        self.known = [KnownServer(*each) for each in zip(range(count), self.partition, links, strict=True)]
+        # Another thread may look at the blocks meanwhile.
+        self._present = self.known, self.partition
+        for link in known.values():
+            link.close()
+
+    def by_present_map(self, function: Callable[[], Answer]) -> Answer:
+        """Does what `function` does, again when the number of servers has changed meanwhile."""
+        while True:
+            try:
+                return function()
+            except MapChangedError as changed:
+                if self._find_map is None:
+                    raise
+                self.follow(self._find_map(max(changed.version, self.buckets.version + 1)))
+                logger.info("There are %d parameter servers now", len(self.known))
+
+    def link(self, index: int, address: str, id: int, patience_seconds: float | None = None) -> Link:
+        """A connection of its own to a process that is, or will be, the server in a place."""
+        return Link(index, address, id, self._patience if patience_seconds is None else patience_seconds, self._access)
+
+    # ------------------------------------------------------------ calls
+
+    def each(self, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
+        """As `map`, with a thread for each call."""
+        return list(self._pool.map(function, *arguments))
+
+    def on_all(self, method: str, header: Any) -> list[Any]:
+        """The headers of all servers' answers, by index."""
+        return self.each(lambda server: self.call(server, method, header).header, self.known)
+
+    def first_then_others(self, method: str, header: Any) -> Any:
+        """For what the first server passes on to the others; the header that it answers with."""
+        first, *others = self.known
+        answer = self.call(first, method, header).header
+        self.each(lambda server: self.call(server, method, header), others)
+        return answer
+
+    def call(self, server: KnownServer, method: str, header: Any) -> Frame[Any]:
+        """A server's answer to a frame without arrays; `header` stays as it is."""
+        return self.send(server, Frame(copy.deepcopy(header), {}), method)
+
+    def send(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
+        """A server's answer, or that of the process that takes its place meanwhile."""
+        begun = time.monotonic()
+        while True:
+            link = server.link
+            try:
+                answer = link.call(method, frame, None if self._find is None else 0.0)
+                if method == "Exchange" and answer.header.status == pb.MOVING:
+                    time.sleep(_MOVING_PAUSE_SECONDS)
+                    continue
+                return answer
+            except ConnectionLostError:
+                if self._closed or self._find is None:
+                    raise
+                if self._moved(server, link):
+                    begun = time.monotonic()
+                    if method == "Exchange":
+                        frame.header.known_version = frame.header.known_state_version = -1
+                elif time.monotonic() - begun > self._patience:
+                    raise
+                else:
+                    time.sleep(_PAUSE_SECONDS)
+
+    def _moved(self, server: KnownServer, failed: Link) -> bool:
+        """Whether another process is the server now, which has taken the place of the one that `failed`."""
+        with server.moving:
+            if server.link is not failed:
+                return True
+            assert self._find is not None
+            address, id = self._find(server.index, failed.id)
+            if not id:
+                raise MapChangedError(0)
+            if id == failed.id:
+                return False
+            logger.info("Parameter server %d is at %s now", server.index, address)
+            server.link = self.link(server.index, address, id)
+            # The new one counts for itself.
+            server.version = server.state_version = server.state_base = -1
+            failed.close()
+            return True
+
+    def free_memory(self) -> None:
+        """Frees memory that is shared with the servers, after large frames."""
+        for link in self.links:
+            link.free_memory()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._closed = True
+        self._pool.shutdown(wait=False)
+        for link in self.links:
+            link.close()

@@ -1,0 +1,51 @@
+"""A model as parameter servers are given it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from elasticcb.clients.ps import Ids
+from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import cut_state, to_tensors
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.flat_blocks import pack_weights
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import to_tensors as tables_to
+
+
+class InitialModel(NamedTuple):
+    """Where servers have the model from: weights in the order of the specs, or the folder of a checkpoint version.
+
+    Attributes:
+        optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
+        version: of the model, beside weights.
+        ids, used: as in `ModelState`.
+    """
+
+    weights: Sequence[Array] = ()
+    checkpoint: str = ""
+    optimizer_state: OptimizerState | None = None
+    version: int = 0
+    ids: Ids | None = None
+    used: Mapping[int, Array] | None = None
+
+    def part(self, servers: ServerGroup, index: int) -> dict[str, Array]:
+        """What one server holds of weights and state, as it travels; without weights the optimizers' state alone."""
+        specs, slices, state = servers.specs, servers.partition[index], self.optimizer_state or OptimizerState()
+        tensors = pack_weights(self.weights, specs, slices) if self.weights else {}
+        tables = {
+            table: self._table(table, state).part(index, servers.buckets)
+            for table, spec in enumerate(specs)
+            if spec.table and self.weights
+        }
+        return tensors | to_tensors(cut_state(state, specs, slices)) | tables_to(tables)
+
+    def _table(self, table: int, state: OptimizerState) -> TableState:
+        slots = {name: slot for (variable, name), slot in state.slots.items() if variable == table}
+        rows = self.weights[table]
+        ids = self.ids[table] if self.ids and table in self.ids else np.arange(len(rows), dtype=np.int64)
+        return TableState(ids, rows, slots, used=(self.used or {}).get(table))

@@ -1,0 +1,32 @@
+"""Clients of parameter servers, as tests make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.master.ps_admin import PSControl
+
+
+def client_of(
+    addresses: Any,
+    specs: Any,
+    split: bool,
+    client_id: int = 0,
+    synchronous: bool = False,
+    patience_seconds: float = 30.0,
+    **group: Any,
+) -> PSClient:
+    """A worker's client; `group` as of `ServerGroup`."""
+    return PSClient(ServerGroup(addresses, specs, split, patience_seconds, **group), client_id, synchronous)
+
+
+class TrainingControl(PSControl):
+    """A master's control that tests train by, too: what it lacks its client has, or its servers have."""
+
+    def __init__(self, *given: Any, run: str = "", **group: Any) -> None:
+        super().__init__(client_of(*given, **group), run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client if hasattr(self.client, name) else self.servers, name)
