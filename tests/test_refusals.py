@@ -151,7 +151,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     pushing = connection.channel.unary_unary(PS_METHODS["Exchange"].path)
     push = encode_frame(Frame(pb.ExchangeRequest(sequence=1), {}))
     monkeypatch.setattr(admission, "_MOST_CALLS", 30)
-    with ps._servicer._lock:  # an update that takes long
+    with ps._servicer.holder.lock:  # an update that takes long
         pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
         assert connection.is_alive(PS_METHODS["Exchange"], 10.0)  # as the master asks, before it gives a server up
         assert set().union(*control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`

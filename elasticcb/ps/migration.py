@@ -20,6 +20,7 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.holder import Holder
 from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
 from elasticcb.ps.served_model import MoveGate, ServedModel
 from elasticcb.rpc.connection import Connection
@@ -226,25 +227,12 @@ class Moves:
     """Answers the calls of a move.
 
     Args:
-        lock: under which the model may be read and changed.
+        holder: of the model that is to move.
         access: to the job.
-        model: gives what is served; None before there is any.
-        make_model: as for `Move`.
-        serve: has a model served from now on, made of this request. The lock is held.
-        files: the server's recovery files: `write_down()` and `forget_older(map_version)`.
     """
 
-    def __init__(
-        self,
-        lock: Any,
-        access: Access,
-        model: Callable[[], ServedModel | None],
-        make_model: MakeModel,
-        serve: Callable[[ServedModel, pb.InitializeRequest], None],
-        files: Any,
-    ) -> None:
-        self._lock, self._access, self._model, self._make_model = lock, access, model, make_model
-        self._serve, self._files = serve, files
+    def __init__(self, holder: Holder, access: Access) -> None:
+        self._holder, self._access = holder, access
         self._move: Move | None = None
         self._target = pb.InitializeRequest()
         self._steps: dict[int, Callable[[pb.MoveRequest, Move], pb.MoveResponse]] = {
@@ -261,20 +249,20 @@ class Moves:
         request = frame.header
         if request.step == pb.PREPARE:
             self._drop()
-            self._move = Move(request, self._model(), self._make_model, self._lock, self._access)
+            self._move = Move(request, self._holder.model, self._holder.empty_model, self._holder.lock, self._access)
             self._target = request.model
             return Frame(pb.MoveResponse(), {})
         if request.step == pb.WRITE:
-            self._files.write_down()
+            self._holder.write_down()
             return Frame(pb.MoveResponse(), {})
         if request.step == pb.FORGET:
-            self._files.forget_older(request.map_version)
+            self._holder.forget_older(request.map_version)
             return Frame(pb.MoveResponse(), {})
         if request.step not in self._steps:
             raise WireError(f"There is no step {request.step} of a move.")
         move = self._move
         if move is None or move.version != request.map_version:
-            model = self._model()
+            model = self._holder.model
             if request.step == pb.ABANDON or (request.step == pb.OPEN and model is not None):  # a retry
                 return Frame(pb.MoveResponse(), {})
             raise ElasticCBError(f"This server takes no part in a move to the map {request.map_version}.")
@@ -289,20 +277,20 @@ class Moves:
 
     def _copy(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
         rows, size = move.copy()
-        self._files.write_down()  # what is lost, if a server is lost in the next moments, is little
+        self._holder.write_down()  # what is lost, if a server is lost in the next moments, is little
         return pb.MoveResponse(rows=rows, bytes=size)
 
     def _close(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
-        with self._lock:
-            model = self._model()
+        with self._holder.lock:
+            model = self._holder.model
             if model is None:
                 return pb.MoveResponse()
             model.gate = model.gate or MoveGate()
             return pb.MoveResponse(pushes=_names(model.answered.last().items()), version=model.parameters.version)
 
     def _drain(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
-        with self._lock:
-            model = self._model()
+        with self._holder.lock:
+            model = self._holder.model
             if model is None or model.gate is None:
                 return pb.MoveResponse()
             model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
@@ -310,7 +298,7 @@ class Moves:
 
     def _hand_over(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
         size = move.hand_over({push.worker_id: push.sequence for push in request.pushes})
-        model = self._model()
+        model = self._holder.model
         return pb.MoveResponse(bytes=size, version=model.parameters.version if model is not None else 0)
 
     def _settle(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
@@ -318,19 +306,19 @@ class Moves:
         return pb.MoveResponse()
 
     def _open(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
-        with self._lock:
-            model = self._model()
+        with self._holder.lock:
+            model = self._holder.model
             move.open()
             if move.next is not None:
-                self._serve(move.next, self._target)
+                self._holder.serve(move.next, self._target)
             elif model is not None:
                 model.buckets, model.gate = move.buckets, None  # it answers that another map counts
         self._drop()
         return pb.MoveResponse(version=request.version)
 
     def _abandon(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
-        with self._lock:
-            model = self._model()
+        with self._holder.lock:
+            model = self._holder.model
             if model is not None:
                 model.gate = None
         self._drop()

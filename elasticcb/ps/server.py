@@ -68,13 +68,13 @@ class PSServer:
 
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""
-        self._servicer.close()
+        self._servicer.holder.close()
         self._servicer = self._make_servicer(settings, make_optimizers)
 
     @property
     def ready(self) -> bool:
         """Whether it holds its part of the present job's model, and serves it."""
-        return self._servicer.ready
+        return self._servicer.holder.ready
 
     @property
     def address(self) -> str:
@@ -87,12 +87,12 @@ class PSServer:
     def put_down(self, grace_seconds: float = 1.0) -> None:
         """Answers no further call, and writes what the next server in this place will begin with."""
         self._server.stop(grace_seconds)
-        self._servicer.write_down()
+        self._servicer.holder.write_down()
 
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)
-        self._servicer.close()
+        self._servicer.holder.close()
 
     def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
         given, cluster = settings.embedding, settings.cluster

@@ -34,8 +34,8 @@ EVENTS = {
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
     "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
-    "takes a push": ("elasticcb.ps.servicer", "Servicer._push", "before"),
-    "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
+    "takes a push": ("elasticcb.ps.training_calls", "TrainingCalls._push", "before"),
+    "has applied a push": ("elasticcb.ps.training_calls", "TrainingCalls._push", "after"),
     "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
     "has written its part of a checkpoint": ("elasticcb.checkpoint.parts", "save_part", "after"),
     "copies rows for a move": ("elasticcb.ps.migration", "Moves._copy", "before"),

@@ -109,10 +109,10 @@ class Servers:
         self.servers[index]._servicer.handlers["SetLearningRate"](Frame(request, {}))
 
     def model(self, index):
-        return self.servers[index]._servicer._model
+        return self.servers[index]._servicer.holder.model
 
     def write(self, index=0):
-        self.servers[index]._servicer.write_down()
+        self.servers[index]._servicer.holder.write_down()
 
     def held(self):
         weights, _ = self.master.weights(self.worker.pull())

@@ -94,7 +94,7 @@ def test_recovery_file_is_of_the_version_at_its_beginning(losing, monkeypatch, t
     training = Training(servers, monkeypatch)
     log = RecoveryLog(tmp_path / "files", "run")
     log.begin()
-    saved = servers.servers[0]._servicer._saved(servers.model(0), since)
+    saved = servers.servers[0]._servicer.holder._saved(servers.model(0), since)
     log.write(saved, True)
     saved.part.release()
     assert training.pieces > 2
@@ -222,4 +222,4 @@ def test_weights_and_state_of_any_size_go_to_servers_and_back(losing, monkeypatc
     assert state.optimizer.slots.keys() == again.optimizer.slots.keys()
     for key, slot in state.optimizer.slots.items():
         np.testing.assert_array_equal(slot, again.optimizer.slots[key])
-    assert not servers.servers[0]._servicer._model.exported
+    assert not servers.servers[0]._servicer.holder.model.exported

@@ -79,7 +79,7 @@ def test_state_that_the_master_sets_is_written_at_once(losing):
 def test_server_writes_by_itself(losing):
     servers = losing(interval=0.01)
     version = servers.push(0).version
-    while servers.servers[0]._servicer._writer._version < version:
+    while servers.servers[0]._servicer.holder._writer._version < version:
         pass  # the test's own time limit ends what does not
     assert servers.replace(version=version).version == version
 

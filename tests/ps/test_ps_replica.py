@@ -74,7 +74,7 @@ def pushed(control):
 def when_applied(servers, version=1):
     """Returns when server 0 has made an update."""
     while True:
-        with servers.servers[0]._servicer._lock:
+        with servers.servers[0]._servicer.holder.lock:
             if servers.model(0).parameters.version == version:
                 return
 
@@ -199,7 +199,8 @@ def test_weights_that_the_master_sets_need_no_log(start):
 def test_change_that_can_not_be_made_again_ends_what_is_made_again(start, monkeypatch):
     servers = start()
     servers.push(0)
-    monkeypatch.setattr(servers.servers[0]._servicer, "write_down", lambda replaced=False: None)  # the disk is full
+    holder = servers.servers[0]._servicer.holder
+    monkeypatch.setattr(holder, "write_down", lambda replaced=False: None)  # the disk is full
     given = [np.full(size, 9.0, np.float32) for size in SIZES]
     servers.master.load_state([*given, np.zeros((1, 3), np.float32)], None)
     servers.push(1)

@@ -1,0 +1,307 @@
+"""The model that a parameter server holds: how it comes to it, writes it down for its successor, and leaves it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elasticcb.checkpoint import parts
+from elasticcb.errors import CheckpointError, ElasticCBError, WireError
+from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.optimizer_set import MakeOptimizers
+from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.peers import Peers
+from elasticcb.ps.push_reader import PushReader
+from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_older, log_folder, read_by_older_map
+from elasticcb.ps.replica import Replica
+from elasticcb.ps.replica_log import Entry, Origin
+from elasticcb.ps.served_model import PushAnswer, ServedModel, values_of
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.update_policy import Answered, policy_of
+from elasticcb.rpc.tensors import Frame, dtype_of
+from elasticcb.security.credentials import Access
+from elasticcb.settings import TrainingSettings
+from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.tf.convert import forget_kernels
+
+logger = logging.getLogger(__name__)
+
+
+class Holder:
+    """Holds the model of one server.
+
+    Args:
+        replay: makes a change of a lost server again, which its neighbour has kept; whether that is possible.
+
+    The other arguments are those of `Servicer`.
+
+    Attributes:
+        lock: lets one call at a time read or change the model.
+        model: None until the master has called `Initialize`.
+    """
+
+    def __init__(
+        self,
+        training: TrainingSettings,
+        make_optimizers: MakeOptimizers | None,
+        access: Access,
+        limits: TableLimits,
+        recovery: tuple[Path, float] | None,
+        warn: Callable[[str], None],
+        patience_seconds: float,
+        replicas: bool,
+        replay: Callable[[Entry, ServedModel], bool],
+    ) -> None:
+        self._training, self._make_optimizers = training, make_optimizers
+        self._access, self._patience = access, patience_seconds
+        self._limits, self._recovery, self._warn = limits, recovery, warn
+        self._replicas, self._replay = replicas, replay
+        self._writer: RecoveryWriter | None = None
+        self._initializing = threading.Lock()
+        self.lock = threading.Lock()
+        self.model: ServedModel | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it holds its part of the model, and serves it."""
+        model = self.model
+        return model is not None and not model.failure
+
+    def present(self) -> ServedModel:
+        if self.model is None:
+            raise ElasticCBError(
+                "This parameter server holds no model yet; the master has to call Initialize first. It may "
+                "have been restarted."
+            )
+        if self.model.failure:
+            raise ElasticCBError(self.model.failure)
+        return self.model
+
+    def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+        with self._initializing:  # another master may give a model, too
+            return self._begin_with(frame)
+
+    def _begin_with(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+        request = frame.header
+        specs = [VariableSpec.from_message(variable) for variable in request.variables]
+        if not 0 <= request.index < request.num_ps <= MOST_SERVERS:
+            raise WireError(
+                f"Initialize names server {request.index} of {request.num_ps}; there may be {MOST_SERVERS:,}."
+            )
+        buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
+        slices = partition(specs, request.num_ps, request.split)[request.index]
+        part, log, saved = None, self._recovery_log(request), None
+        continues = False  # the server goes on with the files of its recovery log
+        answered: Answered[PushAnswer] = Answered()
+        if request.recover:
+            if self._writer is not None:  # another master has called this, too
+                self._writer.close()
+            saved, continues = self._recovered(log, request, specs, slices, buckets)
+            part = saved.part
+            answered.forget_up_to(saved.answered)
+            values, version, tables = part.weights, part.version, part.tables
+        elif request.checkpoint:
+            part = parts.load_slices(request.checkpoint, specs, slices, request.index, buckets)
+            values, version, tables = part.weights, max(part.version, request.version), part.tables
+        else:
+            values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
+            tables = tables_from(frame.tensors)
+        limits = replace(self._limits)  # which knows of no tables yet
+        place = (request.index, buckets)
+        parameters = Parameters(specs, slices, self._make_optimizers, values, version, place, limits)
+        parameters.tables.load(tables, max(version, request.version))
+        if part is not None:
+            parameters.restore_optimizers(part)
+        else:
+            state = from_tensors(frame.tensors, request.optimizers)
+            parameters.check_state(state)
+            parameters.load({}, state, version)
+        model = self._model_of(request, specs, slices, buckets, parameters, answered)
+        self.close()  # of the last model
+        complete = False
+        if log is not None and not continues:
+            log.begin()
+        if log is not None and self._replicas:
+            replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._access)
+            noted = saved.noted if saved is not None and continues else None
+            complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
+            model.replica = replica
+        recovered = parameters.version
+        parameters.version = max(parameters.version, request.version)
+        with self.lock:
+            self.model = model
+        self._keep_files(model, log, saved if continues else None)
+        logger.info(
+            "Holds %d slices of %d variables, %d of %d servers, version %d",
+            len(slices), len(specs), request.index, request.num_ps, parameters.version,
+        )  # fmt: skip
+        response = pb.InitializeResponse(version=parameters.version, learning_rate=parameters.learning_rate)
+        response.complete = complete
+        if part is not None:
+            response.recovered_version = recovered if saved is not None else part.version
+        return Frame(response, {})
+
+    def set_neighbour(self, frame: Frame[pb.SetNeighbourRequest]) -> Frame[Any]:
+        with self.lock:
+            replica = self.present().replica
+        if replica is not None and self._writer is not None:
+            replica.follow(frame.header.address)
+            self._writer.wake()  # begins a log, and writes what it builds on
+        return Frame(pb.SetNeighbourResponse(), {})
+
+    def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
+        writer = self._writer
+        if writer is not None:
+            writer.write_soon()
+        return Frame(pb.PersistResponse(), {})
+
+    def close(self) -> None:
+        # Without the lock: an update may wait for another server, which this ends.
+        if self.model is not None:
+            self.model.peers.close()
+            if self.model.replica is not None:
+                self.model.replica.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _model_of(
+        self,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+        parameters: Parameters,
+        answered: Answered[PushAnswer],
+    ) -> ServedModel:
+        forget_kernels()  # of models that are gone
+        training = self._training
+        use_peers = request.index == 0 and not training.use_async
+        if use_peers and len(request.ps_addresses) != request.num_ps:
+            if request.num_ps > 1:
+                raise WireError(
+                    f"Initialize of the first of {request.num_ps} servers names {len(request.ps_addresses)} "
+                    "addresses; in synchronous mode it needs all of them, to pass updates on."
+                )
+            use_peers = False
+        return ServedModel(
+            specs=specs,
+            slices=slices,
+            index=request.index,
+            num_ps=request.num_ps,
+            buckets=buckets,
+            parameters=parameters,
+            reader=PushReader(specs, slices, parameters.tables.check_ids),
+            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._access, self._patience),
+            policy=policy_of(training),
+            staged={},
+            answered=answered,
+            snapshots={},
+            held={},
+        )
+
+    def empty_model(
+        self,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+    ) -> ServedModel:
+        """What a move fills."""
+        if not self._training.use_async:
+            raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
+        zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
+        place, limits = (request.index, buckets), replace(self._limits)
+        parameters = Parameters(specs, slices, self._make_optimizers, zeros, 0, place, limits)
+        return self._model_of(request, specs, slices, buckets, parameters, Answered())
+
+    def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
+        """Serves what a move has made. The lock is held."""
+        if self._writer is not None:
+            self._writer.stop()
+            self._writer = None
+        self.model = model
+        log = self._recovery_log(request)
+        if log is not None:
+            log.begin()
+        self._keep_files(model, log, None)
+
+    def write_down(self, replaced: bool = False) -> None:
+        """Writes recovery files now, if there are to be any; `replaced` as in `RecoveryWriter.write`."""
+        if self._writer is not None:
+            try:
+                self._writer.write(replaced)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+
+    def forget_older(self, map_version: int) -> None:
+        """Removes recovery files by older maps."""
+        if self._recovery is not None:
+            forget_older(self._recovery[0], map_version)
+
+    def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
+        """Writes recovery files from now on.
+
+        Args:
+            held: what the log's files hold, which go on; None: it begins anew.
+        """
+        if log is None or self._recovery is None:
+            return
+        take = functools.partial(self._saved, model)
+        self._writer = RecoveryWriter(log, take, self._recovery[1], self._warn, model.replica)
+        if held is not None:
+            self._writer.continue_from(held.part.version, held.noted)
+        elif model.replica is not None:
+            self.write_down()  # on which the log builds
+        self._writer.start()
+
+    def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
+        if self._recovery is None or not request.run:
+            return None
+        return RecoveryLog(log_folder(self._recovery[0], request.index, request.map_version), request.run)
+
+    def _recovered(
+        self,
+        log: RecoveryLog | None,
+        request: pb.InitializeRequest,
+        specs: Sequence[VariableSpec],
+        slices: Sequence[Slice],
+        buckets: BucketMap,
+    ) -> tuple[Saved, bool]:
+        """What the recovery files hold, and whether they are those of this server and map."""
+        if log is None or self._recovery is None:
+            raise CheckpointError("This server keeps no recovery files.")
+        try:
+            saved = log.take_over()
+        except CheckpointError as error:
+            if not request.map_version:
+                raise
+            logger.info("%s What was written before the last move is used.", error)
+            place = (request.index, slices)
+            found = read_by_older_map(self._recovery[0], request.run, specs, request.split, place, buckets)
+            return found, False
+        shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
+        missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
+        if missing:
+            raise CheckpointError(f"The recovery files lack variables {missing}: they are of another model.")
+        return saved, True
+
+    def _saved(self, model: ServedModel, since: int | None) -> Saved:
+        with self.lock:
+            if model is not self.model:
+                raise CheckpointError("Another map counts by now.")
+            noted = 0 if model.replica is None else model.replica.noted
+            return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
+
+
+def _dtype(specs: Sequence[VariableSpec], part: Slice) -> Any:
+    return dtype_of(specs[part.variable].dtype)

@@ -1,0 +1,145 @@
+"""The calls of a parameter server that read or set what it holds as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticcb.checkpoint import parts
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors, to_tensors
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.holder import Holder
+from elasticcb.ps.served_model import Change, Exported, ServedModel, values_of
+from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.sharding.array_names import STATE, WEIGHTS, named, only
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.sharding.table_state import to_tensors as tables_to
+
+
+class ReadingCalls:
+    """Those that take time beside training: they take the lock for a moment, and hold what they read."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
+        directory = frame.header.directory
+        with self._holder.lock:
+            model = self._holder.present()
+            if frame.header.hold:
+                model.peers.call("Save", frame.header)
+                model.release_held()
+                model.held = {directory: model.parameters.hold(self._holder.lock)}
+                return Frame(pb.SaveResponse(version=model.parameters.version), {})
+            held = model.held.pop(directory, None)
+            part = model.parameters.hold(self._holder.lock) if held is None else held
+        try:  # others go on while the file is written
+            saved = parts.save_part(directory, part, model.slices, model.index, model.num_ps)
+        finally:
+            part.release()
+        response = pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=part.version)
+        return Frame(response, {})
+
+    def export(self, frame: Frame[pb.ExportRequest]) -> Frame[Any]:
+        request = frame.header
+        with self._holder.lock:
+            model = self._holder.present()
+            parameters = model.parameters
+            if model.exported is not None and (request.release or not request.id or model.exported.id != request.id):
+                model.exported.part.release()
+                model.exported = None
+            if request.release:
+                if not request.id:
+                    model.release_held()
+                return Frame(pb.ExportResponse(version=parameters.version), {})
+            if request.hold:
+                model.peers.call("Export", request)
+            if model.exported is None:
+                model.exported = Exported(request.id, parameters.hold(self._holder.lock), parameters.snapshot())
+            part, dense = model.exported.part, model.exported.dense
+        response = pb.ExportResponse(version=part.version)
+        if request.hold:
+            return Frame(response, {})
+        tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
+        response.optimizers.extend(name for name in part.optimizer.split(", ") if name)
+        response.rows.update({number: len(table) for number, table in part.held.items()})
+        return Frame(response, tensors | to_tensors(OptimizerState(part.slots, part.extras, part.shared)))
+
+    def read_table(self, frame: Frame[pb.ReadTableRequest]) -> Frame[Any]:
+        request = frame.header
+        number, start = request.variable, max(0, request.start)
+        with self._holder.lock:
+            model = self._holder.present()
+            table, exported = model.parameters.tables[number], model.exported
+            if not request.export_id:
+                total, state = len(table), TableState(*table.rows(start, request.count))
+        if request.export_id:
+            if exported is None or exported.id != request.export_id:
+                raise ElasticCBError("This export is over, or the server was restarted.")
+            held = exported.part.held[number]
+            total, state = len(held), held.read(start)
+        return Frame(pb.ReadTableResponse(total=total), tables_to({number: state}))
+
+
+def snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
+    evaluation_round = frame.header.evaluation_round
+    if evaluation_round <= 0:
+        raise WireError(f"Snapshot names the evaluation round {evaluation_round}; they count from 1.")
+    if frame.header.release:
+        released = model.snapshots.pop(evaluation_round, None)
+        for table in (released.tables if released and released.tables else {}).values():
+            table.release()
+        return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
+    if frame.tensors:
+        model.snapshots[evaluation_round] = model.given_snapshot(frame.tensors)._replace(
+            tables=model.parameters.tables.snapshot()
+        )
+    elif evaluation_round not in model.snapshots:
+        model.peers.call("Snapshot", frame.header)
+        model.snapshots[evaluation_round] = model.parameters.kept_snapshot()
+    return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+
+
+def load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[Any]:
+    request = frame.header
+    if request.id == model.loaded[0]:  # a retry of what was done
+        return Frame(pb.LoadStateResponse(version=model.loaded[1]), {})
+    parameters = model.parameters
+    if request.version:
+        change = model.change
+        if change is None or change.id != request.id or request.version != parameters.version + 1:
+            raise ElasticCBError(
+                f"Server {model.index} can't follow the first server to version {request.version}: it is at "
+                f"version {parameters.version}, and has {'another' if change else 'no'} state to set. It may "
+                "have been restarted; start the job again from its last checkpoint."
+            )
+        _set(change, model)
+        return Frame(pb.LoadStateResponse(version=parameters.version), {})
+    change = _read_change(frame, model)
+    if model.policy.first_decides and model.index > 0:
+        model.change = change
+        return Frame(pb.LoadStateResponse(version=parameters.version), {})
+    with model.all_or_none(parameters.version + 1):
+        model.peers.call("LoadState", pb.LoadStateRequest(id=request.id, version=parameters.version + 1))
+        _set(change, model)
+    return Frame(pb.LoadStateResponse(version=parameters.version), {})
+
+
+def _read_change(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Change:
+    values: dict[int, Array] = {}
+    if only(frame.tensors, WEIGHTS, STATE):
+        values = values_of(frame.tensors, model.specs, model.slices, "LoadState")
+    state = from_tensors(frame.tensors, frame.header.optimizers)
+    model.parameters.check_state(state)
+    return Change(frame.header.id, values, state, tables_from(frame.tensors))
+
+
+def _set(change: Change, model: ServedModel) -> None:
+    version = model.parameters.version + 1
+    model.parameters.load(change.values, change.optimizers, version, change.tables)
+    model.change, model.loaded = None, (change.id, version)
+    model.drop_stale()
+    if model.replica is not None:
+        model.replica.note("LoadState", pb.LoadStateRequest(), {})  # the files hold it before it is answered

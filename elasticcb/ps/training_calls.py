@@ -1,0 +1,182 @@
+"""The calls of a parameter server that train: gradients come, updates are made, weights and rows go out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.replica_log import Entry
+from elasticcb.ps.served_model import PushAnswer, ServedModel, Staged
+from elasticcb.ps.update_policy import Action, PushName
+from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.sharding.array_names import STATE, TABLE, WANTED, WEIGHTS, by_index, named, without
+from elasticcb.sharding.push import Push
+
+
+class TrainingCalls:
+    """Each is given the model under its lock.
+
+    Args:
+        lost_workers: ids of those whose pushes are refused. It may grow.
+    """
+
+    def __init__(self, lost_workers: Collection[int]) -> None:
+        self._lost_workers = lost_workers
+
+    def exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
+        request = frame.header
+        if request.map_version != model.buckets.version:
+            return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.buckets.version), {})
+        if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
+            return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+        pushed = without(frame.tensors, WANTED)
+        verdict = PushAnswer(pb.NO_PUSH)
+        if request.sequence:
+            if request.worker_id in self._lost_workers:
+                raise ElasticCBError(
+                    f"The gradients of worker {request.worker_id} are refused: the master gave it up, and its tasks to "
+                    "others."
+                )
+            verdict = self._push(request, pushed, model)
+        elif pushed:
+            raise WireError("A push needs a sequence number above 0; this one has none.")
+        parameters = model.parameters
+        response = pb.ExchangeResponse(
+            status=verdict.status,  # type: ignore[arg-type]
+            reason=verdict.reason,
+            version=parameters.version,
+            state_version=parameters.state_version,
+            learning_rate=parameters.learning_rate,
+            base_learning_rate_version=model.rate_version,
+        )
+        snapshot = model.snapshot_of(request.snapshot) if request.snapshot else None
+        if snapshot is not None:
+            response.version, response.state_version = snapshot.version, snapshot.state_version
+        ids = by_index(WANTED, frame.tensors)
+        tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
+        if not request.pull:
+            return Frame(response, tensors)
+        pulled = snapshot or parameters.snapshot()
+        # Not "older than known": a server that was restored may stand at a lower version.
+        if pulled.version != request.known_version:
+            tensors |= named(WEIGHTS, pulled.weights)
+        if pulled.state_version != request.known_state_version:
+            tensors |= named(STATE, pulled.state)
+        return Frame(response, tensors)
+
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> PushAnswer:
+        name = PushName(request.worker_id, request.sequence)
+        verdict = model.answered.find(name)
+        if verdict is not None:
+            return verdict
+        if model.answered.forgotten(name):
+            return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
+        push = model.reader.read(Push.decode(request, tensors))
+        model.parameters.check_learning_rate(push)
+        verdict = self._judge(name, request, push, model)
+        model.answered.remember(name, verdict)
+        if model.replica is not None and verdict.status == pb.ACCEPTED:
+            model.replica.note("Exchange", request, tensors)
+        return verdict
+
+    def _judge(self, name: PushName, request: pb.ExchangeRequest, push: Push, model: ServedModel) -> PushAnswer:
+        reason = _non_finite(request, push, model)
+        if reason:
+            return PushAnswer(pb.NON_FINITE, reason)
+        follows = model.policy.first_decides and model.index > 0
+        if request.staged != follows:
+            raise WireError(
+                f"A push with staged={request.staged} came to server {model.index} of {model.num_ps} in "
+                f"{model.policy.name} mode. Only in synchronous "
+                "mode, and only to servers other than the first, pushes are staged."
+            )
+        present = model.parameters.version
+        if follows:
+            # Whether it is used, and when, the first server decides.
+            model.staged[name] = Staged(push.copied(), request.version)
+            return PushAnswer(pb.ACCEPTED, "staged")
+        decision = model.policy.decide(name, request.version, present)
+        if decision.action is Action.STALE:
+            return PushAnswer(pb.STALE, decision.reason)
+        applied_now = decision.action is Action.APPLY
+        model.staged[name] = Staged(push if applied_now else push.copied(), request.version)
+        if decision.action is Action.APPLY:
+            self._update(decision.pushes, model)
+        return PushAnswer(pb.ACCEPTED, decision.reason)
+
+    def _update(self, names: Sequence[PushName], model: ServedModel) -> None:
+        """Applies the mean of staged pushes, on all servers when this is the first of several."""
+        push = model.reader.mean([model.staged.pop(name).push for name in names])
+        version = model.parameters.version + 1
+        with model.all_or_none(version):
+            pushes = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
+            model.peers.call("Apply", pb.ApplyRequest(pushes=pushes, version=version))
+            model.parameters.apply(push)
+
+    def apply(self, frame: Frame[pb.ApplyRequest], model: ServedModel) -> Frame[Any]:
+        request = frame.header
+        parameters = model.parameters
+        if request.version > parameters.version:  # else it is a retry of what was done
+            names = [PushName(push.worker_id, push.sequence) for push in request.pushes]
+            missing = [name for name in names if name not in model.staged]
+            if missing or request.version != parameters.version + 1:
+                raise ElasticCBError(
+                    f"Server {model.index} can't follow the first server to version {request.version}: it is "
+                    f"at version {parameters.version}, without {len(missing)} of {len(names)} pushes. It may "
+                    "have been restarted; start the job again from its last checkpoint."
+                )
+            parameters.apply(model.reader.mean([model.staged.pop(name).push for name in names]))
+            model.drop_stale()
+        return Frame(pb.ApplyResponse(version=parameters.version), {})
+
+    def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
+        names = model.policy.flush().pushes
+        if names:
+            self._update(names, model)
+        model.staged.clear()
+        if frame.header.finalize:
+            model.parameters.finalize()
+            if model.replica is not None:
+                model.replica.note("FinishTraining", frame.header, {})
+        return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
+
+    def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
+        rate = frame.header.learning_rate
+        if not math.isfinite(rate):
+            raise WireError(f"The learning rate was to be set to {rate}; it must be finite.")
+        model.parameters.set_learning_rate(rate)
+        model.rate_version += 1
+        if model.replica is not None:
+            model.replica.note("SetLearningRate", frame.header, {})
+        return Frame(pb.SetLearningRateResponse(), {})
+
+    def replay(self, entry: Entry, model: ServedModel) -> bool:
+        """Makes a change of a lost server again, which its neighbour has kept; whether that is possible."""
+        if entry.method == "Exchange":
+            verdict = self._push(pb.ExchangeRequest.FromString(entry.header), entry.tensors, model)
+            return verdict.status == pb.ACCEPTED
+        if entry.method == "SetLearningRate":
+            model.parameters.set_learning_rate(pb.SetLearningRateRequest.FromString(entry.header).learning_rate)
+            return True
+        return False
+
+
+def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> str:
+    """Why a push holds NaN or infinity; "" when it does not."""
+    what = ""
+    if request.non_finite:
+        what = request.non_finite
+    elif not math.isfinite(request.loss):
+        return f"the loss is {request.loss}"
+    else:
+        path = model.reader.non_finite(push)
+        what = f"the gradient of {path!r}" if path else ""
+    if not what:
+        return ""
+    return (
+        f"{what} holds NaN or infinity (loss {request.loss:g}, version {request.version}); a smaller "
+        "learning rate, clipping of gradients or other inputs may help"
+    )
