@@ -1,5 +1,6 @@
 """Calls over a Unix socket, beside gRPC: real processes that are killed, keys that are wrong, sockets that can't be."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -343,3 +344,62 @@ def test_an_answer_that_is_let_go_of_gives_its_memory_to_a_later_one(connect):
         if value > 2:
             places.add(answer.ctypes.data)
     assert len(places) == 2
+
+
+def connect_as_another_user(name, key, pipe):
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{name}")
+        with contextlib.suppress(OSError):
+            connection.sendall(key)
+        pipe.send("connected")
+        answer = b""
+        with contextlib.suppress(OSError):  # it was reset
+            answer = connection.recv(1)
+        pipe.send(answer)
+
+
+def listen_as_another_user(name, pipe):
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0{name}")
+        listening.listen()
+        pipe.send("listening")
+        connected, _ = listening.accept()
+        pipe.send(connected.recv(16))
+
+
+@pytest.fixture
+def another_user():
+    """Runs a function in a process of another user, which it gives one end of a pipe; gives the other end."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    processes = []
+
+    def run(function, *args):
+        pipe, other = CONTEXT.Pipe()
+        processes.append(CONTEXT.Process(target=function, args=(*args, other)))
+        processes[-1].start()
+        return pipe
+
+    yield run
+    for process in processes:
+        process.join()
+
+
+def test_another_user_who_knows_name_and_key_gets_no_link(another_user, monkeypatch):
+    monkeypatch.setattr("elasticcb.rpc.unix_socket._HANDSHAKE_SECONDS", 0.5)
+    listener, key = Listener(), b"k" * 16
+    pipe = another_user(connect_as_another_user, listener.name, key)
+    assert pipe.recv() == "connected"
+    with pytest.raises(TimeoutError):
+        listener.accept(key, lambda: True)
+    assert pipe.recv() == b""
+    listener.close()
+
+
+def test_a_server_tells_no_key_to_a_listener_of_another_user(another_user):
+    pipe = another_user(listen_as_another_user, "elasticcb-of-a-stranger")
+    assert pipe.recv() == "listening"
+    assert not ServerLinks(lambda method, data: b"").connect("elasticcb-of-a-stranger", b"k" * 16, lambda: None)
+    assert pipe.recv() == b""
