@@ -70,6 +70,7 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     job.assert_no_orphans()
 
 
+@pytest.mark.deep
 def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it_from_changing(
     data, start_job, faults, scale
 ):

@@ -44,7 +44,7 @@ def is_owners_alone(path):
 
 
 def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(data, start_job):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=4, num_ps=2), "--tls")
+    job = start_job("train", *train_flags(data, "linear", num_epochs=3, num_ps=2), "--tls")
     job.wait_for_line(r"Evaluation at version|epoch 1|accuracy|loss")
     folder = data / "job"
     master = running_master(str(folder))
@@ -65,7 +65,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     assert client.scale(3) == 2
     client.close()
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 4") == 8_000
+    assert number(job.output, "records trained in epoch 3") == 8_000
     assert re.search(r"calls refused +10 without the job's token", job.output), job.output
     secrets = [master.token, *(folder / "tls" / "key.pem").read_text().splitlines()[1:-1]]
     written = {path: path.read_bytes() for path in files_of(folder) if path.parent.name != "tls"}
