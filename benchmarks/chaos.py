@@ -197,9 +197,10 @@ def recoveries(job: Job) -> dict[str, list[float]]:
 
 
 def times(log: str, pattern: str) -> list[float]:
-    stamps = re.findall(rf"^(\S+ \S+),(\d+) master I \S+: .*{pattern}", log, re.MULTILINE)
+    stamps = re.findall(rf"^(\S+)\.(\d+)Z master I \S+: .*{pattern}", log, re.MULTILINE)
     return [
-        datetime.datetime.strptime(second, "%Y-%m-%d %H:%M:%S").timestamp() + int(milli) / 1000
+        datetime.datetime.strptime(second, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=datetime.timezone.utc).timestamp()
+        + int(milli) / 1000
         for second, milli in stamps
     ]
 

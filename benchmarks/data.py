@@ -114,10 +114,13 @@ def run_once(folder: str, data: Path) -> list[float]:
     seconds = []
     for role, text in MILESTONES:
         log = Path(job, "logs", f"{role}.log").read_text(errors="replace")
-        found = re.search(rf"^(\S+ \S+),(\d+) {role} I \S+: {text}", log, re.MULTILINE)
+        found = re.search(rf"^(\S+)\.(\d+)Z {role} I \S+: {text}", log, re.MULTILINE)
         if found is None:
             raise SystemExit(f"{role}.log has no line {text!r}:\n{log}")
-        at = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
+        at = (
+            datetime.datetime.strptime(found[1], "%Y-%m-%dT%H:%M:%S").replace(tzinfo=datetime.timezone.utc).timestamp()
+            + int(found[2]) / 1000
+        )
         seconds.append(at - started)
     return seconds
 

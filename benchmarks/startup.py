@@ -49,10 +49,15 @@ def run_once() -> dict[tuple[str, str], float]:
         seconds = {}
         for role, text, _ in MILESTONES:
             log = Path(folder, "job", "logs", f"{role}.log").read_text(errors="replace")
-            found = re.search(rf"^(\S+ \S+),(\d+) {role} I \S+: {text}", log, re.MULTILINE)
+            found = re.search(rf"^(\S+)\.(\d+)Z {role} I \S+: {text}", log, re.MULTILINE)
             if found is None:
                 raise SystemExit(f"{role}.log has no line {text!r}:\n{log}")
-            at = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
+            at = (
+                datetime.datetime.strptime(found[1], "%Y-%m-%dT%H:%M:%S")
+                .replace(tzinfo=datetime.timezone.utc)
+                .timestamp()
+                + int(found[2]) / 1000
+            )
             seconds[role, text] = at - started
         return seconds
 

@@ -3,8 +3,10 @@ it, and which the commands `elasticcb worker` and `elasticcb ps` read again."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from elasticcb.process.logs import FORMAT_VARIABLE
 from elasticcb.security.credentials import OPEN, TOKEN_VARIABLE, Access
 from elasticcb.settings import ClusterSettings
 from elasticcb.settings.definition import settings_of
@@ -30,7 +32,8 @@ def common_environment(log_level: str) -> dict[str, str]:
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
     """
     quiet = {} if log_level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet
+    logs = {FORMAT_VARIABLE: os.environ[FORMAT_VARIABLE]} if FORMAT_VARIABLE in os.environ else {}
+    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet | logs
 
 
 @dataclass(frozen=True, kw_only=True)

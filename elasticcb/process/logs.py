@@ -1,15 +1,37 @@
-"""Role-tagged log lines, the same in every process."""
+"""Role-tagged log lines, the same in every process; their times are UTC."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
+FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
 _FORMAT = "%(asctime)s %(role)s %(levelname).1s %(name)s: %(message)s"
+
+
+class _UTCFormatter(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"  # ISO 8601
+
+
+class _JSONFormatter(_UTCFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "role": getattr(record, "role", ""),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 class _RoleFilter(logging.Filter):
@@ -26,9 +48,10 @@ class _RoleFilter(logging.Filter):
 
 
 def setup_logging(role: str, level: str, file: str | None = None) -> None:
-    """Sends this package's log lines to standard error, or to `file` (appended)."""
+    """Sends this package's log lines to standard error, or to `file` (appended), as `FORMAT_VARIABLE` says."""
     handler = logging.FileHandler(file) if file else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    as_json = os.environ.get(FORMAT_VARIABLE) == "json"
+    handler.setFormatter(_JSONFormatter() if as_json else _UTCFormatter(_FORMAT))
     handler.addFilter(_RoleFilter(role))
     logging.captureWarnings(True)
     for name in ("elasticcb", "py.warnings"):
