@@ -11,7 +11,7 @@ from ps_clients import TrainingControl
 
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.errors import WireError
+from elasticcb.errors import ReplacedError, WireError
 from elasticcb.master.master import Master
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -238,6 +238,21 @@ def test_a_message_that_no_master_can_read_is_refused_in_words(master):
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "can't be read" in words
     assert master.refused_calls() == {"malformed": 1}
+
+
+def test_a_server_refuses_a_master_that_was_replaced(ps):
+    def master(run, term):
+        return PSControl([ps.address], [], False, access=Access("secret"), run=run, term=term)
+
+    old, new, other = master("abc", 1), master("abc", 2), master("later", 1)
+    assert old.refused_calls() == [{}]
+    assert new.refused_calls() == [{}]
+    with pytest.raises(ReplacedError, match="Another master goes on with this job"):
+        old.links[0].call("SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=1.0), {}))
+    assert new.refused_calls() == [{"of a master that was replaced": 1}]
+    assert other.refused_calls() == [{"of a master that was replaced": 1}]  # the next training begins with term 1
+    for control in (old, new, other):
+        control.close()
 
 
 def test_the_master_asks_the_servers_what_they_refused(ps):

@@ -21,13 +21,10 @@ from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of, completed
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.settings import Command, JobSettings
-from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
-
-_OLD_MASTER_SECONDS = 2.0  # for one that was killed with its command, and is about to end
 
 
 def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
@@ -57,9 +54,6 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
-    lock = FolderLock(Path(settings.directory))
-    lock.take(_OLD_MASTER_SECONDS)  # before anything is changed there
-    lock.release()  # for the master
     show_folder(settings)
 
     def here(goes_on: bool, since: float) -> None:

@@ -69,11 +69,11 @@ def _own_checkpoints(order: Order) -> None:
     folder = order.settings.checkpoint.directory
     if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
-    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}")
+    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", _OLD_MASTER_SECONDS)
     order.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        lock.take(_OLD_MASTER_SECONDS)
+        lock.take()
     except OSError as error:  # checkpoints will say so, while training goes on
         logger.warning("%s is not kept from other jobs: %s", folder, error)
 

@@ -95,8 +95,8 @@ def running_cluster(
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
     """
-    lock = FolderLock(Path(settings.directory))
-    lock.take(_OLD_MASTER_SECONDS)
+    lock = FolderLock(Path(settings.directory), wait_seconds=_OLD_MASTER_SECONDS)
+    lock.take()
     make_private(Path(settings.directory))
     durable.drop_unfinished(Path(settings.directory))
     log = _begin(settings)

@@ -98,7 +98,11 @@ PS_METHODS = _methods(
     transient={"Exchange"},
     # A push may wait for the neighbour, which answers however many pushes wait there.
     control={"Replicate", "ReadLog", "RefusedCalls"},
-    # What goes once and is large: memory for it would be kept.
-    whole={"ReadLog", "Receive"},
+    # What goes once and is large: memory for it would be kept. And what a master decides: its term is looked at with
+    # each call (admission.py), but for shared memory, of which it is looked at once.
+    whole={
+        *("ReadLog", "Receive"),
+        *("SetNeighbour", "Persist", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move"),
+    },
     often={"Exchange", "Replicate"},
 )

@@ -31,18 +31,16 @@ class FolderLock:
     Args:
         folder: is made.
         name: for errors, as the user gave it; "": the path.
+        wait_seconds: for an owner that is about to end.
     """
 
-    def __init__(self, folder: Path, name: str = "") -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0) -> None:
+        self._folder, self._wait_seconds = folder, wait_seconds
         self._name = name or str(folder)
         self._descriptor: int | None = None
 
-    def take(self, wait_seconds: float = 0.0) -> None:
+    def take(self) -> None:
         """Does nothing when this object has it already.
-
-        Args:
-            wait_seconds: for an owner that is about to end.
 
         Raises:
             FolderInUseError: another one, here or in another process, has it.
@@ -53,7 +51,7 @@ class FolderLock:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._lock(descriptor, time.monotonic() + wait_seconds)
+            self._lock(descriptor, time.monotonic() + self._wait_seconds)
         except BaseException:
             os.close(descriptor)
             raise

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import kubernetes_validate
+import pytest
 
 from elasticcb.cli.kubernetes.recreate import as_submitted
 from elasticcb.cluster.kubernetes.master_pod import _is_ours
 from elasticcb.cluster.kubernetes.pods import PodPlan
+from elasticcb.errors import JobFailedError
 from elasticcb.settings import JOURNAL_FILE, KubernetesSettings
 
 PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1"), {"A": "1"}, "TOKEN")
@@ -42,3 +44,6 @@ def test_a_journal_is_that_of_the_same_job_or_of_the_one_it_goes_on_with(tmp_pat
     assert _is_ours(tmp_path, "second", "first")
     assert _is_ours(tmp_path, "second", "first")
     assert not _is_ours(tmp_path, "third", "")
+    (tmp_path / "kubernetes.json").write_text("{}")
+    with pytest.raises(JobFailedError, match="can't be read"):
+        _is_ours(tmp_path, "third", "")

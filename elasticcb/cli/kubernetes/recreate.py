@@ -9,7 +9,7 @@ from typing import Any
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.submit import create_all
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, names_of_servers
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, names_of_servers
 from elasticcb.errors import UsageError
 
 _GONE_SECONDS = 90.0  # for pods to end
@@ -45,6 +45,22 @@ def make_again(job: KubernetesJob) -> None:
             )
         time.sleep(_PAUSE_SECONDS)
     create_all(api, manifests)
+
+
+def wait_for_old_master(job: KubernetesJob) -> None:
+    """Returns when no pod of a job's master is left that runs. Raises `UsageError` when it does not end."""
+    give_up = time.monotonic() + _GONE_SECONDS
+    while True:
+        pods = job.api.list("Pod", f"{JOB_LABEL}={job.name},{ROLE_LABEL}=master")["items"]
+        left = [pod["metadata"]["name"] for pod in pods if pod["status"].get("phase") in ("Pending", "Running")]
+        if not left:
+            return
+        if time.monotonic() > give_up:
+            raise UsageError(
+                f"The job {job.name} was stopped, but its master does not end: pod {', '.join(left)}. Try again when "
+                "it is gone."
+            )
+        time.sleep(_PAUSE_SECONDS)
 
 
 def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME,
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import FolderInUseError
 
 _MARK = "kubernetes.json"  # in the job's folder: whose it is
 
@@ -67,7 +68,12 @@ def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
     owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
     before = own["metadata"].get("annotations", {}).get(RESUMES, "")
     resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"], before)
-    run(resumed, time.monotonic() - _age_seconds(own))
+    try:
+        run(resumed, time.monotonic() - _age_seconds(own))
+    except FolderInUseError as error:
+        if not resumed:
+            raise
+        raise JobInterrupted(str(error)) from None  # the master before is cut off, and has not ended
 
 
 def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
@@ -84,8 +90,10 @@ def _is_ours(folder: Path, uid: str, before: str) -> bool:
     mark = folder / _MARK
     try:
         same = durable.read_document(mark)["job"] in (uid, before or uid)
-    except (OSError, ValueError, LookupError, TypeError):
+    except FileNotFoundError:
         same = False
+    except (OSError, ValueError, LookupError) as error:  # to begin anew would delete what may be this job's
+        raise JobFailedError(f"Whose folder {folder} is can't be read: {error}. Remove {mark} to begin anew.") from None
     durable.write_document(mark, {"job": uid})
     return same and (folder / JOURNAL_FILE).exists()
 

@@ -15,8 +15,11 @@ from elasticcb.cluster.local.supervisor import keep_master
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
+from elasticcb.storage.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
+
+_OLD_MASTER_SECONDS = 2.0  # for one that was killed with its command, and is about to end
 
 
 class LocalCluster(ClusterBackend):
@@ -67,8 +70,9 @@ class LocalCluster(ClusterBackend):
         if not (run.own_process and resumable and can_fork()):
             super().run_master(run)
             return
-        if not run.resumed:  # of a job before in this folder
-            Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
+        with FolderLock(Path(settings.directory), wait_seconds=_OLD_MASTER_SECONDS):  # the master takes it after that
+            if not run.resumed:  # of a job before in this folder
+                Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
         sys.exit(keep_master(settings, run.debug, run.resumed, run.say))
 
     def prepare(self) -> None:
