@@ -242,7 +242,7 @@ def test_a_message_that_no_master_can_read_is_refused_in_words(master):
 
 def test_a_server_refuses_a_master_that_was_replaced(ps):
     def master(run, term):
-        return PSControl([ps.address], [], False, access=Access("secret"), run=run, term=term)
+        return TrainingControl([ps.address], [], False, access=Access("secret", term=(run, term)), run=run)
 
     old, new, other = master("abc", 1), master("abc", 2), master("later", 1)
     assert old.refused_calls() == [{}]
