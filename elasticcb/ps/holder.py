@@ -78,6 +78,7 @@ class Holder:
         return model is not None and not model.failure
 
     def present(self) -> ServedModel:
+        """The model. Raises `ElasticCBError` when there is none yet, or a change of it has failed."""
         if self.model is None:
             raise ElasticCBError(
                 "This parameter server holds no model yet; the master has to call Initialize first. It may "
@@ -88,6 +89,7 @@ class Holder:
         return self.model
 
     def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+        """Answers `Initialize`: serves the model that the request brings, or names."""
         with self._initializing:  # another master may give a model, too
             return self._begin_with(frame)
 
@@ -152,6 +154,7 @@ class Holder:
         return Frame(response, {})
 
     def set_neighbour(self, frame: Frame[pb.SetNeighbourRequest]) -> Frame[Any]:
+        """Answers `SetNeighbour`."""
         with self.lock:
             replica = self.present().replica
         if replica is not None and self._writer is not None:
@@ -160,12 +163,14 @@ class Holder:
         return Frame(pb.SetNeighbourResponse(), {})
 
     def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
+        """Answers `Persist`."""
         writer = self._writer
         if writer is not None:
             writer.write_soon()
         return Frame(pb.PersistResponse(), {})
 
     def close(self) -> None:
+        """Ends what the model needs, and the writing of recovery files."""
         # Without the lock: an update may wait for another server, which this ends.
         if self.model is not None:
             self.model.peers.close()
