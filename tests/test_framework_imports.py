@@ -13,7 +13,7 @@ TENSORFLOW = {
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
     "model.metrics": "takes a step out of its tf.function; makes the means of logs outside of the one that is traced",
     "optimizers.state": "shares the memory of a slot with what it is restored from",
-    # Data: `feed`, `fit` and tf.data's service give and take datasets.
+    # Data: `feed` and `fit` give and take datasets.
     "api.data": "draws the seed of a shuffle as Keras does",
     "data.batch_sources": "batches of tf.data, of ragged and of sparse tensors",
     "data.custom": "ElasticDL's readers tell the dtypes of TensorFlow",
@@ -27,11 +27,11 @@ TENSORFLOW = {
     "model.metric_messages": "ragged and sparse outputs",
     "serialization.pickling": "variables, tensors and tf.functions as arguments",
     # Servers apply Keras's optimizers in compiled functions.
+    "ps.holder": "frees what TensorFlow keeps of variables that are gone",
     "ps.joined": "variables that one update runs over",
     "ps.optimizer_set": "reads slots without copies",
     "ps.parameters": "compiles the update of dense weights",
     "ps.row_update": "compiles the update of some rows",
-    "ps.servicer": "frees what TensorFlow keeps of variables that are gone",
     "ps.table_update": "compiles the update of an embedding table",
     "ps.tables": "draws the rows of new ids",
 }  # fmt: skip
