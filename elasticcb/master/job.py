@@ -37,6 +37,7 @@ from elasticcb.settings import RECOVERY_FOLDER, Command, JobSettings
 logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
+_RESTORE_SECONDS = 20.0  # for servers that are lost when the user interrupts
 _LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
 
 
@@ -190,6 +191,7 @@ class Job:
         order = self._order
         again = "" if order.goes_on_by else " (press Ctrl-C again to end at once)"
         order.display.message(f"Interrupted: finishing running tasks{again}.")
+        course.served.servers.give_up_after(_RESTORE_SECONDS)
         course.drain(_DRAIN_SECONDS)
         if order.journal is not None:
             course.served.ps.finish_training(finalize=False)  # after which all is in the recovery files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -64,6 +65,7 @@ class Servers:
         self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
         self._restoring = threading.Lock()
+        self._give_up = math.inf  # when nobody waits for a lost one any more; seconds of `time.monotonic`
         with desk.state() as state:
             settings = state.settings
             self._places = list(places)
@@ -259,10 +261,17 @@ class Servers:
                 member = state.roster.at(Role.PS, index)
                 if member is not None and state.has(member.id):
                     return ServerPlace(member.address, member.id)
+                if time.monotonic() > self._give_up:
+                    raise ConnectionLostError(f"Parameter server {index} is lost, and no other took its place in time.")
                 self._desk.wait_a_tick()
 
+    def give_up_after(self, seconds: float) -> None:
+        """Lost ones are waited for no longer; calls to them raise `ConnectionLostError` then."""
+        self._give_up = time.monotonic() + seconds
+
     def close(self) -> None:
-        """Ends the connections."""
+        """Ends the connections, and what waits for lost servers."""
+        self.give_up_after(0.0)
         self.control.servers.close()
 
 

@@ -170,3 +170,21 @@ def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_afte
     assert_complete(job)
     for process in processes.values():
         assert process.finish() == 0, process.output
+
+
+def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job, monkeypatch):
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
+    checkpoints = ("--checkpoint_dir=c", "--num_epochs=100")
+    job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"), *checkpoints)
+    line = job.wait_for_line(r"elasticcb worker --master")
+    join = ("--master", re.search(r"--master (\S+)", line)[1])
+    processes = [start_job(role, *join) for role in ("ps", "worker")]
+    job.wait_for_line(r"Evaluation at version")
+    for process in processes:
+        process.process.kill()
+    job.wait_for_line(r"parameter server 0 .* was lost")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 130
+    assert job.finish() == 130
+    assert "No checkpoint could be written: Parameter server 0 is lost" in job.output
+    assert "To go on: elasticcb resume" in job.output
