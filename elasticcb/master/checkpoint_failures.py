@@ -16,14 +16,15 @@ class CheckpointFailures:
 
     Args:
         count: is called for each.
+        written: is called when a checkpoint is where it belongs.
         say: shows a line to the user.
 
     Attributes:
         newest: why the last checkpoint could not be written; None: it could, or there was none.
     """
 
-    def __init__(self, count: Callable[[], None], say: Callable[[str], None]) -> None:
-        self._count, self._say = count, say
+    def __init__(self, count: Callable[[], None], written: Callable[[], None], say: Callable[[str], None]) -> None:
+        self._count, self._written, self._say = count, written, say
         self._lock = threading.Lock()
         self.newest: CheckpointError | None = None
 
@@ -41,5 +42,6 @@ class CheckpointFailures:
         """A checkpoint is where it belongs."""
         with self._lock:
             was, self.newest = self.newest, None
+        self._written()
         if was is not None:
             self._say("Checkpoints can be written again.")

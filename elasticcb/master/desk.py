@@ -97,6 +97,11 @@ class Desk:
         with self.state() as state:
             state.totals.checkpoints_failed += 1
 
+    def checkpoint_written(self) -> None:
+        """One is where it belongs."""
+        with self.state() as state:
+            state.checkpoint_written = time.monotonic()
+
     def say(self, text: str) -> None:
         """Shows the user a line about the job."""
         self._show(text)

@@ -98,6 +98,7 @@ class JobState:
         find_index: what the data reader knows of a file, by mode and name; b"" while it does not.
         lost_ps: when servers were lost in whose places no other holds the model yet, by place.
         wish: for another number of servers, the last one.
+        checkpoint_written: when the newest checkpoint was, or the job began.
         loss: mean over the batches of the last report.
         autoscales: the number of workers follows the throughput.
         epoch_states: training metrics by epoch: sums; of `merging_units`, the states of each task.
@@ -119,6 +120,7 @@ class JobState:
     ) -> None:
         self.crew, self.number, self.settings = crew, number, settings
         self.program, self.datasets, self.started = program, {} if datasets is None else datasets, started
+        self.checkpoint_written = started
         self.told = JobSnapshot()
         self.speed = Speed()
         self.evaluated_before = 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.calls import Calls
 from elasticcb.master.desk import Desk
 from elasticcb.master.metrics_server import MetricsServer
-from elasticcb.master.observation import observe
+from elasticcb.master.observation import free_disk_bytes, observe
 from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
@@ -104,7 +105,8 @@ class Master:
     def observe(self) -> JobSnapshot:
         """The present job as it is now."""
         with self.desk.state() as state:
-            return observe(state, self.refused_calls(), time.monotonic())
+            settings, seen = state.settings, observe(state, self.refused_calls(), time.monotonic())
+        return replace(seen, free_disk_bytes=free_disk_bytes(settings))
 
     def start(self) -> None:
         """Answers calls from now on."""

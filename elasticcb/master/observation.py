@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from elasticcb.master.job_state import JobState
@@ -16,6 +19,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import histograms, resident_bytes
 from elasticcb.settings import Command, JobSettings
+from elasticcb.storage.remote_files import is_url
 
 
 def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnapshot:
@@ -47,7 +51,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         processes=processes,
         cpu_seconds=time.process_time(),
         resident_bytes=resident_bytes(),
-        **_of_settings(settings),
+        **_of_settings(state, settings, now),
         **_added_up(state, refused),
         **_of_queue(state, settings, now),
     )
@@ -60,10 +64,24 @@ def records_to_train(settings: JobSettings, queue: TaskQueue) -> int:
     return min(total, training.max_batches * training.minibatch_size) if training.max_step else total
 
 
-def _of_settings(settings: JobSettings | None) -> dict[str, Any]:
+def _of_settings(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:
     if settings is None:
         return {}
-    return {"command": settings.command, "name": settings.name, "directory": settings.directory}
+    values = {"command": settings.command, "name": settings.name, "directory": settings.directory}
+    due = settings.checkpoint.directory and settings.checkpoint.steps
+    return {**values, "checkpoint_age": now - state.checkpoint_written if due else None}
+
+
+def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:
+    """Of the job's folders that are on disks, where the system tells. May take long: not under the master's lock."""
+    found: dict[str, int] = {}
+    if settings is not None:
+        for name, path in (("job", settings.directory), ("checkpoint", settings.checkpoint.directory)):
+            if path and not is_url(path):
+                with contextlib.suppress(OSError):
+                    place = next(folder for folder in (Path(path), *Path(path).parents) if folder.exists())
+                    found[name] = shutil.disk_usage(place).free
+    return found
 
 
 def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:
@@ -103,13 +121,15 @@ def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict
 
 def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
     """What all processes that have ever been have counted together."""
-    rows, refusals, total = 0, Counter(refused), histograms()
+    rows, unwritten, refusals, total = 0, 0, Counter(refused), histograms()
     for stats in state.crew.stats.values():
         rows += stats.rows_looked_up
+        unwritten += stats.recovery_files_failed
         refusals.update(stats.refused_calls)
         for name, histogram in stats.histograms.items():
             total[name].add(histogram)
-    return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total}
+    counts = {"rows_looked_up": rows, "recovery_files_failed": unwritten}
+    return {**counts, "refused_calls": dict(refusals), "histograms": total}
 
 
 def _counts(state: JobState, role: Role) -> ProcessCounts:

@@ -296,7 +296,7 @@ def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_
 
 def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
-    failures = CheckpointFailures(desk.checkpoint_failed, say)
+    failures = CheckpointFailures(desk.checkpoint_failed, desk.checkpoint_written, say)
     may_write = (lambda: None) if order.journal is None else order.journal.check_is_ours
     checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, may_write)
     order.until_end.callback(checkpoints.close)

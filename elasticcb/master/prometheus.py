@@ -61,6 +61,12 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     yield _counter("batches_skipped", "Batches with NaN or infinity that were passed over.", seen.batches_skipped)
     yield _counter("callback_errors", "Errors in callbacks that the job went on after.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
+    age = {} if seen.checkpoint_age is None else {(): seen.checkpoint_age}
+    yield _gauge("checkpoint_age_seconds", "Since the newest checkpoint was written, or the job began.", age)
+    unwritten = seen.recovery_files_failed
+    yield _counter("recovery_files_failed", "Times that a server could not write its recovery files.", unwritten)
+    free = {(folder,): size for folder, size in seen.free_disk_bytes.items()}
+    yield _gauge("free_disk_bytes", "Room on the disks of the job's folders.", free, ("folder",))
     yield _counter("updates_lost", "Updates that were lost with servers.", seen.updates_lost)
 
 

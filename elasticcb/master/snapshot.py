@@ -86,6 +86,9 @@ class JobSnapshot:
     batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip
     callback_errors: int = 0  # that the job went on after, with --callback_errors=warn
     checkpoints_failed: int = 0  # that could not be written; training went on
+    checkpoint_age: float | None = None  # seconds since the newest one, or the start; None: none is due at intervals
+    recovery_files_failed: int = 0  # times that a server could not write them; training went on
+    free_disk_bytes: Mapping[str, int] = field(default_factory=dict)  # of the folders "job" and "checkpoint", on disks
     refused_calls: Mapping[str, int] = field(default_factory=dict)  # by master and servers, by reason in words
     workers: ProcessCounts = ProcessCounts()
     servers: ProcessCounts = ProcessCounts()

@@ -57,6 +57,9 @@ def document(seen: JobSnapshot, error: BaseException | None = None, over: bool =
         "batches_skipped": seen.batches_skipped,
         "callback_errors": seen.callback_errors,
         "checkpoints_failed": seen.checkpoints_failed,
+        "checkpoint_age_seconds": None if over else seen.checkpoint_age,
+        "recovery_files_failed": seen.recovery_files_failed,
+        "free_disk_bytes": dict(seen.free_disk_bytes),
         "refused_calls": dict(seen.refused_calls),
         "error": "" if error is None else str(error),
     }

@@ -67,27 +67,28 @@ class Stats:
 
     Attributes:
         resident_bytes: of memory; 0: not known.
+        recovery_files_failed: times that they could not be written.
         refused_calls: by the words of a `Refusal`.
     """
 
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
     rows_looked_up: int = 0
+    recovery_files_failed: int = 0
     histograms: dict[str, Histogram] = field(default_factory=histograms)
     refused_calls: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_message(cls, message: pb.ProcessStats) -> Stats:
         """Raises `WireError` for histograms of other kinds or ranges, and numbers that nothing can have."""
-        numbers = [message.cpu_seconds, message.resident_bytes, message.rows_looked_up, *message.refused_calls.values()]
+        counted = {
+            name: getattr(message, name)
+            for name in ("cpu_seconds", "resident_bytes", "rows_looked_up", "recovery_files_failed")
+        }
+        numbers = [*counted.values(), *message.refused_calls.values()]
         if not all(0 <= number < math.inf for number in numbers):
             raise WireError(f"A process says of itself what can't be: {numbers}.")
-        stats = cls(
-            cpu_seconds=message.cpu_seconds,
-            resident_bytes=message.resident_bytes,
-            rows_looked_up=message.rows_looked_up,
-            refused_calls=dict(message.refused_calls),
-        )
+        stats = cls(**counted, refused_calls=dict(message.refused_calls))
         for given in message.histograms:
             known = stats.histograms.get(given.name)
             if (
@@ -110,12 +111,14 @@ class Measures:
     Attributes:
         histograms: by name.
         rows_looked_up: of embedding tables.
+        recovery_files_failed: times that they could not be written.
         refused_calls: gives those that its server has refused, by reason in words.
     """
 
     def __init__(self) -> None:
         self.histograms = histograms()
         self.rows_looked_up = 0
+        self.recovery_files_failed = 0
         self.refused_calls: Callable[[], Mapping[str, int]] = dict
 
     def to_message(self) -> pb.ProcessStats:
@@ -123,6 +126,7 @@ class Measures:
             cpu_seconds=time.process_time(),
             resident_bytes=resident_bytes(),
             rows_looked_up=self.rows_looked_up,
+            recovery_files_failed=self.recovery_files_failed,
             histograms=[
                 pb.Histogram(name=name, counts=each.counts, sum=each.sum)
                 for name, each in self.histograms.items()

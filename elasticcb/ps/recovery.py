@@ -262,7 +262,7 @@ class RecoveryWriter:
         log: of this server.
         take: gives what the server holds, in full or as far as it changed after a version.
         interval_seconds: between two files.
-        warn: is told, once in a row, when the files can't be written.
+        warn: is told, each time, when the files can't be written.
         replica: begins its log before a file is written, if it has none, and hears what the file holds.
     """
 
@@ -323,20 +323,17 @@ class RecoveryWriter:
         self._wanted.set()
 
     def _run(self) -> None:
-        told = False
         while not self._stopped:
             begun = time.monotonic()
             try:
                 self.write()
-                told = False
             except Exception as error:  # whatever it was, what comes next may be written
                 words = str(error)
                 if not isinstance(error, ElasticCBError):
                     logger.exception("Recovery files could not be written")
                     words = f"{describe(error)}."
-                if not told and not self._stopped:
+                if not self._stopped:
                     self._warn(f"{words} Training goes on; if this server is lost now, it comes back as it was before.")
-                told = True
             least = (time.monotonic() - begun) / _BUSY_SHARE
             if not self._awake.wait(least):
                 self._wanted.wait(max(self._interval - least, 0.0))

@@ -85,6 +85,7 @@ class _ServerRole:
 
         def warn(text: str) -> None:
             place = self._place
+            client.measures.recovery_files_failed += 1
             client.warn(f"parameter server {place} can't write", f"Parameter server {place}: {text}")
 
         self._server = PSServer(

@@ -41,6 +41,7 @@ def data(tmp_path):
 
 def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 100, "output": data / "model", "metrics_port": 0}
+    flags |= {"checkpoint_dir": data / "checkpoints", "checkpoint_steps": 50}
     job = start_job("train", *train_flags(data, "linear", **flags))
     metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")

@@ -1,5 +1,6 @@
 """Real jobs on a machine that runs out of something: each ends with advice, or goes on and says so."""
 
+import json
 import re
 import resource
 import shutil
@@ -52,3 +53,5 @@ def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on
     assert "Training goes on" in warning
     assert job.finish() == 0, job.output
     assert number(job.output, "records trained in epoch 4") == RECORDS
+    assert job.output.count("can't be written") == 1
+    assert json.loads((data / "job" / "status.json").read_text())["recovery_files_failed"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from master_state import state_of
@@ -19,13 +20,14 @@ from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
 
 SETTINGS = JobSettings(
     command=Command.TRAIN,
     name="ratings",
     directory="/nowhere",
     model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+    checkpoint=CheckpointSettings(directory="/nowhere/checkpoints", steps=10),
     cluster=ClusterSettings(num_workers=2, num_ps=1),
 )
 
@@ -47,7 +49,7 @@ def seen():
     third = calls.get_task(workers[0], (), 0.0).lease.id
     calls.report_done(workers[1], second, 12, {}, [], gradients_rejected=3, batches_skipped=4)
     calls.report_progress(workers[0], third, 5, True, 13, 0.5)
-    calls.note_stats(server, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
+    calls.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
@@ -91,6 +93,9 @@ def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
         (4, state["batches_skipped"], summary["batches skipped (NaN or infinity)"], metric("batches_skipped_total")),
         (22, state["callback_errors"], summary["errors in callbacks"], metric("callback_errors_total")),
         (23, state["checkpoints_failed"], summary["checkpoints not written"], metric("checkpoints_failed_total")),
+        (24, state["recovery_files_failed"], metric("recovery_files_failed_total")),
+        (seen.checkpoint_age, state["checkpoint_age_seconds"], metric("checkpoint_age_seconds")),
+        (seen.free_disk_bytes["job"], state["free_disk_bytes"]["job"], metric("free_disk_bytes", folder="job")),
         (21, state["refused_calls"]["malformed"], metric("refused_calls_total", reason="malformed")),
         (21, summary["calls refused"]),
         (13, state["version"], summary["model version"], metric("model_version")),
@@ -113,3 +118,19 @@ def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
         "tasks 7 to do, 1 running",
     ]
     assert ", ".join(status_parts(seen)) in state_lines(document(seen))[1]
+
+
+def test_checkpoint_is_as_old_as_the_last_one_that_was_written(seen, tmp_path):
+    master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
+    settings = replace(SETTINGS, directory=str(tmp_path), checkpoint=CheckpointSettings())
+    master.desk.begin_job(settings)
+    assert master.observe().checkpoint_age is None
+    assert master.observe().free_disk_bytes.keys() == {"job"}
+    master.desk.begin_job(SETTINGS, started=-1000.0)
+    before = master.observe()
+    master.desk.checkpoint_written()
+    after = master.observe()
+    master.stop()
+    assert before.checkpoint_age >= 1000
+    assert after.checkpoint_age < 1000
+    assert after.free_disk_bytes.keys() == {"job", "checkpoint"}

@@ -201,7 +201,8 @@ def interrupted(cluster, tmp_path):
     train()
     told = []
     control.failed = Counter()
-    failures = CheckpointFailures(lambda: control.failed.update(["checkpoints"]), told.append)
+    count, written = ((lambda name=name: control.failed.update([name])) for name in ("checkpoints", "written"))
+    failures = CheckpointFailures(count, written, told.append)
     yield control, CheckpointWriter(settings, control, failures, False), told, tmp_path / "checkpoints"
     control.close()
 
@@ -229,11 +230,12 @@ def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
     assert list(folder.iterdir()) == []
     with pytest.raises(CheckpointError, match="do not belong together"):
         writer.finish(1, {})
-    assert control.failed["checkpoints"] == 2  # the last one, which was tried again, counts once
+    assert control.failed == {"checkpoints": 2}  # the last one, which was tried again, counts once
     control.mixed = 0
     with pytest.raises(CheckpointError):
         writer.finish(1, {}, retry=False)  # it was tried a moment ago
     assert list(folder.iterdir()) == []
     writer.finish(1, {})
     assert told[1:] == ["Checkpoints can be written again."]
+    assert control.failed["written"] == 1
     assert len(find_versions(folder)) == 1
