@@ -57,6 +57,10 @@ class DataError(ElasticCBError):
     """Training, validation or prediction data can't be read; names the file and the record."""
 
 
+class DataChangedError(DataError):
+    """A file of data is not what it was when the job began, for which trying again is no remedy."""
+
+
 class CallbackError(ElasticCBError):
     """A hook of a user's callback raised."""
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import indexed_gzip
 
-from elasticcb.errors import DataError
+from elasticcb.errors import DataChangedError, DataError
 
 _LOCAL_BLOCK_BYTES = 1 << 20  # stays in a core's cache while it is scanned several times
 _REMOTE_BLOCK_BYTES = 16 << 20  # makes the latency of a request small against its transfer
@@ -155,8 +155,8 @@ class RemoteFile:
         return Identity(int(info["size"]), version, "")
 
 
-def _changed(name: str, before: Identity, now: Identity) -> DataError:
-    return DataError(
+def _changed(name: str, before: Identity, now: Identity) -> DataChangedError:
+    return DataChangedError(
         f"{name} was changed while the job used it: it had {_described(before)} when it was indexed, and has "
         f"{_described(now)} now. The data of a job must stay as they are until it ends. Start the job again when the "
         "file is whole; add records in new files."

@@ -15,7 +15,7 @@ from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range
 from elasticcb.data.stacking import CHUNK_RECORDS
-from elasticcb.errors import DataError
+from elasticcb.errors import DataChangedError, DataError
 
 _CACHE_BYTES = 1 << 30  # of what a reader keeps in memory of files that it has opened
 _CACHE_DISK_BYTES = 16 << 30  # and in temporary files
@@ -214,9 +214,9 @@ class _StoppableFile:
         self._file.check()
 
 
-def torn(name: str, piece: RecordRange) -> DataError:
+def torn(name: str, piece: RecordRange) -> DataChangedError:
     """The bytes of `piece` are not what was indexed, although the file looks the same."""
-    return DataError(
+    return DataChangedError(
         f"Records [{piece.first}, {piece.first + piece.records}) of {name} are not where they were when the file was "
         "indexed: it was changed while the job used it, or is another file on this machine. Start the job again with "
         "the same files on all machines."

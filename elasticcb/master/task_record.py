@@ -65,13 +65,22 @@ class Failure:
         why = "" if never_retried else f" ({_GIVEN_UP[self.event]})"
         lines = [f"{what} failed on worker {self.worker}: {self.error}{why}"]
         if len(self.attempts) > 1:
-            lines.append(f"It was tried {len(self.attempts)} times:")
-            for number, attempt in enumerate(self.attempts, 1):
-                error = f": {attempt.error}" if attempt.error else ""
-                lines.append(
-                    f"  {number}. worker {attempt.worker}, [{attempt.shard.start}, "
-                    f"{attempt.shard.end}): {attempt.event.value}{error}"
-                )
+            lines.append(f"It was tried {len(self.attempts)} times{self._by_whom}")
+        return "\n".join(lines)
+
+    @property
+    def _by_whom(self) -> str:
+        """Which workers tried it, and what became of each try, if that was not always the same."""
+        workers = ", ".join(map(str, sorted({attempt.worker for attempt in self.attempts})))
+        if {attempt.error for attempt in self.attempts} == {self.error}:
+            return f", by workers {workers}, and failed in this way each time."
+        lines = [":"]
+        for number, attempt in enumerate(self.attempts, 1):
+            error = "" if not attempt.error else f": {attempt.error}" if attempt.error != self.error else ": as above"
+            lines.append(
+                f"  {number}. worker {attempt.worker}, [{attempt.shard.start}, {attempt.shard.end}): "
+                f"{attempt.event.value}{error}"
+            )
         return "\n".join(lines)
 
     def to_error(self, where: str) -> JobFailedError:

@@ -15,6 +15,7 @@ from typing import Any
 from elasticcb.clients.ps import PushResult
 from elasticcb.errors import (
     CallbackError,
+    DataChangedError,
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_OUTPUTS = 2**31 - 2**26  # bytes of one task, in a message of at most 2 GiB
 # Doing the task again would end the same way.
-_FATAL = (NonFiniteError, ModelFileError)
+_FATAL = (NonFiniteError, ModelFileError, DataChangedError)
 
 
 @dataclass(frozen=True)

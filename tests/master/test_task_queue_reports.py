@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from task_queues import drain, make_queue, take
 
@@ -115,6 +117,27 @@ def test_failed_task_is_tried_again_until_its_retries_are_used_up():
     assert error.user_traceback == "Traceback of worker 3"
     assert queue.accounting.tasks_retried == 2
     assert queue.counts()[TaskType.TRAINING][TaskState.FAILED] == 1
+
+
+def test_error_of_all_attempts_is_told_once_with_the_workers_that_met_it():
+    queue = make_queue(training=[("data.csv", 20)], max_retries=2)
+    for worker in (3, 1, 1):
+        queue.report_failed(worker, take(queue, worker).id, "ValueError: a row", "")
+    story = str(queue.failure)
+    assert story.count("a row") == 1
+    assert "It was tried 3 times, by workers 1, 3, and failed in this way each time." in story
+
+
+def test_attempts_that_ended_otherwise_are_listed_beside_those_that_ended_as_the_last():
+    queue = make_queue(training=[("data.csv", 20)], max_retries=1)
+    take(queue, worker=1)
+    queue.worker_lost(1)
+    for worker in (2, 3):
+        queue.report_failed(worker, take(queue, worker).id, "ValueError: a row", "")
+    story = str(queue.failure)
+    assert story.count("a row") == 1
+    assert "1. worker 1, [0, 20): worker lost: the worker was lost" in story
+    assert re.search(r"3\. worker 3, .*: as above", story)
 
 
 def test_after_a_failure_nothing_is_handed_out():
