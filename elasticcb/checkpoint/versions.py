@@ -23,6 +23,7 @@ from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
 
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
+_OLD = "-old"  # behind the name of an unfinished folder: what it is about to replace
 
 
 def version_folder(version: int) -> str:
@@ -83,15 +84,29 @@ def finish_version(
     try:
         write_manifest(folder, version=version, specs=specs, parts=parts, files=files, buckets=buckets, extra=extra)
         durable.sync(folder)
-        old = folder.with_name(f"{folder.name}-old")  # as unfinished: `prune` removes it
+        old = folder.with_name(f"{folder.name}{_OLD}")  # as unfinished: `prune` removes it
         if final.exists():  # the same version, written again after a restart
             final.rename(old)
-        folder.rename(final)
+        try:
+            folder.rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
         shutil.rmtree(old, ignore_errors=True)
         durable.sync(folder.parent)
     except OSError as error:
         raise CheckpointError(f"The checkpoint {final} can't be finished: {error}.") from error
     return final
+
+
+def put_back(directory: str | Path) -> None:
+    """Gives a version its name again that was about to be replaced when its job was killed. For who owns the folder."""
+    for old in Path(directory).glob(f"{TEMPORARY}version-*{_OLD}"):
+        match = _VERSION_FOLDER.match(old.name.removeprefix(TEMPORARY))
+        if match is not None and not (old.parent / match[0]).exists():
+            with contextlib.suppress(OSError):
+                old.rename(old.parent / match[0])
 
 
 def find_versions(directory: str | Path) -> list[Path]:

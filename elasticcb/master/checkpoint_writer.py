@@ -30,7 +30,7 @@ class CheckpointWriter:
         control: of the servers, which hold the model.
         failures: is told of those that can't be written.
         resumed: the job goes on with what an earlier master has begun.
-        may_write: raises `ReplacedError` when another master goes on with the job.
+        check_may_write: raises `ReplacedError` when another master goes on with the job.
 
     Attributes:
         wanted: whether the job writes checkpoints at all.
@@ -43,7 +43,7 @@ class CheckpointWriter:
         control: PSControl,
         failures: CheckpointFailures,
         resumed: bool,
-        may_write: Callable[[], None] = lambda: None,
+        check_may_write: Callable[[], None],
     ) -> None:
         given = settings.checkpoint
         self._folder, self._uploads = Path(given.directory), None
@@ -54,7 +54,7 @@ class CheckpointWriter:
         self._settings = settings.checkpoint
         self._control = control
         self._failures = failures
-        self._resumed, self._may_write = resumed, may_write
+        self._resumed, self._check_may_write = resumed, check_may_write
         self._missing: CheckpointError | None = None  # why the last one is not on the disk
         self._due = self._next(control.client.version)
         self.wanted = bool(self._settings.directory)
@@ -105,7 +105,7 @@ class CheckpointWriter:
         try:
             answers = self._control.in_step(take, lambda answer: int(answer.version))
             version = int(answers[0].version)
-            self._may_write()
+            self._check_may_write()
             if self._uploads is not None:  # else the same version might change while it is copied
                 self._uploads.let_go(self._folder / version_folder(version))
             path = finish_version(

@@ -100,10 +100,12 @@ class Job:
             while not course.over:
                 course.turn()
         except KeyboardInterrupt:
+            self._check_not_replaced()
             self._interrupted()
         except ReplacedError:
             raise
         except (JobFailedError, ConnectionLostError) as error:
+            self._check_not_replaced()
             raise self._explained(error) from error
         return self._finish(course)
 
@@ -147,7 +149,8 @@ class Job:
             again = f" When it can be written to again, run: {order.how_to_go_on}" if journal is not None else ""
             raise LastCheckpointError(f"The job is done, but for its last checkpoint: {missing}{again}", summary)
         if journal is not None:
-            journal.add(over=True)
+            with desk.state():
+                journal.add(over=True)
         if missing is not None:
             raise LastCheckpointError(f"The model is trained, but its last checkpoint is missing: {missing}", summary)
         return summary
@@ -172,6 +175,13 @@ class Job:
         kind = type(error) if isinstance(error, JobFailedError) else ClusterLostError
         return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
+    def _check_not_replaced(self) -> None:
+        """Raises `ReplacedError` when another master goes on with the job, to whom its processes and files belong."""
+        journal = self._order.journal
+        if journal is not None:
+            with self._order.desk.state():
+                journal.check_not_replaced()
+
     def _interrupted(self) -> NoReturn:
         """Drains, saves, and ends the job by raising `JobInterrupted`."""
         saved = ""
@@ -180,6 +190,8 @@ class Job:
                 saved = self._saved(self._course)
         except KeyboardInterrupt:
             pass
+        except ReplacedError:
+            raise
         except ElasticCBError as error:
             saved = f" No checkpoint could be written: {error}"
         if self._is_resumable:

@@ -124,8 +124,8 @@ class Journal:
     before, and can't write any more.
 
     Args:
-        path: of the file; what it holds is read first. It is made if it is missing, else left as it is until the first
-            entry is added.
+        path: of the file; what it holds is read first. It is made if it is missing, else left as it is until
+            `begin`, or the first entry.
 
     Attributes:
         memory: what the entries told that were there.
@@ -175,6 +175,11 @@ class Journal:
             raise self._damaged(good)
 
     def _damaged(self, good: int) -> JobFailedError:
+        if not self._path.stat().st_size:
+            return JobFailedError(
+                f"The journal {self._path} is empty. If the job ended before its first batch, begin it again with the "
+                "command that began it; else put back a copy of the journal. Nothing was changed."
+            )
         cut = (
             f" To go on with what is before the damage, cut the rest off: `truncate --size={good} "
             f"{shlex.quote(str(self._path))}`; what the job did after that is done again."
@@ -194,15 +199,19 @@ class Journal:
         if queue:
             self._latest["queue"] = queue
 
+    def begin(self) -> None:
+        """Makes the file this master's; who has written it before can't any more. Raises `JobFailedError` as `add`."""
+        if self._descriptor is None:
+            earlier = [(epoch, states) for epoch, tasks in self.memory.states.items() for states in tasks]
+            self._replace(_plain_states(earlier))
+
     def add(self, **entry: Any) -> None:
         """Writes an entry; of the queue, whose sources may be thousands, what has changed. "states" are the metric
         states of training tasks, each behind its epoch.
 
         Raises `JobFailedError` when that is not possible, and at each call after that: no entry may be left out.
         """
-        if self._descriptor is None:
-            earlier = [(epoch, states) for epoch, tasks in self.memory.states.items() for states in tasks]
-            self._replace(_plain_states(earlier))
+        self.begin()
         assert self._descriptor is not None
         if "states" in entry:
             entry["states"] = _plain_states(entry["states"])
@@ -245,10 +254,19 @@ class Journal:
             durable.sync(self._path.parent)
 
     def check_is_ours(self) -> None:
-        """Raises `ReplacedError` when another master has begun a file of its own."""
+        """Raises `ReplacedError` when another master has begun a file of its own; `JobFailedError` as `add`."""
         if self._descriptor is not None:
             with self._writing():
                 durable.append(self._descriptor, b"")
+
+    def check_not_replaced(self) -> None:
+        """Raises `ReplacedError` as `check_is_ours`, and nothing else."""
+        try:
+            self.check_is_ours()
+        except ReplacedError:
+            raise
+        except JobFailedError as error:
+            logger.debug("%s", error)  # told by what has failed
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

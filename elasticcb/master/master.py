@@ -127,6 +127,10 @@ class Master:
     def stop(self) -> None:
         """Ends the server."""
         self.desk.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the server, and tells nobody that the job is over: another master goes on with it."""
         self.watchdog.stop()
         self._server.stop()
         for server in (self._metrics, self._health):

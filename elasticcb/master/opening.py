@@ -16,7 +16,7 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged
+from elasticcb.checkpoint.versions import find_undamaged, put_back
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.callback_driver import MasterHooks
@@ -69,11 +69,12 @@ def _own_checkpoints(order: Order) -> None:
     folder = order.settings.checkpoint.directory
     if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
-    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", _OLD_MASTER_SECONDS)
+    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", _OLD_MASTER_SECONDS, ".checkpoints.lock")
     order.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock.take()
+        put_back(folder)
     except OSError as error:  # checkpoints will say so, while training goes on
         logger.warning("%s is not kept from other jobs: %s", folder, error)
 
@@ -297,8 +298,13 @@ def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_
 def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
     failures = CheckpointFailures(desk.checkpoint_failed, desk.checkpoint_written, say)
-    may_write = (lambda: None) if order.journal is None else order.journal.check_is_ours
-    checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, may_write)
+
+    def check_may_write() -> None:
+        if order.journal is not None:
+            with desk.state():  # under which it is written, too
+                order.journal.check_is_ours()
+
+    checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, check_may_write)
     order.until_end.callback(checkpoints.close)
     limits = order.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731

@@ -95,15 +95,15 @@ def running_cluster(
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
     """
-    lock = FolderLock(Path(settings.directory), wait_seconds=_OLD_MASTER_SECONDS)
-    lock.take()
-    make_private(Path(settings.directory))
-    durable.drop_unfinished(Path(settings.directory))
-    log = _begin(settings)
-    context = BackendContext(
-        settings.cluster, settings.directory, settings.log_level, display.message, run_role, fork_server
-    )
-    with lock, contextlib.ExitStack() as until_end, native_messages_to(log):
+    folder = Path(settings.directory)
+    with contextlib.ExitStack() as until_end:
+        until_end.enter_context(FolderLock(folder, wait_seconds=_OLD_MASTER_SECONDS))
+        make_private(folder)
+        durable.drop_unfinished(folder)
+        until_end.enter_context(native_messages_to(_begin(settings)))
+        context = BackendContext(
+            settings.cluster, settings.directory, settings.log_level, display.message, run_role, fork_server
+        )
         backend = _prepared_backend(context)
         try:
             from elasticcb.master.job import Job, Takeover
@@ -127,7 +127,7 @@ def running_cluster(
 
         with _ended(master, settings):
             running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
-            with published(Path(settings.directory), running, until_end):
+            with published(folder, running, until_end):
                 yield run
 
 
@@ -168,7 +168,7 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
         raise
     finally:
         if isinstance(failure, ReplacedError):
-            master.stop()  # processes and files are another master's
+            master.abandon()  # processes and files are another master's
         else:
             try:
                 _keep_status(status, master, failure)
@@ -230,6 +230,7 @@ def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | No
         if journal.memory.over:
             journal.close()
             raise JobDoneError(f"The job in {folder} is done; there is nothing to go on with.")
+        journal.begin()
         return journal
 
     return open_journal

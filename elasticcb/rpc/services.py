@@ -102,7 +102,18 @@ PS_METHODS = _methods(
     # each call (admission.py), but for shared memory, of which it is looked at once.
     whole={
         *("ReadLog", "Receive"),
-        *("SetNeighbour", "Persist", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move"),
+        *(
+            "Initialize",
+            "Export",
+            "SetNeighbour",
+            "Persist",
+            "Snapshot",
+            "Save",
+            "FinishTraining",
+            "SetLearningRate",
+            "LoadState",
+            "Move",
+        ),
     },
     often={"Exchange", "Replicate"},
 )

@@ -7,6 +7,7 @@ back and compared, and renamed; until then the file that was there stays as it i
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -154,13 +155,18 @@ def append(descriptor: int, content: bytes) -> None:
 
     Raises `ReplacedFileError` when another file has taken its place, or none.
     """
-    before = os.fstat(descriptor)
-    if not before.st_nlink:
-        raise ReplacedFileError
     try:
-        _write_all(descriptor, content)
-    except OSError:
-        os.ftruncate(descriptor, before.st_size)
+        before = os.fstat(descriptor)
+        if not before.st_nlink:
+            raise ReplacedFileError
+        try:
+            _write_all(descriptor, content)
+        except OSError:
+            os.ftruncate(descriptor, before.st_size)
+            raise
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # as NFS says that the file is gone
+            raise ReplacedFileError from error
         raise
 
 

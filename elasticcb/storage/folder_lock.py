@@ -14,7 +14,6 @@ from elasticcb.process.host import host_name
 
 logger = logging.getLogger(__name__)
 
-_FILE = ".lock"  # in the folder; it stays there, and tells who has locked it last
 _LOOK_SECONDS = 0.05
 
 
@@ -32,10 +31,11 @@ class FolderLock:
         folder: is made.
         name: for errors, as the user gave it; "": the path.
         wait_seconds: for an owner that is about to end.
+        file: in the folder, for each use of it another one. It stays there, and tells who has locked it last.
     """
 
-    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0) -> None:
-        self._folder, self._wait_seconds = folder, wait_seconds
+    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = ".lock") -> None:
+        self._folder, self._wait_seconds, self._file = folder, wait_seconds, file
         self._name = name or str(folder)
         self._descriptor: int | None = None
 
@@ -49,7 +49,7 @@ class FolderLock:
         if self._descriptor is not None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._folder / self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._lock(descriptor, time.monotonic() + self._wait_seconds)
         except BaseException:

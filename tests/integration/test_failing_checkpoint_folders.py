@@ -106,7 +106,7 @@ def test_full_disk_is_told_and_leaves_no_halves(settings, small_disk, tmp_path):
     object.__setattr__(settings.checkpoint, "directory", str(folder / "checkpoints"))
 
     def look_and_grow():
-        assert [path.name for path in (folder / "checkpoints").iterdir()] == [".lock"]
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == [".checkpoints.lock"]
         grow()
 
     display = Display(The_job_continues=look_and_grow)

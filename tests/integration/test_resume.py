@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 
 import numpy as np
@@ -241,7 +242,8 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     assert number(again.output, "model version") >= 8 * RECORDS // 8 > version
 
 
-def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, start_job):
+@pytest.mark.parametrize("end", [None, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
+def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, start_job, end):
     checkpoints = {"checkpoint_dir": data / "checkpoints", "checkpoint_steps": 100, "num_ps": 1}
     job = start_job(*flags(data, num_epochs=12, **checkpoints))
     job.wait_for_line(r"Evaluation at version")
@@ -257,11 +259,13 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
     job.wait_for_line(r"Evaluation at version")
     old = job.master
     old.suspend()
-    for folder in ("job", "checkpoints"):  # as on a file system that knows no locks
-        (data / folder / ".lock").unlink()
+    for lock in ("job/.lock", "checkpoints/.checkpoints.lock"):  # as on a file system that knows no locks
+        (data / lock).unlink()
     new = start_job("resume", str(data / "job"))
     new.wait_for_line(r"goes on from its recovery files")
     new.wait_for_line(r"Evaluation at version")
+    if end is not None:
+        old.send_signal(end)
     old.resume()
     assert job.finish() == 1
     assert "Another master goes on with the job" in job.output

@@ -16,7 +16,7 @@ import pytest
 from elasticcb.checkpoint.manifest import read_manifest, verify
 from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version
+from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version, put_back
 from elasticcb.cli.local_job import how_it_ended
 from elasticcb.cli.resume import resumed_settings
 from elasticcb.errors import CheckpointError, JobFailedError, ReplacedError, UsageError
@@ -182,6 +182,21 @@ def test_a_checkpoint_is_there_whole_or_not_at_all_at_each_moment(tmp_path, cras
     assert set(found) == {1, 2}
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_by_the_same_version_gets_its_name_again(tmp_path):
+    def write():
+        unfinished = begin_version(tmp_path, 1)
+        saved = save_part(unfinished, part(1), SLICES[0], 0, 1)
+        return finish_version(unfinished, version=1, specs=SPECS, parts=SLICES, files=[saved])
+
+    write()
+    path = write()
+    path.rename(tmp_path / f"{durable.TEMPORARY}{path.name}-0123abcd-old")  # and the job was killed
+    with pytest.raises(CheckpointError):
+        find_latest(tmp_path)
+    put_back(tmp_path)
+    assert verify(find_latest(tmp_path))["version"] == 1
+
+
 def test_no_flipped_bit_of_a_document_goes_unnoticed(tmp_path):
     path = tmp_path / "a.json"
     document = {"format": 1, "files": [{"name": "a", "bytes": 12}], "run": "abc", "rate": 0.5}
@@ -208,12 +223,12 @@ def test_a_journal_with_a_flipped_bit_is_refused_and_nothing_is_changed(tmp_path
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("cut", [0, 5])
+@pytest.mark.parametrize("cut", [0, 5], ids=["empty", "cut off"])
 def test_a_journal_that_lost_its_first_entry_is_refused(tmp_path, cut):
     path = tmp_path / "journal.log"
     Journal(path).close()
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(JobFailedError, match="is damaged from byte 0 on"):
+    with pytest.raises(JobFailedError, match=r"is damaged from byte 0 on|is empty"):
         Journal(path)
     assert path.stat().st_size == cut
 
@@ -312,15 +327,14 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     path = tmp_path / "journal.log"
     old = Journal(path)
     old.add(version=1)
+    old.add(version=2)
     new = Journal(path)
-    old.add(version=2)  # the new one has only read
-    new = Journal(path)
-    new.add(version=3)
+    new.begin()
     assert new.term == old.term + 1
     for write in (lambda: old.add(version=9), lambda: old.rewrite([]), old.check_is_ours):
         with pytest.raises(ReplacedError, match="Another master goes on"):
             write()
-    new.check_is_ours()
+    new.add(version=3)
     new.close()
     assert (Journal(path).memory.version, Journal(path).memory.term) == (3, 2)
 

@@ -29,6 +29,11 @@ def test_a_folder_has_one_owner_whose_process_is_named(tmp_path):
     FolderLock(tmp_path / "job").take()
 
 
+def test_a_folder_may_be_of_one_job_and_of_its_checkpoints(tmp_path):
+    with FolderLock(tmp_path), FolderLock(tmp_path, file=".checkpoints.lock"), pytest.raises(FolderInUseError):
+        FolderLock(tmp_path, file=".checkpoints.lock").take()
+
+
 def test_taking_what_one_has_changes_nothing(tmp_path):
     lock = FolderLock(tmp_path)
     lock.take()

@@ -203,7 +203,11 @@ class KubernetesAPI:
                 if chunk is None:
                     if over:
                         break
-                    over = not containers or self._running_containers(pod) != containers
+                    try:
+                        over = not containers or self._running_containers(pod) != containers
+                    except KubernetesError as error:
+                        if error.hopeless:
+                            raise
                     continue
                 over = False
                 *whole, rest = (rest + chunk).split(b"\n")

@@ -12,7 +12,15 @@ from typing import Any
 
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
-from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
+from elasticcb.errors import (
+    GO_ON,
+    JobDoneError,
+    JobFailedError,
+    JobInterrupted,
+    LostServerError,
+    ReplacedError,
+    UsageError,
+)
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError
@@ -51,7 +59,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
         _say("It was done when its master was lost.")
     except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
         sys.exit(GO_ON)
-    except (JobInterrupted, LostServerError, KubernetesError) as error:
+    except (JobInterrupted, LostServerError, ReplacedError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
         what = str(error).splitlines()[0].partition(" To go on:")[0]
