@@ -1,10 +1,13 @@
-"""Closes what is still open when the interpreter ends."""
+"""Closes what is still open when the interpreter ends, also by SIGTERM."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from typing import Protocol
+from typing import Any, Protocol
+
+from elasticcb.process.signals import end_as_by_sigterm
 
 
 class _Closable(Protocol):
@@ -16,7 +19,11 @@ _process = 0  # that has registered; a fork of it leaves its processes alone
 
 
 def close_at_exit(cluster: _Closable) -> None:
-    """Has `cluster` closed at the end, unless it is forgotten before."""
+    """Has `cluster` closed at the end, unless it is forgotten before.
+
+    In the main thread, SIGTERM becomes `SystemExit` until then, unless the program has a handler of its own: by default
+    it would end the program at once, with what the cluster has in files.
+    """
     global _process
     if _process != os.getpid():
         _process = os.getpid()
@@ -25,12 +32,27 @@ def close_at_exit(cluster: _Closable) -> None:
         threading._register_atexit(_close_all)  # type: ignore[attr-defined]
     if cluster not in _open:
         _open.append(cluster)
+    _replace_handler(signal.SIG_DFL, _end)
 
 
 def forget(cluster: _Closable) -> None:
     """`cluster` is closed."""
     if cluster in _open:
         _open.remove(cluster)
+    if not _open:
+        _replace_handler(_end, signal.SIG_DFL)
+
+
+def _replace_handler(present: Any, new: Any) -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == present:
+        signal.signal(signal.SIGTERM, new)
+
+
+def _end(number: int, frame: object) -> None:
+    if _process != os.getpid():
+        end_as_by_sigterm()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+    raise SystemExit(128 + number)
 
 
 def _close_all() -> None:

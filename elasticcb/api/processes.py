@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend
@@ -16,6 +14,7 @@ from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
 from elasticcb.settings import ClusterSettings
+from elasticcb.storage.temporary import TemporaryFolder
 from elasticcb.storage.writable import make_private
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class ClusterProcesses:
         self._given = directory
         self._log_level = log_level
         self._directory: Path | None = None
+        self._temporary: TemporaryFolder | None = None
         self._master: Master | None = None
         self._backend: ClusterBackend | None = None
         self.data_service = DataService()
@@ -88,15 +88,16 @@ class ClusterProcesses:
     def close(self) -> None:
         """Ends the processes, and removes what `start` has made."""
         with contextlib.ExitStack() as stack:
-            if self._given is None and self._directory is not None:
-                stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
-                self._directory = None
+            if self._temporary is not None:
+                stack.callback(self._temporary.remove)
+                self._temporary = self._directory = None
             self.stop()
 
     def _make_directory(self) -> Path:
         if self._directory is None:
             if self._given is None:
-                self._directory = Path(tempfile.mkdtemp(prefix="elasticcb-"))
+                self._temporary = TemporaryFolder()
+                self._directory = self._temporary.path
             else:
                 self._directory = Path(self._given).absolute()
                 make_private(self._directory)

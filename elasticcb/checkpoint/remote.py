@@ -12,7 +12,6 @@ import logging
 import posixpath
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from elasticcb.checkpoint.manifest import MANIFEST, verify
 from elasticcb.checkpoint.versions import newest_usable
 from elasticcb.errors import CheckpointError, describe
 from elasticcb.storage.remote_files import is_url, opened
+from elasticcb.storage.temporary import TemporaryFolder
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def local_copy(folder: str) -> Iterator[str]:
     if not is_url(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="elasticcb-") as copies:
-        yield str(fetch(folder, Path(copies), logger.warning))
+    with TemporaryFolder() as copies:
+        yield str(fetch(folder, copies, logger.warning))
 
 
 def _fetched(files: Any, root: str, to: Path) -> Path:

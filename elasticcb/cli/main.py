@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import rich_click as click
 
 from elasticcb import __version__
+from elasticcb.cli.clean import clean
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.exits import exit_code
@@ -30,7 +31,9 @@ from elasticcb.process.signals import heed_sigterm
 
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
-@click.command_panel("Jobs", commands=["train", "resume", "status", "logs", "scale", "stop", "evaluate", "predict"])
+@click.command_panel(
+    "Jobs", commands=["train", "resume", "status", "logs", "scale", "stop", "evaluate", "predict", "clean"]
+)
 @click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
 @click.command_panel("Looking into checkpoints", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
@@ -44,7 +47,9 @@ def elasticcb() -> None:
     """
 
 
-for _command in (train, resume, status, scale, evaluate, predict, zoo, jobs, logs, stop, table, master, ps, worker):
+for _command in (
+    train, resume, status, scale, evaluate, predict, zoo, jobs, logs, stop, clean, table, master, ps, worker
+):  # fmt: skip
     elasticcb.add_command(_command)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from elasticcb.errors import UsageError
@@ -93,3 +94,21 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+@contextlib.contextmanager
+def held_if_free(folder: Path) -> Iterator[bool]:
+    """Whether a folder was locked and is so no more, which holds within it; false also where that can't be told."""
+    try:
+        descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        is_free = False
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        yield is_free
+    finally:
+        os.close(descriptor)

@@ -7,6 +7,7 @@ import logging
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, LeaveRequestedError
 from elasticcb.model.spec import Spec
+from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.signals import on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings, Mode
@@ -100,6 +101,7 @@ class TaskLoop:
             return
         if isinstance(event, Batch):
             run.run(event)
+            remove_generated_files()
             run.end_early()
         elif isinstance(event, TaskRead):
             if event.error is not None:

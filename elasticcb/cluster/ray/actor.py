@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE
 from elasticcb.security.tls import FILES, TLS
+from elasticcb.storage.temporary import TemporaryFolder
 
 _LOOK_SECONDS = 1.0  # between looks at what the kernel has killed
 _LAST_LINES = 30
@@ -45,7 +44,7 @@ class PlaceOnNode:
         self._child: SpawnedChild | None = None
         self._launched: Launched | None = None
         self._log = Path()
-        self._keys = ""  # folder of the files of TLS
+        self._keys: TemporaryFolder | None = None  # with the files of TLS
 
     def launch(self, process: RoleProcess, directory: str, marker: str, log_level: str, threads: int) -> Launched:
         """Starts a process, unless it was started before.
@@ -105,17 +104,17 @@ class PlaceOnNode:
         """The master's, in files of this node."""
         if tls is None:
             return None
-        self._keys = tempfile.mkdtemp(prefix="elasticcb-tls-")  # which its owner alone can read
+        self._keys = TemporaryFolder()
         paths = {}
         for name, content in zip(FILES, (tls.cert, tls.key, tls.ca), strict=True):
-            path = Path(self._keys, f"{name}.pem")
+            path = self._keys.path / f"{name}.pem"
             path.write_bytes(content)
             paths[name] = str(path)
         return replace(tls, files=replace(tls.files, **paths))
 
     def _remove_keys(self) -> None:
-        if self._keys:
-            shutil.rmtree(self._keys, ignore_errors=True)
+        if self._keys is not None:
+            self._keys.remove()
 
 
 def _reason(ending: Ending, short_of_memory: bool) -> str:

@@ -1,0 +1,70 @@
+"""`elasticcb clean`: removes what old jobs have left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job_folders import JOBS, find_job
+from elasticcb.errors import ElasticCBError
+from elasticcb.settings import JOURNAL_FILE, RECOVERY_FOLDER
+from elasticcb.storage.folder_lock import held_if_free
+from elasticcb.storage.temporary import abandoned_folders
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("jobs", metavar="[JOB]...", nargs=-1)
+@click.option("--dry_run", is_flag=True, help="Show what would be removed, and remove nothing.")
+def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
+    """Remove what old jobs have left on this machine.
+
+    These are temporary folders of clusters that were killed, and recovery files of jobs that are done. JOB is the
+    folder or the name of a job, as for `status`; without one, all below `jobs` are looked at. What belongs to a job
+    that runs, or can be resumed, stays, as do logs, checkpoints and what is not this user's.
+
+    \b
+    Examples:
+      elasticcb clean --dry_run
+      elasticcb clean jobs/train-mnist-20260101-120000
+    """
+    total = count = 0
+    parent = Path.cwd() / JOBS
+    folders = [find_job(job) for job in jobs] or sorted(parent.iterdir() if parent.is_dir() else ())
+    for found in (abandoned_folders(), _recovery_folders(folders)):
+        for folder in found:
+            size = _bytes_of(folder)
+            if not dry_run:
+                shutil.rmtree(folder, ignore_errors=True)
+            print(f"{size / 1e6:10,.1f} MB  {folder}")
+            total, count = total + size, count + 1
+    print(f"{count} folders, {total / 1e6:,.1f} MB: {'they would be' if dry_run else 'they are'} removed.")
+
+
+def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
+    """Of jobs that are done; each is locked until the next one is asked for."""
+    for job in jobs:
+        folder = job / RECOVERY_FOLDER
+        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+            with held_if_free(job) as is_free:
+                if is_free and _is_done(job):
+                    yield folder
+
+
+def _is_done(job: Path) -> bool:
+    from elasticcb.master.journal import Journal
+
+    path = job / JOURNAL_FILE
+    try:
+        return path.is_file() and Journal(path).memory.over
+    except ElasticCBError:  # damaged, or of a later release
+        return False
+
+
+def _bytes_of(folder: Path) -> int:
+    paths = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sum(os.lstat(path).st_size for path in paths if os.path.lexists(path))

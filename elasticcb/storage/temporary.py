@@ -1,0 +1,48 @@
+"""Temporary folders of which others can tell whether somebody still uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from elasticcb.storage.folder_lock import FolderLock, held_if_free
+
+_PREFIX = "elasticcb-"
+_YOUNG_SECONDS = 60.0  # its owner may be about to lock it
+
+
+class TemporaryFolder:
+    """A new folder that this user alone can read, below the system's temporary one; locked until it is removed, or this
+    process ends. A context manager, which gives its path."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = FolderLock(self.path)
+        self._lock.take()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def abandoned_folders() -> Iterator[Path]:
+    """Such folders of this user whose owners were killed; each is locked until the next one is asked for."""
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # it is gone by now
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or folder.is_symlink() or time.time() - status.st_mtime < _YOUNG_SECONDS:
+                continue
+            with held_if_free(folder) as is_free:
+                if is_free:
+                    yield folder
