@@ -15,6 +15,7 @@ from elasticcb.process.host import host_name
 
 logger = logging.getLogger(__name__)
 
+_FILE = ".lock"
 _LOOK_SECONDS = 0.05
 
 
@@ -35,7 +36,7 @@ class FolderLock:
         file: in the folder, for each use of it another one. It stays there, and tells who has locked it last.
     """
 
-    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = ".lock") -> None:
+    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = _FILE) -> None:
         self._folder, self._wait_seconds, self._file = folder, wait_seconds, file
         self._name = name or str(folder)
         self._descriptor: int | None = None
