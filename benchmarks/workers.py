@@ -23,8 +23,8 @@ from throughput import FULL, QUICK, measure
 _DELAYED = str(Path(__file__).resolve().parent / "delayed")
 NETWORKS = {  # title: folders on Python's path, environment
     "shared memory": ((), {}),
-    "TCP": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "0"}),
-    "TCP, 1 ms": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "1"}),
+    "TCP": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "0", "BENCHMARK_HOST": "127.0.0.1"}),
+    "TCP, 1 ms": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "1", "BENCHMARK_HOST": "127.0.0.1"}),
 }
 
 

@@ -1,9 +1,12 @@
 """The contestant ElasticCB: `Cluster.fit` with a master in this process, workers and servers in their own.
 
 python elastic.py WORKLOAD BATCH_SIZE 'ARGUMENTS OF Cluster AS JSON'
+
+BENCHMARK_HOST in the environment is where the processes listen; without it, a folder of sockets.
 """
 
 import json
+import os
 import sys
 
 import keras
@@ -38,7 +41,8 @@ def main() -> None:
     model = compiled_model(workload, legacy=False)
     given = json.loads(arguments)
     given["exchange"] = elasticcb.ExchangeOptions(**given["exchange"])
-    with elasticcb.Cluster(**given) as cluster:
+    network = elasticcb.NetworkOptions(host=os.environ.get("BENCHMARK_HOST", ""))
+    with elasticcb.Cluster(**given, network=network) as cluster:
         cluster.fit(model, lambda: dataset(size), steps_per_epoch=1_000_000_000, callbacks=[Steps()], verbose=0)
 
 

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
+from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
@@ -42,9 +43,7 @@ class RunningMaster(NamedTuple):
     def at_same_ports(self, cluster: ClusterSettings) -> ClusterSettings:
         """Settings by which another master listens where this one did."""
         addresses = {"port": self.address, "metrics_port": self.metrics, "health_port": self.health}
-        ports: dict[str, Any] = {
-            name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address
-        }
+        ports: dict[str, Any] = {name: port_of(address) for name, address in addresses.items() if address}
         return dataclasses.replace(cluster, **ports)
 
     @property

@@ -141,7 +141,8 @@ class ClusterBackend(ABC):
 
     @property
     def host(self) -> str:
-        """The address that the master is to listen on, for the processes to reach it; known after `prepare`."""
+        """The address, or the folder of sockets, that the master is to listen on, for the processes to reach it; known
+        after `prepare`."""
         return "127.0.0.1"
 
     @property

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
 from elasticcb.cluster.role import Place, RoleProcess
+from elasticcb.security.socket_folder import SocketFolder
+from elasticcb.settings import ClusterSettings
 
 
 class InProcessCluster(ClusterBackend):
@@ -19,20 +21,27 @@ class InProcessCluster(ClusterBackend):
 
     Args:
         run: does what a process does.
+        settings: where the master listens.
     """
 
     name = "inprocess"
     summary = "threads of one process, for breakpoints"
     separate = False
 
-    def __init__(self, run: Callable[[RoleProcess], None]) -> None:
+    def __init__(self, run: Callable[[RoleProcess], None], settings: ClusterSettings | None = None) -> None:
         self._run = run
+        self._settings = settings or ClusterSettings()
+        self._sockets = SocketFolder()
         self._threads: dict[Place, _RoleThread] = {}
         self._last_words: dict[Place, str] = {}
 
     @classmethod
     def make(cls, context: BackendContext) -> InProcessCluster:
-        return cls(context.run_role)
+        return cls(context.run_role, context.settings)
+
+    @property
+    def host(self) -> str:
+        return super().host if self.access.tls or self._settings.port else self._sockets.host
 
     def start(self, role: str, index: int, master_address: str) -> None:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
@@ -57,6 +66,7 @@ class InProcessCluster(ClusterBackend):
         give_up = time.monotonic() + grace_seconds
         for thread in self._threads.values():
             thread.join(max(0.0, give_up - time.monotonic()))
+        self._sockets.remove()
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         return self._last_words.get((role, index), "")

@@ -29,6 +29,7 @@ from elasticcb.rpc.message_service import MessageService
 from elasticcb.rpc.server import Server
 from elasticcb.rpc.services import MASTER_METHODS, MASTER_SERVICE
 from elasticcb.security.credentials import OPEN, Access, is_loopback
+from elasticcb.security.socket_folder import is_folder
 from elasticcb.settings import MOST_WORKERS, ClusterSettings
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Master:
             self.calls, self.server_scaling, self.watchdog.doubt, self.observe, cluster.silence_seconds
         )
         self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
+        if is_folder(host):
+            host = "127.0.0.1"  # where others look for metrics and health
         self._metrics: MetricsServer | None = None
         if cluster.metrics_port is not None:
             self._metrics = MetricsServer(self.observe, lambda: self.desk.ready, host, cluster.metrics_port)

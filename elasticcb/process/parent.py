@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 
 _watch: int | None = None  # a file that becomes readable when this process is to end
 
@@ -16,29 +17,39 @@ def follow_file(watch: int) -> None:
     _watch = watch
 
 
-def follow_parent(parent_pid: int) -> None:
+def follow_parent(parent_pid: int, last: Callable[[], None] = lambda: None) -> None:
     """Makes this process end when its parent does, even by SIGKILL.
 
     Call it before anything slow. A parent that is gone already ends the process here.
+
+    Args:
+        last: is done before.
     """
     if _watch is None and os.getppid() != parent_pid:
-        os._exit(1)
+        _end(last)
     # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
     if _watch is None:
-        thread = threading.Thread(target=_watch_parent, args=(parent_pid,), name="parent", daemon=True)
+        thread = threading.Thread(target=_watch_parent, args=(parent_pid, last), name="parent", daemon=True)
     else:
-        thread = threading.Thread(target=_watch_file, args=(_watch,), name="parent", daemon=True)
+        thread = threading.Thread(target=_watch_file, args=(_watch, last), name="parent", daemon=True)
     thread.start()
 
 
-def _watch_parent(parent_pid: int) -> None:
+def _watch_parent(parent_pid: int, last: Callable[[], None]) -> None:
     while os.getppid() == parent_pid:
         time.sleep(0.5)
-    os._exit(1)
+    _end(last)
 
 
-def _watch_file(watch: int) -> None:
+def _watch_file(watch: int, last: Callable[[], None]) -> None:
     poller = select.poll()
     poller.register(watch, select.POLLIN)
     poller.poll()
-    os._exit(1)
+    _end(last)
+
+
+def _end(last: Callable[[], None]) -> None:
+    try:
+        last()
+    finally:
+        os._exit(1)

@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.clients.running_master import RunningMaster, published, running_master
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import make_backend
-from elasticcb.errors import ElasticCBError, JobDoneError, JobFailedError, LastCheckpointError, ReplacedError
+from elasticcb.errors import (
+    ElasticCBError,
+    JobDoneError,
+    JobFailedError,
+    LastCheckpointError,
+    ReplacedError,
+    UsageError,
+)
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.logs import native_messages_to, setup_logging
 from elasticcb.roles.process import quiet_tensorflow
 from elasticcb.roles.run import run_role
+from elasticcb.security.socket_folder import host_of, remove_folder
 from elasticcb.settings import (
     JOB_FILE,
     JOURNAL_FILE,
@@ -145,6 +153,9 @@ def _begin(settings: JobSettings) -> str:
 
 def _prepared_backend(context: BackendContext) -> ClusterBackend:
     backend = make_backend(context)
+    if not backend.taken_over:
+        with contextlib.suppress(UsageError):  # of a master that was killed with all its processes
+            remove_folder(host_of(running_master(context.directory).address))
     if not backend.separate:
         limit_threads(os.environ)
     backend.prepare()

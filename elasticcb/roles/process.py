@@ -7,6 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.cluster.role import RoleProcess
 from elasticcb.errors import (
     CallbackError,
     ConnectionLostError,
@@ -23,6 +24,7 @@ from elasticcb.process.logs import setup_logging
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_parent
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.security.socket_folder import host_of, remove_folder
 from elasticcb.settings import JobSettings
 
 if TYPE_CHECKING:
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def begin(role: str, index: int, parent_pid: int | None) -> None:
+def begin(process: RoleProcess) -> None:
     """What a process does before it imports TensorFlow."""
-    if parent_pid is not None:
-        follow_parent(parent_pid)
+    role, index = process.place
+    if process.parent_pid is not None:
+        # With its parent all of the job ends, and nobody else is left to remove the folder.
+        follow_parent(process.parent_pid, lambda: remove_folder(host_of(process.master)))
         allow_many_files()
     if threading.current_thread() is threading.main_thread():
         name = f"{role}-{index}" if index >= 0 else role

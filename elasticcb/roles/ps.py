@@ -15,6 +15,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles import process
 from elasticcb.rpc.health import HealthServer
 from elasticcb.rpc.services import PS_SERVICE
+from elasticcb.security.socket_folder import host_of
 from elasticcb.settings import Command, JobSettings
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def run_ps(server: RoleProcess) -> None:
 
     Raises `ConnectionLostError` when a port is taken.
     """
-    process.begin("ps", server.index, server.parent_pid)
+    process.begin(server)
     role = _ServerRole(server)
     health = None
     if server.health_port is not None:
@@ -60,7 +61,7 @@ class _ServerRole:
 
     def __init__(self, process: RoleProcess) -> None:
         self._index = self._place = process.index
-        self._listens_at = process.host, process.port
+        self._listens_at = host_of(process.master) or process.host, process.port
         self._server: PSServer | None = None
 
     @property

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def run_worker(worker: RoleProcess) -> None:
     """Joins the cluster of a master as a worker, and works until it has no job any more."""
-    process.begin("worker", worker.index, worker.parent_pid)
+    process.begin(worker)
     from elasticcb.clients.master import MasterClient
     from elasticcb.worker.functions import FunctionWorker
     from elasticcb.worker.worker import Worker

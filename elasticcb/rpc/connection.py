@@ -38,7 +38,7 @@ class Connection:
     Calls that go around `call` have to carry `metadata`.
 
     Args:
-        address: "host:port".
+        address: "host:port", or that of a socket in a folder.
         name: what the server is, for messages: "the master", "parameter server 1".
         patience_seconds: how long to go on trying before `ConnectionLostError`.
         access: to the job.
@@ -57,7 +57,7 @@ class Connection:
         self.channel = open_channel(address, access.tls)
         self._answered = False  # whether the server has ever answered
         self._closed = False
-        self._grpc = GrpcTransport(self.channel)
+        self._grpc = GrpcTransport(self.channel, address)
         self._shared: SharedMemoryTransport | None = None  # when it is first used
         self._making = threading.Lock()
 

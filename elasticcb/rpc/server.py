@@ -1,4 +1,5 @@
-"""gRPC servers as this project uses them: on free ports, with threads of their own for calls that wait for nothing."""
+"""gRPC servers as this project uses them: on free ports or in folders of sockets, with threads of their own for calls
+that wait for nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from elasticcb.rpc.admission import CallThreads, Gate, RefusedCalls
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.transport import OPTIONS, message_limit
 from elasticcb.security.credentials import OPEN, Access
+from elasticcb.security.socket_folder import address_of, free_port, is_folder
 
 _CONTROL_THREADS = 8  # for calls that wait for nothing
 _HANDSHAKE = ("grpc.server_handshake_timeout_ms", 10_000)
@@ -21,7 +23,7 @@ class Server:
     """A gRPC server on a free port. It answers calls that carry its `PROTOCOL`.
 
     Args:
-        host: interface to listen on.
+        host: interface to listen on, or a folder of sockets.
         port: 0 takes any free one.
         threads: how many calls it answers at once; a long poll takes one all the while. Calls that wait for nothing
             have others.
@@ -31,7 +33,7 @@ class Server:
     Attributes:
         refused: counts the calls that it refuses.
 
-    Raises `ConnectionLostError` when the port is taken.
+    Raises `ConnectionLostError` when the port is taken, or others can enter the folder.
     """
 
     def __init__(
@@ -53,19 +55,29 @@ class Server:
             options.append(_IDLE)
         self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
-            if access.tls is None:
-                self.port = self.grpc_server.add_insecure_port(f"{host}:{port}")
-            else:
-                own = [(access.tls.key, access.tls.cert)]
-                credentials = grpc.ssl_server_credentials(own, access.tls.ca, require_client_auth=True)
-                self.port = self.grpc_server.add_secure_port(f"{host}:{port}", credentials)
+            self.port = self._bind(host, port, access)
+        except OSError as error:
+            raise ConnectionLostError(f"Can't listen on {address_of(host, port)}: {error}.") from error
         except RuntimeError as error:
             raise ConnectionLostError(
                 f"Can't listen on {host}:{port}: another process holds the port, or {host} is no address of this "
                 "machine. Choose another port, or 0 for any that is free."
             ) from error
-        self.address = f"{host}:{self.port}"
+        self.address = address_of(host, self.port)
         self._frame_services: list[FrameService] = []
+
+    def _bind(self, host: str, port: int, access: Access) -> int:
+        in_folder = is_folder(host)
+        if in_folder:
+            port = free_port(host, port)
+        where = address_of(host, port)
+        if access.tls is None:
+            bound: int = self.grpc_server.add_insecure_port(where)
+        else:
+            own = [(access.tls.key, access.tls.cert)]
+            credentials = grpc.ssl_server_credentials(own, access.tls.ca, require_client_auth=True)
+            bound = self.grpc_server.add_secure_port(where, credentials)
+        return port if in_folder else bound
 
     def add(self, service: FrameService) -> None:
         """Serves it from `start` until `stop`."""

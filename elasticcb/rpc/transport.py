@@ -16,6 +16,7 @@ from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ClientMemory
 from elasticcb.rpc.tensors import Frame, encode_frame, frame_decoder, has_arrays
 from elasticcb.security import tls
+from elasticcb.security.socket_folder import host_of, why_unsafe
 
 # Weights travel in messages of many MB; gRPC's own limit of 4 MB would refuse them.
 OPTIONS: list[tuple[str, Any]] = [
@@ -79,10 +80,12 @@ class GrpcTransport(Transport):
 
     Args:
         channel: to the server; whoever has opened it closes it.
+        address: of the server.
     """
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, address: str) -> None:
         self._channel = channel
+        self._folder = host_of(address)
         self._senders: dict[str, Any] = {}
 
     def call(self, method: Method, frame: Any, timeout: float, metadata: Metadata = ()) -> Any:
@@ -92,7 +95,9 @@ class GrpcTransport(Transport):
         return method.response.FromString(answer)
 
     def raw(self, path: str) -> Any:
-        """What sends bytes to a method."""
+        """What sends bytes to a method. Raises `CallError` where another user may have taken the server's place."""
+        if self._folder and (unsafe := why_unsafe(self._folder)):
+            raise CallError(grpc.StatusCode.UNAVAILABLE, unsafe)
         if path not in self._senders:
             self._senders[path] = self._channel.unary_unary(path, None, None)
         return self._senders[path]

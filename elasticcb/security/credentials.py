@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from elasticcb.errors import UsageError
+from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import TLS
 
 TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
@@ -44,7 +45,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host == "localhost" or is_folder(host)
 
 
 def token_of_environment() -> str:

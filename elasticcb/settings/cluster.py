@@ -22,7 +22,8 @@ class NetworkOptions(Section):
         unit="ADDRESS",
         pattern=r"[^/\s]+",
         expected="an address like 0.0.0.0, without a port",
-        default_text="127.0.0.1; with --cluster=ray its node's",
+        default_text="a folder of Unix sockets; 127.0.0.1 with --port, TLS or --cluster=external; with "
+        "--cluster=ray its node's",
         roles=("ps",),
     )
     port: int = setting(

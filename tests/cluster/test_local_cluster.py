@@ -5,6 +5,7 @@ import operator
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,11 +15,14 @@ import numpy as np
 import psutil
 import pytest
 
+from certificates import CA
 from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
 from elasticcb.rpc import connection as connection_module
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import TLS
 from elasticcb.settings import ClusterSettings
 
 NOBODY = "127.0.0.1:9"
@@ -62,6 +66,23 @@ def test_the_last_lines_of_a_log_are_at_hand(cluster, tmp_path):
     assert cluster.log_tail("ps", 7) == ""
 
 
+def test_the_master_listens_in_a_folder_of_sockets_that_goes_with_the_cluster(cluster):
+    folder = Path(cluster.host.removeprefix("unix:"))
+    assert cluster.host == f"unix:{folder}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "1"))
+    cluster.stop(0.0)
+    assert not folder.exists()
+
+
+def test_the_master_listens_at_a_port_with_certificates_or_where_one_was_chosen(tmp_path):
+    cluster = LocalCluster(str(tmp_path), settings=ClusterSettings(port=50001))
+    assert cluster.host == "127.0.0.1"
+    cluster = LocalCluster(str(tmp_path))
+    cluster.access = Access("token", TLS.load(CA(tmp_path).issue()))
+    assert cluster.host == "127.0.0.1"
+
+
 # ------------------------------------------------------------ forked by one process
 
 
@@ -76,6 +97,7 @@ def zygotes():
 def shared(tmp_path_factory):
     """A cluster whose first process takes seconds to start, and the others none."""
     cluster = LocalCluster(str(tmp_path_factory.mktemp("shared")))
+    cluster.access = Access("token")  # without one its processes end at once
     yield cluster
     cluster.stop(0.0)
 

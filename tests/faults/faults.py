@@ -102,7 +102,10 @@ class Network:
                 listener.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{listener.getsockname()[1]}"
                 host, _, port = target.rpartition(":")
-                family, there = socket.AF_INET, (host, int(port))
+                if host == "unix":
+                    family, there = socket.AF_UNIX, port
+                else:
+                    family, there = socket.AF_INET, (host, int(port))
             proxy = route.proxy(family, there)
             self._listen(listener, proxy.forward)
             asked.sendall(json.dumps(address).encode() + b"\n")

@@ -53,7 +53,7 @@ EVENTS = {
 
 
 _BEGINNINGS: dict[str, tuple[str, Any]] = {
-    "elasticcb.roles.process": ("begin", lambda role, index, *_: _arm(role, index)),
+    "elasticcb.roles.process": ("begin", lambda process: _arm(*process.place)),
     "elasticcb.roles.master": ("running_cluster", lambda *_, **__: _arm("master", 0)),
 }
 

@@ -1,7 +1,7 @@
 """What somebody of another user finds where the processes of a job listen.
 
-As a program: reads the listening sockets from its input, as JSON, becomes another user, tries each, and prints what was
-answered, as JSON: by socket, a word for each attempt.
+As a program: reads sockets from its input, as JSON, becomes another user, and prints as JSON, by socket, a word for
+each attempt: to call who listens there (`call`), to listen there instead (`take`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -48,10 +48,20 @@ def listening(processes: Iterable[psutil.Process]) -> list[str]:
 
 def answers(sockets: list[str]) -> dict[str, list[str]]:
     """What another user is answered at each of them, without the job's token."""
+    return _as_another_user("call", sockets)
+
+
+def takes(sockets: list[str]) -> dict[str, list[str]]:
+    """What becomes of the attempts of another user to listen at Unix sockets: to bind one, to remove it, and to have
+    another folder in the place of its own."""
+    return _as_another_user("take", sockets)
+
+
+def _as_another_user(what: str, sockets: list[str]) -> dict[str, list[str]]:
     if os.getuid():
         pytest.skip("only root can become another user")
     done = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(sockets), capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, what], input=json.dumps(sockets), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, list[str]] = json.loads(done.stdout)
@@ -94,12 +104,32 @@ def _by_unix(name: str) -> str:
             return "refused"
 
 
+def _taken(path: str) -> list[str]:
+    folder = os.path.dirname(path)
+    attempts: list[Callable[[], Any]] = [
+        lambda: socket.socket(socket.AF_UNIX).bind(path),
+        lambda: os.unlink(path),
+        lambda: os.rename(folder, f"{folder}-gone"),
+        lambda: os.listdir(folder),
+    ]
+    return [_outcome(attempt) for attempt in attempts]
+
+
+def _outcome(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+
 def main() -> None:
     sockets = json.load(sys.stdin)
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    print(json.dumps({where: sorted(_tried(where)) for where in sockets}))
+    attempt = {"call": _tried, "take": _taken}[sys.argv[1]]
+    print(json.dumps({where: sorted(attempt(where)) for where in sockets}))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
+import socket
+import stat
+from collections import Counter
+from pathlib import Path
 
 import keras
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from strangers import answers, listening
+from strangers import answers, listening, takes
 
 import elasticcb
 from elasticcb.clients.running_master import running_master
@@ -28,6 +35,16 @@ def assert_all_refuse(sockets, servers, open_to_all=None):
     assert all(answered in REFUSALS for answered in found.values()), found
     assert sum(answered == ["UNAUTHENTICATED"] for answered in found.values()) == servers, found
     assert all(where.startswith(("127.0.0.1:", "@", "/")) for where in sockets), sockets
+
+
+def assert_in_one_folder(sockets, listeners):
+    """None is a port; so many lie in the job's folder for sockets. Returns that folder."""
+    assert all(each.startswith(("@", "/")) for each in sockets), sockets
+    folders = Counter(Path(each).parent for each in sockets if each.startswith("/"))
+    assert all(stat.S_IMODE(each.stat().st_mode) == 0o700 for each in folders)
+    ((folder, found),) = ((each, found) for each, found in folders.items() if each.name.startswith("elasticcb-"))
+    assert found == listeners
+    return folder
 
 
 def sockets_of(job):
@@ -52,7 +69,8 @@ def test_a_python_cluster_with_every_kind_of_data(tmp_path):
         cluster.predict(model, X, verbose=0)
         me = psutil.Process()
         sockets = [each for each in listening([me, *me.children(recursive=True)]) if each not in before]
-        assert_all_refuse(sockets, servers=3)
+        assert_all_refuse(sockets, servers=0)
+        assert_in_one_folder(sockets, listeners=3)
 
 
 @pytest.fixture
@@ -66,9 +84,39 @@ def test_a_command_with_ports_for_metrics_and_health_which_alone_answer(data, st
     job = start_job("train", *train_flags(data, "linear", num_epochs=500, metrics_port=0, health_port=0, num_ps=2))
     job.wait_for_line("Evaluation at version")
     master = running_master(data / "job")
-    assert_all_refuse(
-        sockets_of(job), 3, {master.metrics: ["UNAVAILABLE", "metrics"], master.health: ["UNIMPLEMENTED"]}
-    )
+    sockets = sockets_of(job)
+    assert_all_refuse(sockets, 0, {master.metrics: ["UNAVAILABLE", "metrics"], master.health: ["UNIMPLEMENTED"]})
+    folder = assert_in_one_folder([each for each in sockets if each not in (master.metrics, master.health)], 3)
+    job.interrupt()
+    job.finish()
+    assert not folder.exists()
+
+
+def test_nobody_else_can_take_the_place_of_a_server_that_was_killed(data, start_job):
+    job = start_job("train", *train_flags(data, "linear", num_epochs=500, checkpoint_interval=1))
+    job.wait_for_line("Evaluation at version")
+    (server,) = job.children("ps")
+    before = [each for each in listening([server]) if each.startswith("/")]
+    folder = assert_in_one_folder(before, 1)
+    job.kill("ps")
+    assert set(itertools.chain(*takes(before).values())) == {"PermissionError"}
+    job.wait_for_line("Parameter server 0 is back")
+    after = [each for each in listening(job.children("ps")) if each.startswith("/")]
+    assert_in_one_folder(after, 1)
+    assert before != after
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.assert_no_orphans()
+    assert not folder.exists()  # whatever was killed
+
+
+def test_a_job_whose_port_was_chosen_listens_there(data, start_job):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = start_job("train", *train_flags(data, "linear", num_epochs=500, port=port))
+    job.wait_for_line("Evaluation at version")
+    assert_all_refuse(sockets_of(job), 2)
+    assert running_master(data / "job").address == f"127.0.0.1:{port}"
     job.interrupt()
     job.finish()
 

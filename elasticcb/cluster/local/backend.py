@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -14,6 +16,7 @@ from elasticcb.cluster.local.fork_server import ForkServer, can_fork
 from elasticcb.cluster.local.supervisor import keep_master
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
 from elasticcb.storage.folder_lock import FolderLock
 
@@ -55,8 +58,11 @@ class LocalCluster(ClusterBackend):
         self._children: dict[Place, Child] = {}
         self._fork_server = fork_server
         self._gpus = visible_gpus()
+        self._sockets = SocketFolder()
         for arguments, child in [] if fork_server is None else fork_server.taken_over:
-            self._children[arguments[0], int(arguments[arguments.index("--index") + 1])] = child
+            given = dict(itertools.pairwise(arguments))
+            self._children[arguments[0], int(given["--index"])] = child
+            self._sockets = SocketFolder(given["--master"])
 
     @classmethod
     def make(cls, context: BackendContext) -> LocalCluster:
@@ -85,6 +91,10 @@ class LocalCluster(ClusterBackend):
                 self._fork_server = ForkServer.launch(environment, self._logs / "zygote.log", watch)
             finally:
                 os.close(watch)
+
+    @property
+    def host(self) -> str:
+        return super().host if self.access.tls or self._settings.port else self._sockets.host
 
     def start(self, role: str, index: int, master_address: str) -> None:
         self.kill(role, index)  # one that has said goodbye, and is still there
@@ -126,17 +136,13 @@ class LocalCluster(ClusterBackend):
         children = list(self._children.values())
         server, self._fork_server = self._fork_server, None
         self._children.clear()
-        try:
+        with contextlib.ExitStack() as last:  # also after a second Ctrl-C
+            last.callback(self._sockets.remove)
+            if server is not None:
+                last.callback(server.close)
+            last.callback(_kill, children)
             if server is not None:
                 server.give_up_waiting()
-        finally:
-            # SIGTERM would make them put down their work with care, and nobody will go on with it.
-            for child in children:
-                child.send_signal(signal.SIGKILL)
-            for child in children:
-                child.wait()
-            if server is not None:
-                server.close()
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         try:
@@ -158,3 +164,11 @@ class LocalCluster(ClusterBackend):
         # Servers rest while workers compute, so that workers divide the cores among themselves.
         limit_threads(environment, self._settings.num_workers + (self._settings.num_ps if role == "ps" else 0))
         return environment
+
+
+def _kill(children: list[Child]) -> None:
+    # SIGTERM would make them put down their work with care, and nobody will go on with it.
+    for child in children:
+        child.send_signal(signal.SIGKILL)
+    for child in children:
+        child.wait()
