@@ -55,13 +55,16 @@ def stop_job(folder: Path, seconds: float) -> str:
     give_up = time.monotonic() + seconds
     told = False
     while True:
-        with contextlib.closing(EndOfJob(folder)) as end:
+        with contextlib.ExitStack() as opened:
+            ends = [opened.enter_context(contextlib.closing(EndOfJob(folder)))]
             with master_of(folder) as master:
                 pid, host = master.stop()
+            # Another master may have answered than that whose end would be seen by what was opened before.
+            ends.append(opened.enter_context(contextlib.closing(EndOfJob(folder))))
             if not told:
                 print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
                 told = True
-            while not (gone := end.has_come) and time.monotonic() < give_up:
+            while not (gone := all(end.has_come for end in ends)) and time.monotonic() < give_up:
                 time.sleep(_LOOK_SECONDS)
         ended = how_it_ended(folder) if gone else None
         if ended is not None:
