@@ -142,7 +142,8 @@ class RecoveryLog:
         self._entries = entries
 
     def _check_is_ours(self) -> None:
-        if self._own is not None and _identity(self._folder / _LOG) != self._own:
+        found = _identity(self._folder / _LOG)  # None: it is gone, or can't be reached, which writing will tell
+        if self._own is not None and found is not None and found != self._own:
             raise CheckpointError(
                 f"Another parameter server has taken the place of this one, and writes the files in {self._folder}."
             )

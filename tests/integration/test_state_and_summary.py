@@ -1,9 +1,8 @@
 """The summary of a job and the state that it leaves are of the same moment."""
 
-import json
-
 from elasticcb.master.state_document import document
 from elasticcb.settings import Command
+from elasticcb.storage import durable
 from jobs import LINEAR_MODEL, job_settings, linear_data, run_job, write_model_file
 
 RECEIVER = """
@@ -14,7 +13,7 @@ RECEIVER = """
 
 
 def assert_agree(folder, summary, trained=0, evaluated=0, predicted=0):
-    state = json.loads((folder / "status.json").read_text())
+    state = durable.read_document(folder / "status.json")
     records = state["records"]
     assert (records["trained"], records["evaluated"], records["predicted"]) == (trained, evaluated, predicted)
     told = document(summary, over=True)
