@@ -26,8 +26,8 @@ train: $(VENV)/.installed  ## trains a digit classifier on a local cluster and e
 # Tests start many processes: what Python compiles for one of them is there for the others.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Half of the time of a test of processes is waiting: two run at once, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
+# Half of the time of a test of processes is waiting: three run at once, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=20
 
 test: $(VENV)/.installed-test  ## each promise once, in some minutes; TESTS="tests/ps -x" names some
 	$(PYTEST) $(TESTS)
