@@ -103,8 +103,6 @@ PS_METHODS = _methods(
     whole={
         *("ReadLog", "Receive"),
         *(
-            "Initialize",
-            "Export",
             "SetNeighbour",
             "Persist",
             "Snapshot",

@@ -203,7 +203,7 @@ def interrupted(cluster, tmp_path):
     control.failed = Counter()
     count, written = ((lambda name=name: control.failed.update([name])) for name in ("checkpoints", "written"))
     failures = CheckpointFailures(count, written, told.append)
-    yield control, CheckpointWriter(settings, control, failures, False), told, tmp_path / "checkpoints"
+    yield control, CheckpointWriter(settings, control, failures, False, lambda: None), told, tmp_path / "checkpoints"
     control.close()
 
 
