@@ -57,7 +57,7 @@ class CallbackStates:
             self._given[place] = {name: value for name, value in vars(callback).items() if _is_function(value)}
             now, _ = _written(Writer(callback), "", vars(callback))
             made_with = self._made_with[place]
-            # What was set then may come back to what it was before: only what stayed can be left out later.
+            # An attribute that has changed once is always saved, even if it returns to its first value.
             self._made_with[place] = {
                 name: value for name, value in now.items() if made_with.get(name, _UNSET) == value
             }
