@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.clients.running_master import EndOfJob, running_master
+from elasticcb.clients.running_master import has_ended, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.settings import JOB_FILE, STATUS_FILE
 from elasticcb.storage import durable
@@ -55,17 +55,13 @@ def stop_job(folder: Path, seconds: float) -> str:
     give_up = time.monotonic() + seconds
     told = False
     while True:
-        with contextlib.ExitStack() as opened:
-            ends = [opened.enter_context(contextlib.closing(EndOfJob(folder)))]
-            with master_of(folder) as master:
-                pid, host = master.stop()
-            # Another master may have answered than that whose end would be seen by what was opened before.
-            ends.append(opened.enter_context(contextlib.closing(EndOfJob(folder))))
-            if not told:
-                print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
-                told = True
-            while not (gone := all(end.has_come for end in ends)) and time.monotonic() < give_up:
-                time.sleep(_LOOK_SECONDS)
+        with master_of(folder) as master:
+            pid, host = master.stop()
+        if not told:
+            print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
+            told = True
+        while not (gone := has_ended(folder)) and time.monotonic() < give_up:
+            time.sleep(_LOOK_SECONDS)
         ended = how_it_ended(folder) if gone else None
         if ended is not None:
             break
@@ -112,8 +108,7 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
         yield from deque(file, maxlen=lines)
         gone_since = math.inf
         while follow:
-            with contextlib.closing(EndOfJob(folder)) as end:
-                gone = end.has_come
+            gone = has_ended(folder)
             yield from file
             now = time.monotonic()
             gone_since = min(gone_since, now) if gone else math.inf

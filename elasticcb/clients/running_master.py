@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
@@ -17,6 +15,7 @@ from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import is_owned
 
 MASTER_FILE = "master.json"
 
@@ -53,28 +52,15 @@ class RunningMaster(NamedTuple):
 
 
 @contextlib.contextmanager
-def published(folder: Path, master: RunningMaster, until_end: contextlib.ExitStack) -> Iterator[None]:
-    """Within it, commands of the same user find `master` by the job's folder.
-
-    The file stays locked until `until_end` closes, which tells those who have opened it when the processes are gone.
-    """
-    path = folder / MASTER_FILE
-
-    files = []
-
-    def lock(unfinished: Path) -> None:
-        file = until_end.enter_context(unfinished.open("rb+"))
-        files.append(file)
-        with contextlib.suppress(OSError):  # some file systems know no locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    durable.write_document(path, master._asdict(), lock)
+def published(folder: Path, master: RunningMaster) -> Iterator[None]:
+    """Within it, commands of the same user find `master` by the job's folder."""
+    durable.write_document(folder / MASTER_FILE, master._asdict())
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if os.path.samestat(path.stat(), os.fstat(files[0].fileno())):  # else it is another master's
-                path.unlink()
+        with contextlib.suppress(OSError, UsageError):
+            if running_master(folder) == master:  # else it is another one's
+                (folder / MASTER_FILE).unlink()
 
 
 def running_master(folder: str | Path) -> RunningMaster:
@@ -93,28 +79,11 @@ def _why_not(folder: Path) -> str:
     )
 
 
-class EndOfJob:
-    """Tells when the processes of a job are gone. Make it while its master is up."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / MASTER_FILE
-        try:
-            self._file: IO[bytes] | None = self._path.open("rb")
-        except OSError:
-            self._file = None
-
-    @property
-    def has_come(self) -> bool:
-        if self._file is None:
-            return True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return not self._path.exists()  # this file system knows no locks
+def has_ended(folder: Path) -> bool:
+    """Whether no master owns the folder of a job: all processes are gone, or another master is about to take it."""
+    try:
+        return not is_owned(folder)
+    except FileNotFoundError:
         return True
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    except OSError:
+        return not (folder / MASTER_FILE).exists()  # this file system knows no locks

@@ -135,7 +135,7 @@ def running_cluster(
 
         with _ended(master, settings):
             running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
-            with published(folder, running, until_end):
+            with published(folder, running):
                 yield run
 
 

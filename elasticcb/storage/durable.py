@@ -70,14 +70,12 @@ def replacing(
 def write(
     path: Path,
     content: bytes,
-    before: Callable[[Path], object] = lambda unfinished: None,
     mode: int = PRIVATE,
     sync_names: bool = True,
 ) -> None:
     """Writes a file.
 
     Args:
-        before: is given the file before it gets its name.
         mode: who may read it, less what the umask forbids: `PRIVATE`, or `SHARED` with other users.
         sync_names: as of `replacing`.
 
@@ -87,7 +85,6 @@ def write(
     def check(unfinished: Path) -> None:
         if unfinished.read_bytes() != content:
             raise OSError(f"{unfinished} does not hold what was written to it")
-        before(unfinished)
 
     with replacing(path, check, sync_names) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -97,15 +94,10 @@ def write(
             os.close(descriptor)
 
 
-def write_document(
-    path: Path,
-    document: Mapping[str, Any],
-    before: Callable[[Path], object] = lambda unfinished: None,
-    mode: int = PRIVATE,
-) -> None:
+def write_document(path: Path, document: Mapping[str, Any], mode: int = PRIVATE) -> None:
     """Writes a JSON object, with its checksum; as `write`."""
     text = json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1)
-    write(path, text.encode() + b"\n", before, mode)
+    write(path, text.encode() + b"\n", mode)
 
 
 def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any]:

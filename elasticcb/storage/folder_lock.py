@@ -97,6 +97,18 @@ class FolderLock:
         self.release()
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether a process owns a folder. Raises `OSError` where that can't be told, or nobody ever did."""
+    descriptor = os.open(folder / _FILE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def held_if_free(folder: Path) -> Iterator[bool]:
     """Whether a folder was locked and is so no more, which holds within it; false also where that can't be told."""

@@ -1,15 +1,15 @@
 """What a process of a job on this machine wrote, and when that is all."""
 
-import contextlib
 import errno
 import fcntl
 
 import pytest
 
 from elasticcb.cli.local_job import log_lines
-from elasticcb.clients.running_master import EndOfJob, RunningMaster, published
+from elasticcb.clients.running_master import RunningMaster, has_ended, published
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
+from elasticcb.storage.folder_lock import FolderLock
 
 
 @pytest.fixture
@@ -32,10 +32,12 @@ def test_a_job_that_runs_is_not_over_where_locks_are_not_known_either(tmp_path, 
 
     if not locks:
         monkeypatch.setattr(fcntl, "flock", unknown)
-    with contextlib.ExitStack() as until_end:
-        with published(tmp_path, RunningMaster.of("localhost:1", Access("token"), "", ""), until_end):
-            end = until_end.enter_context(contextlib.closing(EndOfJob(tmp_path)))
-            assert not end.has_come
-        assert end.has_come != locks
-    with contextlib.closing(EndOfJob(tmp_path)) as end:
-        assert end.has_come
+    with FolderLock(tmp_path):
+        with published(tmp_path, RunningMaster.of("localhost:1", Access("token"), "", "")):
+            assert not has_ended(tmp_path)
+        assert has_ended(tmp_path) != locks  # processes may still be about to end
+    assert has_ended(tmp_path)
+
+
+def test_a_job_that_has_not_begun_has_no_owner(tmp_path):
+    assert has_ended(tmp_path)
