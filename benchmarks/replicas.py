@@ -97,7 +97,7 @@ class Pair:
             process.start()
             self._started.append((process, here))
         addresses = [pipe.recv() for _, pipe in self._started]
-        self._control = PSControl(PSClient(ServerGroup(addresses, self._specs, True)))
+        self._control = PSControl(PSClient(ServerGroup(addresses, self._specs, True)), "training")
         self._control.initialize(InitialModel([np.zeros(spec.shape, "f4") for spec in self._specs]))
         self._client = PSClient(ServerGroup(addresses, self._specs, True), client_id=1)
         self._client.pull()

@@ -132,7 +132,7 @@ def main() -> None:
     from elasticcb.master.ps_admin import PSControl
 
     specs = specs_of(given.dim)
-    control = PSControl(PSClient(ServerGroup([address], specs, True)))
+    control = PSControl(PSClient(ServerGroup([address], specs, True)), "training")
     control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
     client = PSClient(ServerGroup([address], specs, True), client_id=1)
     client.pull()

@@ -25,7 +25,7 @@ def client_of(
 class TrainingControl(PSControl):
     """A master's control that tests train by, too: what it lacks its client has, or its servers have."""
 
-    def __init__(self, *given: Any, run: str = "", **group: Any) -> None:
+    def __init__(self, *given: Any, run: str = "training", **group: Any) -> None:
         super().__init__(client_of(*given, **group), run)
 
     def __getattr__(self, name: str) -> Any:

@@ -75,8 +75,7 @@ class ServerGroup:
             None: it does not.
 
     Attributes:
-        known: the servers, by index.
-        partition: what each of them holds of all but embedding tables.
+        known: the servers, by index; another list when their number changes.
 
     Its calls raise `ConnectionLostError` when a server stays out of reach, `WireError` when it refuses a message.
     """
@@ -100,9 +99,7 @@ class ServerGroup:
         self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="ps-client")
         self._blocks_before: PlacedBlocks = PlacedBlocks((), ())
         self.buckets = buckets or even(len(addresses))
-        self.partition: Sequence[Sequence[Slice]] = ()
         self.known: list[KnownServer] = []
-        self._present: tuple[list[KnownServer], Sequence[Sequence[Slice]]] = (self.known, self.partition)
         self.follow(Places(addresses, ids or [0] * len(addresses), self.buckets))
 
     @property
@@ -110,15 +107,20 @@ class ServerGroup:
         """To the servers, by index."""
         return [server.link for server in self.known]
 
+    @property
+    def partition(self) -> Sequence[Sequence[Slice]]:
+        """What each of them holds of all but embedding tables."""
+        return [server.slices for server in self.known]
+
     # ------------------------------------------------------------ what was pulled from them
 
     @property
     def blocks(self) -> PlacedBlocks:
         """The newest weights pulled."""
-        servers, parts = self._present
+        servers = self.known  # which another thread may replace meanwhile
         if not all(server.pulled for server in servers):  # their number has changed
             return self._blocks_before
-        return PlacedBlocks((server.blocks for server in servers), parts)
+        return PlacedBlocks([server.blocks for server in servers], [server.slices for server in servers])
 
     @property
     def has_moved(self) -> bool:
@@ -129,17 +131,15 @@ class ServerGroup:
 
     def follow(self, places: Places) -> None:
         """Speaks to these servers from now on."""
-        count = len(places.addresses)
         if self.known:
             self._blocks_before = self.blocks
-        self.buckets, self.partition = places.buckets, partition(self.specs, count, self.split)
+        self.buckets = places.buckets
         known = {(server.index, server.link.address, server.link.id): server.link for server in self.known}
         links = []
         for index, place in enumerate(zip(places.addresses, places.ids, strict=True)):
             links.append(known.pop((index, *place)) if (index, *place) in known else self.link(index, *place))
-        self.known = [KnownServer(*each) for each in zip(range(count), self.partition, links, strict=True)]
-        # Another thread may look at the blocks meanwhile.
-        self._present = self.known, self.partition
+        parts = partition(self.specs, len(links), self.split)
+        self.known = [KnownServer(index, *each) for index, each in enumerate(zip(parts, links, strict=True))]
         for link in known.values():
             link.close()
 

@@ -56,15 +56,14 @@ class PSControl:
 
     Args:
         client: the master's own.
-        run: names the training, in the servers' recovery files; "": a new one.
+        run: names the training, in the servers' recovery files.
 
     Attributes:
         servers: those of the client.
     """
 
-    def __init__(self, client: PSClient, run: str = "") -> None:
-        self.client, self.servers = client, client.servers
-        self.run = run or secrets.token_hex(8)
+    def __init__(self, client: PSClient, run: str) -> None:
+        self.client, self.servers, self.run = client, client.servers, run
         self._export_id = 0
 
     def neighbour(self, index: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +37,47 @@ from elasticcb.tf.convert import forget_kernels
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a job asks of each of its parameter servers.
+
+    Attributes:
+        training: asynchronous or synchronous, and how many gradients make an update.
+        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
+        access: to the job, to call other servers with.
+        limits: of embedding tables.
+        recovery: the folder for recovery files of all servers, and the seconds between two of them; None: none are
+            written.
+        warn: shows the user that something is wrong which the job survives.
+        patience_seconds: of calls to other servers.
+        lost_workers: ids of those whose pushes are refused. It may grow.
+        replicas: whether a neighbour keeps what these files lack.
+    """
+
+    training: TrainingSettings
+    make_optimizers: MakeOptimizers | None
+    access: Access
+    limits: TableLimits
+    recovery: tuple[Path, float] | None
+    warn: Callable[[str], None]
+    patience_seconds: float
+    lost_workers: Collection[int]
+    replicas: bool
+
+
 class Holder:
     """Holds the model of one server.
 
     Args:
         replay: makes a change of a lost server again, which its neighbour has kept; whether that is possible.
 
-    The other arguments are those of `Servicer`.
-
     Attributes:
         lock: lets one call at a time read or change the model.
         model: None until the master has called `Initialize`.
     """
 
-    def __init__(
-        self,
-        training: TrainingSettings,
-        make_optimizers: MakeOptimizers | None,
-        access: Access,
-        limits: TableLimits,
-        recovery: tuple[Path, float] | None,
-        warn: Callable[[str], None],
-        patience_seconds: float,
-        replicas: bool,
-        replay: Callable[[Entry, ServedModel], bool],
-    ) -> None:
-        self._training, self._make_optimizers = training, make_optimizers
-        self._access, self._patience = access, patience_seconds
-        self._limits, self._recovery, self._warn = limits, recovery, warn
-        self._replicas, self._replay = replicas, replay
+    def __init__(self, options: ServerOptions, replay: Callable[[Entry, ServedModel], bool]) -> None:
+        self._options, self._replay = options, replay
         self._writer: RecoveryWriter | None = None
         self._initializing = threading.Lock()
         self.lock = threading.Lock()
@@ -118,9 +130,9 @@ class Holder:
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
-        limits = replace(self._limits)  # which knows of no tables yet
+        limits = replace(self._options.limits)  # which knows of no tables yet
         place = (request.index, buckets)
-        parameters = Parameters(specs, slices, self._make_optimizers, values, version, place, limits)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, values, version, place, limits)
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
@@ -133,8 +145,8 @@ class Holder:
         complete = False
         if log is not None and not continues:
             log.begin()
-        if log is not None and self._replicas:
-            replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._access)
+        if log is not None and self._options.replicas:
+            replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._options.access)
             noted = saved.noted if saved is not None and continues else None
             complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
             model.replica = replica
@@ -189,7 +201,7 @@ class Holder:
         answered: Answered[PushAnswer],
     ) -> ServedModel:
         forget_kernels()  # of models that are gone
-        training = self._training
+        options, training = self._options, self._options.training
         use_peers = request.index == 0 and not training.use_async
         if use_peers and len(request.ps_addresses) != request.num_ps:
             if request.num_ps > 1:
@@ -206,7 +218,7 @@ class Holder:
             buckets=buckets,
             parameters=parameters,
             reader=PushReader(specs, slices, parameters.tables.check_ids),
-            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], self._access, self._patience),
+            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
             policy=policy_of(training),
             staged={},
             answered=answered,
@@ -222,11 +234,11 @@ class Holder:
         buckets: BucketMap,
     ) -> ServedModel:
         """What a move fills."""
-        if not self._training.use_async:
+        if not self._options.training.use_async:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
         zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
-        place, limits = (request.index, buckets), replace(self._limits)
-        parameters = Parameters(specs, slices, self._make_optimizers, zeros, 0, place, limits)
+        place, limits = (request.index, buckets), replace(self._options.limits)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
         return self._model_of(request, specs, slices, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
@@ -250,8 +262,8 @@ class Holder:
 
     def forget_older(self, map_version: int) -> None:
         """Removes recovery files by older maps."""
-        if self._recovery is not None:
-            forget_older(self._recovery[0], map_version)
+        if self._options.recovery is not None:
+            forget_older(self._options.recovery[0], map_version)
 
     def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
         """Writes recovery files from now on.
@@ -259,10 +271,10 @@ class Holder:
         Args:
             held: what the log's files hold, which go on; None: it begins anew.
         """
-        if log is None or self._recovery is None:
+        if log is None or self._options.recovery is None:
             return
         take = functools.partial(self._saved, model)
-        self._writer = RecoveryWriter(log, take, self._recovery[1], self._warn, model.replica)
+        self._writer = RecoveryWriter(log, take, self._options.recovery[1], self._options.warn, model.replica)
         if held is not None:
             self._writer.continue_from(held.part.version, held.noted)
         elif model.replica is not None:
@@ -270,9 +282,9 @@ class Holder:
         self._writer.start()
 
     def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
-        if self._recovery is None or not request.run:
+        if self._options.recovery is None or not request.run:
             return None
-        return RecoveryLog(log_folder(self._recovery[0], request.index, request.map_version), request.run)
+        return RecoveryLog(log_folder(self._options.recovery[0], request.index, request.map_version), request.run)
 
     def _recovered(
         self,
@@ -283,7 +295,7 @@ class Holder:
         buckets: BucketMap,
     ) -> tuple[Saved, bool]:
         """What the recovery files hold, and whether they are those of this server and map."""
-        if log is None or self._recovery is None:
+        if log is None or self._options.recovery is None:
             raise CheckpointError("This server keeps no recovery files.")
         try:
             saved = log.take_over()
@@ -292,7 +304,7 @@ class Holder:
                 raise
             logger.info("%s What was written before the last move is used.", error)
             place = (request.index, slices)
-            found = read_by_older_map(self._recovery[0], request.run, specs, request.split, place, buckets)
+            found = read_by_older_map(self._options.recovery[0], request.run, specs, request.split, place, buckets)
             return found, False
         shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
         missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]

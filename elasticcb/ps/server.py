@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.holder import ServerOptions
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
@@ -30,7 +31,7 @@ class PSServer:
         host: interface to listen on.
         port: 0 takes any free one.
         access: to the job; calls without it are refused.
-        warn, lost_workers: as for `Servicer`.
+        warn, lost_workers: as for `ServerOptions`.
 
     Raises `ConnectionLostError` when the port is taken.
     """
@@ -95,19 +96,17 @@ class PSServer:
         self._servicer.holder.close()
 
     def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
-        given, cluster = settings.embedding, settings.cluster
-        limits = TableLimits(given.memory_bytes, given.when_full.value, given.min_count, given.max_age)
-        interval = settings.checkpoint.interval_seconds
+        table, interval = settings.embedding, settings.checkpoint.interval_seconds
         keeps_files = make_optimizers is not None and bool(interval and settings.directory)
-        recovery = (Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None
-        return Servicer(
-            settings.training,
-            make_optimizers,
-            self._access,
-            limits,
-            recovery,
-            self._warn,
-            cluster.patience_seconds,
-            self._lost_workers,
-            bool(cluster.ps_replicas),
+        options = ServerOptions(
+            training=settings.training,
+            make_optimizers=make_optimizers,
+            access=self._access,
+            limits=TableLimits(table.memory_bytes, table.when_full.value, table.min_count, table.max_age),
+            recovery=(Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None,
+            warn=self._warn,
+            patience_seconds=settings.cluster.patience_seconds,
+            lost_workers=self._lost_workers,
+            replicas=bool(settings.cluster.ps_replicas),
         )
+        return Servicer(options)

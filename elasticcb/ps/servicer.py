@@ -6,77 +6,35 @@ and shared by all answers, so that the lock is held for little more than an upda
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from elasticcb.ps.holder import Holder
+from elasticcb.ps.holder import Holder, ServerOptions
 from elasticcb.ps.migration import Moves
 from elasticcb.ps.once import Once
-from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.served_model import ServedModel
 from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
-from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.training_calls import TrainingCalls
 from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
-from elasticcb.security.credentials import OPEN, Access
-from elasticcb.settings import TrainingSettings
-
-logger = logging.getLogger(__name__)
 
 
 class Servicer:
     """The calls of one parameter server.
-
-    Args:
-        training: asynchronous or synchronous, and how many gradients make an update.
-        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
-        access: to the job, to call other servers with.
-        limits: of embedding tables.
-        recovery: the folder for recovery files of all servers, and the seconds between two of them; None: none are
-            written.
-        warn: shows the user that something is wrong which the job survives.
-        patience_seconds: of calls to other servers.
-        lost_workers: ids of those whose pushes are refused. It may grow.
-        replicas: whether a neighbour keeps what these files lack.
 
     Attributes:
         holder: of its model.
         handlers: what answers each call, by the method's name.
     """
 
-    def __init__(
-        self,
-        training: TrainingSettings,
-        make_optimizers: MakeOptimizers | None,
-        access: Access = OPEN,
-        limits: TableLimits | None = None,
-        recovery: tuple[Path, float] | None = None,
-        warn: Callable[[str], None] = logger.warning,
-        patience_seconds: float = 30.0,
-        lost_workers: Collection[int] = (),
-        replicas: bool = False,
-    ) -> None:
-        training_calls = TrainingCalls(lost_workers)
-        limits = limits or TableLimits()
-        self.holder = Holder(
-            training,
-            make_optimizers,
-            access,
-            limits,
-            recovery,
-            warn,
-            patience_seconds,
-            replicas,
-            training_calls.replay,
-        )
+    def __init__(self, options: ServerOptions) -> None:
+        training_calls = TrainingCalls(options.lost_workers)
+        self.holder = Holder(options, training_calls.replay)
         self._once = Once()
         self._neighbours = Neighbours()
-        self.handlers = self._answers(training_calls, ReadingCalls(self.holder), Moves(self.holder, access))
+        self.handlers = self._answers(training_calls, ReadingCalls(self.holder), Moves(self.holder, options.access))
 
     def _answers(self, training: TrainingCalls, reading: ReadingCalls, moves: Moves) -> dict[str, Handler]:
         """What answers each call, by the method's name."""
