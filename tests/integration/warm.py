@@ -277,11 +277,14 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
     null, file = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for number, opened in enumerate((null, file, file)):
         os.dup2(opened, number)
-    # As by exec: who holds the other end of `watch` keeps all from ending.
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in (control, watch):
+    # As by exec: who holds the other end of `watch` keeps all from ending. The numbers stay taken, since Python objects
+    # that were open here (the master's log and standard error) would write into what gets them next.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in (control, watch, null):
             with contextlib.suppress(OSError):  # that of the list itself
-                os.close(int(name))
+                os.fstat(number)
+                os.dup2(null, number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
     show_as("zygote")
