@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import FORMAT_VARIABLE, setup_logging
 
 
@@ -19,7 +20,7 @@ def log_lines(tmp_path, monkeypatch):
     before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
 
     def log():
-        setup_logging("ps-1", "INFO", str(tmp_path / "log"))
+        setup_logging("ps-1", "INFO", LogFile(str(tmp_path / "log")))
         logging.getLogger("elasticcb.test").info("It %s", "begins")
         try:
             raise ValueError("no")

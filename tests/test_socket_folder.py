@@ -18,7 +18,9 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access, is_loopback
 from elasticcb.security.socket_folder import (
     SocketFolder,
+    abandoned_folders,
     address_of,
+    hold_folder,
     host_of,
     port_of,
     remove_folder,
@@ -147,6 +149,71 @@ def test_only_what_was_made_for_sockets_is_removed(tmp_path, folder):
     file.unlink()
     remove_folder(folder.host)
     assert not path_of(folder).exists()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where temporary files go, for this test only."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def found_abandoned(place):
+    return [each for each in abandoned_folders() if each.parent == place]
+
+
+def of_killed_job(place, name="elasticcb-sockets-a"):
+    folder = place / name
+    folder.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(folder / "17"))
+    os.utime(folder, (0, 0))
+    return folder
+
+
+def test_a_folder_that_nobody_holds_is_abandoned(place):
+    folder = of_killed_job(place)
+    assert found_abandoned(place) == [folder]
+
+
+def hold_and_wait(host, pipe):
+    hold_folder(host)
+    pipe.send("held")
+    pipe.recv()
+
+
+def test_a_folder_is_not_abandoned_while_one_process_of_its_job_lives(place):
+    folder = of_killed_job(place)
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=hold_and_wait, args=(f"unix:{folder}", other))
+    process.start()
+    assert pipe.recv() == "held"
+    assert found_abandoned(place) == []
+    process.kill()
+    process.join()
+    assert found_abandoned(place) == [folder]
+
+
+def test_a_folder_that_is_made_is_held_until_it_is_removed(place):
+    made = SocketFolder()
+    os.utime(path_of(made), (0, 0))
+    taken_over = SocketFolder(f"{made.host}/17")
+    assert found_abandoned(place) == []
+    made.remove()
+    assert list(place.iterdir()) == []
+    taken_over.remove()
+
+
+def test_only_old_folders_of_this_user_alone_are_abandoned(place):
+    of_killed_job(place, "other")
+    of_killed_job(place, "elasticcb-sockets-open").chmod(0o755)
+    os.utime(of_killed_job(place, "elasticcb-sockets-young"))
+    folder = of_killed_job(place)
+    (place / "elasticcb-sockets-link").symlink_to(folder)
+    if os.getuid() == 0:
+        os.chown(of_killed_job(place, "elasticcb-sockets-theirs"), 65534, 65534)
+    assert found_abandoned(place) == [folder]
 
 
 def listen_as_another_user(path, pipe):

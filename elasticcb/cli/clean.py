@@ -12,9 +12,10 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import JOBS, find_job
 from elasticcb.errors import ElasticCBError
+from elasticcb.security import socket_folder
 from elasticcb.settings import JOURNAL_FILE, RECOVERY_FOLDER
+from elasticcb.storage import temporary
 from elasticcb.storage.folder_lock import held_if_free
-from elasticcb.storage.temporary import abandoned_folders
 
 
 @click.command(context_settings=CONTEXT)
@@ -23,9 +24,9 @@ from elasticcb.storage.temporary import abandoned_folders
 def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
     """Remove what old jobs have left on this machine.
 
-    These are temporary folders of clusters that were killed, and recovery files of jobs that are done. JOB is the
-    folder or the name of a job, as for `status`; without one, all below `jobs` are looked at. What belongs to a job
-    that runs, or can be resumed, stays, as do logs, checkpoints and what is not this user's.
+    These are temporary folders and sockets of jobs that were killed, and recovery files of jobs that are done. JOB is
+    the folder or the name of a job, as for `status`; without one, all below `jobs` are looked at. What belongs to a
+    job that runs, or can be resumed, stays, as do logs, checkpoints and what is not this user's.
 
     \b
     Examples:
@@ -35,7 +36,7 @@ def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
     total = count = 0
     parent = Path.cwd() / JOBS
     folders = [find_job(job) for job in jobs] or sorted(parent.iterdir() if parent.is_dir() else ())
-    for found in (abandoned_folders(), _recovery_folders(folders)):
+    for found in (temporary.abandoned_folders(), socket_folder.abandoned_folders(), _recovery_folders(folders)):
         for folder in found:
             size = _bytes_of(folder)
             if not dry_run:

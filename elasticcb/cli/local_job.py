@@ -7,13 +7,13 @@ import math
 import shlex
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.clients.running_master import has_ended, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
+from elasticcb.process.log_files import LogReader
 from elasticcb.settings import JOB_FILE, STATUS_FILE
 from elasticcb.storage import durable
 
@@ -97,19 +97,19 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
     """
     path = folder / "logs" / f"{process}.log"
     try:
-        file = path.open(encoding="utf-8", errors="replace")
+        log = LogReader(path)
     except OSError:
         logs = ", ".join(sorted(log.stem for log in path.parent.glob("*.log"))) or "none"
         raise UsageError(
             f"The job in {folder} has no log of {process}; there are: {logs}. Processes that were started by hand, or "
             "run on other machines, write where they run."
         ) from None
-    with file:
-        yield from deque(file, maxlen=lines)
+    with log:
+        yield from log.last(lines)
         gone_since = math.inf
         while follow:
             gone = has_ended(folder)
-            yield from file
+            yield from log.more()
             now = time.monotonic()
             gone_since = min(gone_since, now) if gone else math.inf
             if gone and (how_it_ended(folder) is not None or now > gone_since + _TAKEOVER_SECONDS):

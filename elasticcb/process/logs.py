@@ -11,7 +11,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+from elasticcb.process.log_files import LogFile
+
 FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
+FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # where standard output and standard error of a process go, if to a file
+_LOGGERS = ("elasticcb", "py.warnings")
 _FORMAT = "%(asctime)s %(role)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -47,35 +51,50 @@ class _RoleFilter(logging.Filter):
         return True
 
 
-def setup_logging(role: str, level: str, file: str | None = None) -> None:
-    """Sends this package's log lines to standard error, or to `file` (appended), as `FORMAT_VARIABLE` says."""
-    handler = logging.FileHandler(file) if file else logging.StreamHandler(sys.stderr)
+def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
+    """Sends this package's log lines to `handlers`, as `FORMAT_VARIABLE` says. Files that they went to are closed."""
     as_json = os.environ.get(FORMAT_VARIABLE) == "json"
-    handler.setFormatter(_JSONFormatter() if as_json else _UTCFormatter(_FORMAT))
-    handler.addFilter(_RoleFilter(role))
+    for handler in handlers:
+        handler.setFormatter(_JSONFormatter() if as_json else _UTCFormatter(_FORMAT))
+        handler.addFilter(_RoleFilter(role))
+    for file in _files():
+        file.close()
     logging.captureWarnings(True)
-    for name in ("elasticcb", "py.warnings"):
+    for name in _LOGGERS:
         tagged = logging.getLogger(name)
-        tagged.handlers[:] = [handler]
+        tagged.handlers[:] = handlers
         tagged.setLevel(level)
         tagged.propagate = False
 
 
+def own_log() -> logging.Handler:
+    """Where a worker or a server logs: to where its standard error goes."""
+    file = os.environ.pop(FILE_VARIABLE, "")  # not for programs that it runs
+    return LogFile(file, (1, 2)) if file else logging.StreamHandler(sys.stderr)
+
+
+def limit_log_files(max_bytes: int, kept: int) -> None:
+    """A log file of `max_bytes` is replaced by a new one (0: never); the last `kept` ones before it stay."""
+    for file in _files():
+        file.limit(max_bytes, kept)
+
+
+def _files() -> list[LogFile]:
+    return [handler for handler in logging.getLogger(_LOGGERS[0]).handlers if isinstance(handler, LogFile)]
+
+
 @contextlib.contextmanager
-def native_messages_to(file: str) -> Iterator[None]:
-    """Sends what native code writes to standard error to `file`; Python's own goes where it went.
+def native_messages_to(log: LogFile) -> Iterator[None]:
+    """Sends what native code writes to standard error to `log`; Python's own goes where it went.
 
     TensorFlow prints lines while it is imported that no setting turns off.
     """
-    original, terminal = sys.stderr, os.dup(2)
+    original = sys.stderr
     sys.stderr.flush()
-    with open(file, "ab") as log:
-        os.dup2(log.fileno(), 2)
-    sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     try:
-        yield
+        with log.taking(2):
+            yield
     finally:
         sys.stderr.close()
         sys.stderr = original
-        os.dup2(terminal, 2)
-        os.close(terminal)

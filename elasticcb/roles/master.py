@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,9 @@ from elasticcb.errors import (
     UsageError,
 )
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
-from elasticcb.process.logs import native_messages_to, setup_logging
+from elasticcb.process.host import POD_NAME
+from elasticcb.process.log_files import LogFile
+from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
 from elasticcb.roles.process import quiet_tensorflow
 from elasticcb.roles.run import run_role
 from elasticcb.security.socket_folder import host_of, remove_folder
@@ -139,16 +142,19 @@ def running_cluster(
                 yield run
 
 
-def _begin(settings: JobSettings) -> str:
-    """What a master does before it has processes started; the path of its log."""
-    log = Path(settings.directory, "logs", "master.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    setup_logging("master", settings.log_level, str(log))
+def _begin(settings: JobSettings) -> LogFile:
+    """What a master does before it has processes started; its log."""
+    path = Path(settings.directory, "logs", "master.log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = LogFile(str(path))
+    in_pod = [logging.StreamHandler(sys.stdout)] if POD_NAME in os.environ else []  # whose logs are its output
+    setup_logging("master", settings.log_level, log, *in_pod)
+    limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     quiet_tensorflow(settings.log_level)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("Started: %s", settings.to_show())
-    return str(log)
+    return log
 
 
 def _prepared_backend(context: BackendContext) -> ClusterBackend:

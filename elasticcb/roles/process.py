@@ -20,11 +20,11 @@ from elasticcb.errors import (
 )
 from elasticcb.process.devices import limit_threads
 from elasticcb.process.limits import allow_many_files
-from elasticcb.process.logs import setup_logging
+from elasticcb.process.logs import limit_log_files, own_log, setup_logging
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_parent
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.security.socket_folder import host_of, remove_folder
+from elasticcb.security.socket_folder import hold_folder, host_of, remove_folder
 from elasticcb.settings import JobSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def begin(process: RoleProcess) -> None:
     if threading.current_thread() is threading.main_thread():
         name = f"{role}-{index}" if index >= 0 else role
         show_as(name)
-        setup_logging(name, "INFO")
+        setup_logging(name, "INFO", own_log())
+        hold_folder(host_of(process.master))
         quiet_tensorflow("INFO")
     logger.info("Started")
 
@@ -54,6 +55,7 @@ def begin_job(settings: JobSettings) -> None:
     if threading.current_thread() is threading.main_thread():  # a thread's logs, and cores, are those of the caller
         limit_threads(os.environ)
         logging.getLogger("elasticcb").setLevel(settings.log_level)
+        limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     logger.info("Job %s: %s", settings.name, settings.command.value)
 
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 import socket
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _SCHEME = "unix:"
 _PREFIX = "elasticcb-sockets-"
+_OTHER_PARENT = "/tmp"  # where temporary files go to a place that has no name for sockets
 _PARENT = re.compile(r"[\w/.+-]{1,60}", re.ASCII)  # the path of a socket takes 100 characters; gRPC reads URIs
+_YOUNG_SECONDS = 60.0  # its first process may be about to hold it
 
 
 class SocketFolder:
-    """The folder of a job.
+    """The folder of a job, which processes of the job hold: while one of them lives, it is not abandoned.
 
     Args:
         address: of a process that listens in the folder; "" makes one when it is first asked for.
@@ -31,19 +36,24 @@ class SocketFolder:
 
     def __init__(self, address: str = "") -> None:
         self._host = host_of(address)
+        self._held = hold_folder(self._host)
 
     @property
     def host(self) -> str:
         """As which it stands in addresses."""
         if not self._host:
-            parent = next(each for each in (tempfile.gettempdir(), "/tmp") if _PARENT.fullmatch(each))
+            parent = next(each for each in (tempfile.gettempdir(), _OTHER_PARENT) if _PARENT.fullmatch(each))
             self._host = _SCHEME + tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # 0700
+            self._held = hold_folder(self._host)
         return self._host
 
     def remove(self) -> None:
         """Nobody listens there any more."""
         remove_folder(self._host)
         self._host = ""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
 
 def is_folder(host: str) -> bool:
@@ -93,6 +103,33 @@ def free_port(host: str, port: int) -> int:
         if probe.connect_ex(address_of(host, port).removeprefix(_SCHEME)) in (errno.ENOENT, errno.ECONNREFUSED):
             return port  # gRPC removes the socket of a process that is gone, and that of one which listens, too
     raise OSError("another process listens there")
+
+
+def hold_folder(host: str) -> int | None:
+    """A file by which this process holds a folder until it closes it, or ends; None of what is no folder."""
+    if not is_folder(host):
+        return None
+    held = None
+    with contextlib.suppress(OSError):  # it is gone, or its file system knows no locks
+        held = os.open(host.removeprefix(_SCHEME), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return held
+
+
+def abandoned_folders() -> Iterator[Path]:
+    """Folders of this user whose jobs were killed with all their processes; nobody can hold one until the next one is
+    asked for."""
+    for parent in sorted({tempfile.gettempdir(), _OTHER_PARENT}):
+        for folder in sorted(Path(parent).glob(f"{_PREFIX}*")):
+            if why_unsafe(f"{_SCHEME}{folder}"):
+                continue
+            with contextlib.suppress(OSError), contextlib.ExitStack() as until_end:  # it is gone, or held
+                if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
+                    continue
+                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                until_end.callback(os.close, held)
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield folder
 
 
 def remove_folder(host: str) -> None:

@@ -246,6 +246,15 @@ class JobSettings(Section):
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         argument="log_level",
     )
+    log_file_bytes: int = setting(
+        50 << 20,
+        "A log file of this size is renamed, and the process begins a new one; 0: never.",
+        unit="BYTES",
+        minimum=0,
+    )
+    log_files_kept: int = setting(
+        3, "Older log files to keep of each process, as NAME.log.1 and so on.", unit="FILES", minimum=1
+    )
     callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
 
     def to_json(self) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 
 import pytest
 
 from elasticcb.cli.main import main
 from elasticcb.master.journal import Journal
+from elasticcb.security import socket_folder
 from elasticcb.settings import JOURNAL_FILE
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.temporary import TemporaryFolder
@@ -18,6 +20,8 @@ from elasticcb.storage.temporary import TemporaryFolder
 def place(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    # The other place for folders of sockets is that of jobs which run beside this test.
+    monkeypatch.setattr(socket_folder, "_OTHER_PARENT", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,6 +46,17 @@ def make_job(place, name, over):
         journal.add(over=over)
         journal.close()
     return folder
+
+
+def test_sockets_of_a_killed_job_go(place, capsys):
+    folder = place / "tmp" / "elasticcb-sockets-a"
+    folder.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(folder / "17"))
+    os.utime(folder, (0, 0))
+    assert main(["clean"]) == 0
+    assert f"0.0 MB  {folder}" in capsys.readouterr().out
+    assert not folder.exists()
 
 
 def test_recovery_files_of_done_jobs_and_folders_of_killed_clusters_go_and_all_else_stays(place, killed, capsys):

@@ -16,6 +16,7 @@ from elasticcb.cluster.local.fork_server import ForkServer, can_fork
 from elasticcb.cluster.local.supervisor import keep_master
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
 from elasticcb.storage.folder_lock import FolderLock
@@ -145,11 +146,7 @@ class LocalCluster(ClusterBackend):
                 server.give_up_waiting()
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
-        try:
-            text = self._log_path(role, index).read_text(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-lines:])
+        return last_lines(self._log_path(role, index), lines)
 
     def _log_path(self, role: str, index: int) -> Path:
         return self._logs / f"{role}-{index}.log"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticcb.process.import_path import python_code
+from elasticcb.process.logs import FILE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Launch:
 
     Attributes:
         arguments: of the `elasticcb` command.
-        environment: all of it.
+        environment: all of it, but for what names the log.
         log: file that standard output and standard error are appended to.
         own_path: it does not import from where this process does, which belongs to somebody else (Ray).
     """
@@ -28,6 +29,10 @@ class Launch:
     environment: dict[str, str]
     log: Path
     own_path: bool = False
+
+    @property
+    def full_environment(self) -> dict[str, str]:
+        return self.environment | {FILE_VARIABLE: str(self.log.absolute())}
 
     @property
     def command(self) -> list[str]:
@@ -78,7 +83,7 @@ class SpawnedChild:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=launch.environment,
+                env=launch.full_environment,
                 # A session of its own: Ctrl-C reaches the master alone, which then ends the others in order.
                 start_new_session=True,
             )

@@ -111,7 +111,7 @@ class ForkServer:
             return SpawnedChild(launch)
         request = {
             "arguments": launch.arguments,
-            "environment": launch.environment,
+            "environment": launch.full_environment,
             "directory": os.getcwd(),
             "log": str(launch.log.absolute()),
         }

@@ -19,6 +19,7 @@ from typing import Any
 from elasticcb.cluster.local.fork_server import ForkedChild, ForkServer
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import GO_ON
+from elasticcb.process.log_files import last_lines
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,8 +54,8 @@ def keep_master(settings: JobSettings, debug: bool, resumed: bool, say: Callable
             before = _size(journal)
             code = processes.run_master(request)
             if code is None:
-                lines = processes.log.read_text(errors="replace").splitlines()[-20:]
-                say("\n".join([f"Error: The master could not be started. The end of {processes.log}:", *lines]))
+                end = last_lines(processes.log, 20)
+                say(f"Error: The master could not be started. The end of {processes.log}:\n{end}")
                 return 1
             if code >= 0 and code != GO_ON:
                 return code

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE
+from elasticcb.process.log_files import last_lines
 from elasticcb.security.tls import FILES, TLS
 from elasticcb.storage.temporary import TemporaryFolder
 
@@ -88,10 +89,7 @@ class PlaceOnNode:
 
     def log_tail(self, lines: int) -> str:
         """The last lines that it wrote."""
-        try:
-            return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+        return last_lines(self._log, lines)
 
     def end(self) -> None:
         """Ends it at once."""
