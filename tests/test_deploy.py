@@ -41,7 +41,7 @@ def find(name: str, kind: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def master() -> dict[str, Any]:
     """The pod of a master."""
-    return PodPlan("census", KubernetesSettings(image="zoo:1")).master_job([], {})["spec"]["template"]
+    return PodPlan("census", KubernetesSettings(image="zoo:1")).master_job([])["spec"]["template"]
 
 
 def selects(selector: dict[str, Any], pod: dict[str, Any]) -> bool:

@@ -58,7 +58,7 @@ def _say_wait(waits_for: str) -> None:
 def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:
     """By the same command in the master's pod, which alone others reach."""
     counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
-    directory = str(job.flags()["job_dir"])
+    directory = job.directory
     code, said = job.run_beside_master(["scale", directory, *counts])
     print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
     return code

@@ -63,7 +63,7 @@ class KubernetesSettings(Section):
     )
     envs: str = setting(
         "",
-        "Environment variables of all pods, which everybody sees who may see pods; for others --env_from_secret.",
+        "Environment variables of all pods; pods read them from the job's Secret.",
         unit="NAME=VALUE,…",
     )
     env_from_secret: str = setting(

@@ -18,7 +18,7 @@ PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1")
 
 def test_what_kubernetes_has_added_is_left_out():
     added = {"uid": "1", "resourceVersion": "5", "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": []}
-    secret, service, job = PLAN.secret("word", {}), PLAN.service(), PLAN.master_job(["train"], {})
+    secret, service, job = PLAN.secret("word", {}), PLAN.service(), PLAN.master_job(["train"])
     names = PLAN.server_names()
     for manifest in (secret, service, names, job):
         expected = json.loads(json.dumps(manifest))

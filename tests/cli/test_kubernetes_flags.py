@@ -38,36 +38,56 @@ def written(workplace, capsys):
     return write
 
 
+def in_secret(found, name):
+    return yaml.safe_load(base64.b64decode(found["Secret"]["data"][name]))
+
+
 def test_a_job_is_written_as_manifests_that_hold_its_flags_and_its_secrets(written, workplace):
     workplace.write("spec.yaml", "worker: {spec: {hostNetwork: true}}\n")
     found = written(
         job_name="census", num_workers=3, model_params="a=1;b=x", cluster_spec="spec.yaml", namespace="training",
         volume="claim_name=data,mount_path=/data", output="/data/model", job_dir="/data/job",
     )  # fmt: skip
-    assert list(found) == ["Secret", "ConfigMap", "Service", "Job"]
-    assert [each["metadata"]["name"] for each in found.values()] == ["census", "census", "census-ps", "census"]
+    assert list(found) == ["Secret", "Service", "Job"]
+    assert [each["metadata"]["name"] for each in found.values()] == ["census", "census-ps", "census"]
     assert {each["metadata"]["namespace"] for each in found.values()} == {"training"}
-    config = yaml.safe_load(found["ConfigMap"]["data"]["job.yaml"])
+    config = in_secret(found, "job.yaml")
     assert config["model_params"] == {"a": 1, "b": "x"}
     assert config["num_workers"] == 3
-    assert config["job_dir"] == "/data/job"
     assert config["cluster_spec"] == "/etc/elasticcb/cluster_spec.yaml"
     assert "yaml" not in config
-    assert yaml.safe_load(found["ConfigMap"]["data"]["cluster_spec.yaml"]) == {
-        "worker": {"spec": {"hostNetwork": True}}
-    }
-    assert sorted(found["Secret"]["data"]) == ["ca.pem", "cert.pem", "key.pem", "token"]
+    assert in_secret(found, "cluster_spec.yaml") == {"worker": {"spec": {"hostNetwork": True}}}
+    files = ["ca.pem", "cert.pem", "cluster_spec.yaml", "job.yaml", "key.pem", "token"]
+    assert sorted(found["Secret"]["data"]) == files
     token = base64.b64decode(found["Secret"]["data"]["token"]).decode()
     assert len(token) == 32
-    assert token not in str([found["Job"], found["ConfigMap"], found["Service"]])
+    assert token not in str([found["Job"], found["Service"]])
     arguments = found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert arguments[:2] == ["train", "--config=/etc/elasticcb/job.yaml"]
+    assert arguments[:3] == ["train", "--config=/etc/elasticcb/job.yaml", "--job_dir=/data/job"]
     assert "--tls_name=elasticcb-job" in arguments
+
+
+def test_what_may_be_secret_stands_in_the_secret_alone(written):
+    given = {
+        "envs": "LOGIN=hush-1,TZ=UTC",
+        "data_reader_params": "storage_options=hush-2",
+        "model_params": "name=hush-3",
+        "training_data": "sftp://user:hush-4@host/train.csv",
+    }
+    found = written(**given)
+    assert "hush" not in str([found["Job"], found["Service"]])
+    secret = {name: base64.b64decode(content).decode() for name, content in found["Secret"]["data"].items()}
+    assert all(f"hush-{number}" in secret["job.yaml"] for number in (1, 2, 3, 4))
+    assert secret["env.LOGIN"] == "hush-1"
+    environment = found["Job"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    login = next(each for each in environment if each["name"] == "LOGIN")
+    name = found["Secret"]["metadata"]["name"]
+    assert login["valueFrom"] == {"secretKeyRef": {"name": name, "key": "env.LOGIN"}}
 
 
 def test_tls_is_on_unless_it_is_switched_off(written):
     found = written(tls="false")
-    assert sorted(found["Secret"]["data"]) == ["token"]
+    assert sorted(found["Secret"]["data"]) == ["job.yaml", "token"]
     assert "--tls=false" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
@@ -121,7 +141,7 @@ def test_a_folder_of_checkpoints_is_followed_on_this_machine(workplace, complain
 
 def test_the_master_is_probed_and_scraped_at_the_ports_that_it_is_told(written):
     found = written(metrics_port=9000)
-    config = yaml.safe_load(found["ConfigMap"]["data"]["job.yaml"])
+    config = in_secret(found, "job.yaml")
     assert (config["metrics_port"], config["health_port"]) == (9000, 9465)
     (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
     assert {port["name"]: port["containerPort"] for port in container["ports"]}["metrics"] == 9000

@@ -51,10 +51,9 @@ def manifests():
         PLAN.pod("ps", 1, 3, ["ps"], ooms=1),
         replace(PLAN, grpc_probes=True).pod("ps", 0, 0, ["ps"]),
         PLAN.secret("word", {"ca.pem": b"x"}),
-        PLAN.config({"job.yaml": "a: 1"}),
         PLAN.service(),
         PLAN.server_names(),
-        PLAN.master_job(["train"], {"job.yaml": ""}),
+        PLAN.master_job(["train"]),
     ]
 
 
@@ -65,7 +64,7 @@ def test_every_manifest_is_what_kubernetes_takes(version):
 
 
 def test_every_pod_keeps_to_the_restricted_pod_security_standard_and_does_not_show_the_token():
-    master = PLAN.master_job(["train"], {})["spec"]["template"]
+    master = PLAN.master_job(["train"])["spec"]["template"]
     for pod in (PLAN.pod("worker", 0, 0, []), PLAN.pod("ps", 0, 0, []), master):
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
         assert spec["securityContext"]["runAsNonRoot"]
@@ -79,12 +78,25 @@ def test_every_pod_keeps_to_the_restricted_pod_security_standard_and_does_not_sh
 
 
 def test_all_keys_of_a_secret_are_variables_of_all_pods():
-    master = PLAN.master_job(["train"], {})["spec"]["template"]
+    master = PLAN.master_job(["train"])["spec"]["template"]
     for pod in (PLAN.pod("worker", 0, 0, []), PLAN.pod("ps", 0, 0, []), master):
         (container,) = pod["spec"]["containers"]
         assert container["envFrom"] == [{"secretRef": {"name": name}} for name in ("s3-login", "other.one")]
     without = replace(PLAN, settings=replace(SETTINGS, env_from_secret="")).pod("ps", 0, 0, [])
     assert "envFrom" not in without["spec"]["containers"][0]
+
+
+def test_variables_of_the_user_are_read_from_the_secret_and_each_is_there_once():
+    replaced = replace(PLAN, settings=replace(SETTINGS, envs="TZ=UTC,PYTHONUNBUFFERED=hush"))
+    for pod in (replaced.pod("worker", 0, 0, []), replaced.pod("ps", 0, 0, []), replaced.master_job([])):
+        assert "hush" not in str(pod)
+    environment = replaced.pod("worker", 0, 0, [])["spec"]["containers"][0]["env"]
+    names = [each["name"] for each in environment]
+    assert len(names) == len(set(names))
+    assert {"TZ", "PYTHONUNBUFFERED", "HOME"} <= set(names)
+    keys = {each["valueFrom"]["secretKeyRef"]["key"] for each in environment if "secretKeyRef" in str(each)}
+    assert keys == {"token", "env.TZ", "env.PYTHONUNBUFFERED"}
+    assert keys <= replaced.secret("word", {})["data"].keys()
 
 
 def test_pod_has_a_name_of_its_own_an_owner_and_labels_by_which_it_is_found():
@@ -126,7 +138,7 @@ def test_half_of_the_workers_have_the_high_priority_and_all_servers_theirs():
     classes = [PLAN.pod("worker", index, 0, [])["spec"]["priorityClassName"] for index in range(4)]
     assert classes == ["high", "low", "high", "low"]
     assert PLAN.pod("ps", 3, 0, [])["spec"]["priorityClassName"] == "important"
-    assert "priorityClassName" not in PLAN.master_job([], {})["spec"]["template"]["spec"]
+    assert "priorityClassName" not in PLAN.master_job([])["spec"]["template"]["spec"]
 
 
 def test_gpus_are_limited_to_those_asked_for():
@@ -156,23 +168,23 @@ def test_patch_merges_mappings_and_lists_of_named_things_removes_by_null_and_rep
 
 
 def test_kubernetes_does_not_start_a_master_again_that_failed_by_itself():
-    rules = PLAN.master_job([], {})["spec"]["podFailurePolicy"]["rules"]
+    rules = PLAN.master_job([])["spec"]["podFailurePolicy"]["rules"]
     by_action = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
     assert by_action == {"Ignore": [75], "FailJob": [1, 2]}
 
 
 def test_a_job_that_has_ended_is_removed_after_a_week_and_one_may_be_limited():
-    spec = PLAN.master_job([], {})["spec"]
+    spec = PLAN.master_job([])["spec"]
     assert spec["ttlSecondsAfterFinished"] == 7 * 24 * 3600
     assert "activeDeadlineSeconds" not in spec
     limited = replace(PLAN.settings, active_deadline_seconds=60, ttl_seconds_after_finished=0)
-    spec = replace(PLAN, settings=limited).master_job([], {})["spec"]
+    spec = replace(PLAN, settings=limited).master_job([])["spec"]
     assert spec["activeDeadlineSeconds"] == 60
     assert "ttlSecondsAfterFinished" not in spec
 
 
 def test_the_master_is_probed_by_http_and_scraped_and_a_server_by_grpc_where_there_is_such_a_probe():
-    template = PLAN.master_job([], {}, metrics_port=9000, health_port=9001)["spec"]["template"]
+    template = PLAN.master_job([], metrics_port=9000, health_port=9001)["spec"]["template"]
     assert template["metadata"]["annotations"]["prometheus.io/port"] == "9000"
     (master,) = template["spec"]["containers"]
     assert {port["name"]: port["containerPort"] for port in master["ports"]} == {

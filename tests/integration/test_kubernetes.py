@@ -341,7 +341,7 @@ def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api,
 
 def test_a_dry_run_has_all_checked_and_makes_nothing(api, folder, capsys):
     assert main(["train", *linear_flags(api, folder, 1), "--dry_run"]) == 0
-    said = "Kubernetes takes the job job: Secret, ConfigMap, Service, Job. Nothing was started."
+    said = "Kubernetes takes the job job: Secret, Service, Job. Nothing was started."
     assert said in capsys.readouterr().err
     assert not api.list("Job")["items"]
 

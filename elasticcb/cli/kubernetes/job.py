@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import rich_click as click
-import yaml
 
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import CONTAINER, ENDED, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import parse_name
-from elasticcb.cluster.kubernetes.pods import CONFIG, INDEX_LABEL, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
+from elasticcb.cluster.kubernetes.pods import INDEX_LABEL, JOB_DIR_FLAG, JOB_LABEL, NUMBER_LABEL, ROLE_LABEL
 from elasticcb.errors import UsageError
 
 _ROLES = ("master", "ps", "worker")
@@ -79,10 +78,12 @@ class KubernetesJob:
         live = [pod for pod in pods if pod.verdict.fate not in ENDED]
         return next((pod.name for pod in reversed(live or pods)), "")
 
-    def flags(self) -> Mapping[str, Any]:
-        """With which the job was submitted."""
-        found: Mapping[str, Any] = yaml.safe_load(self.api.read("ConfigMap", self.name)["data"][CONFIG])
-        return found
+    @property
+    def directory(self) -> str:
+        """The job's folder, in its pods."""
+        containers = self.job["spec"]["template"]["spec"]["containers"]
+        (arguments,) = (each["args"] for each in containers if each["name"] == CONTAINER)
+        return next(each.removeprefix(JOB_DIR_FLAG) for each in arguments if each.startswith(JOB_DIR_FLAG))
 
     def run_beside_master(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Runs an `elasticcb` command in the master's pod: its exit code, and what it wrote."""

@@ -25,7 +25,7 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    objects = [(kind, job.name) for kind in ("Secret", "ConfigMap", "Service")]
+    objects = [(kind, job.name) for kind in ("Secret", "Service")]
     objects += [("Service", names_of_servers(job.name)), ("Job", job.name)]
     before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]

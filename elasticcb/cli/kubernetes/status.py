@@ -39,7 +39,7 @@ def pods_lines(state: dict[str, Any]) -> list[str]:
 
 def _progress(job: KubernetesJob) -> dict[str, Any] | None:
     try:
-        code, said = job.run_beside_master(["status", str(job.flags()["job_dir"]), "--json"])
+        code, said = job.run_beside_master(["status", job.directory, "--json"])
         found: dict[str, Any] = json.loads(said[said.index("{") :])
     except (UsageError, KubernetesError, ValueError):
         return None

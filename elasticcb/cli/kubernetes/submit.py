@@ -21,7 +21,17 @@ from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.checks import read_cluster_spec
 from elasticcb.cluster.kubernetes.flags import safe_name
-from elasticcb.cluster.kubernetes.pods import CONFIG, FILES, HEALTH_PORT, METRICS_PORT, POD_IP, PORT, SPEC, PodPlan
+from elasticcb.cluster.kubernetes.pods import (
+    CONFIG,
+    FILES,
+    HEALTH_PORT,
+    JOB_DIR_FLAG,
+    METRICS_PORT,
+    POD_IP,
+    PORT,
+    SPEC,
+    PodPlan,
+)
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
 from elasticcb.security.certificates import make_certificates
@@ -93,18 +103,17 @@ def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory:
     """The objects of a job in the order in which they are made; the Job is the last."""
     token = token_of_environment() or secrets.token_hex(16)
     names, certificates = _certificates(given)
-    config = _config(command, given, plan.job, directory)
+    config = _config(command, given, plan.job)
     ports = config["metrics_port"], config["health_port"]
-    files = {CONFIG: yaml.safe_dump(config, sort_keys=False)}
+    files = {CONFIG: yaml.safe_dump(config, sort_keys=False).encode(), **certificates}
     if plan.settings.cluster_spec:
-        files[SPEC] = yaml.safe_dump(dict(plan.settings.cluster_spec), sort_keys=False)
-    arguments = [command.value, f"--config={FILES}/{CONFIG}", f"--host=$({POD_IP})", f"--port={PORT}", *names]
+        files[SPEC] = yaml.safe_dump(dict(plan.settings.cluster_spec), sort_keys=False).encode()
+    arguments = [command.value, f"--config={FILES}/{CONFIG}", f"{JOB_DIR_FLAG}{directory}", f"--host=$({POD_IP})"]
     return [
-        plan.secret(token, certificates),
-        plan.config(files),
+        plan.secret(token, files),
         plan.service(),
         plan.server_names(),
-        plan.master_job(arguments, files, *ports),
+        plan.master_job([*arguments, f"--port={PORT}", *names], *ports),
     ]
 
 
@@ -139,7 +148,7 @@ def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> No
 def kept_paths(job: Mapping[str, Any]) -> list[str]:
     """Where what the master's pod writes outlives it."""
     spec = job["spec"]["template"]["spec"]
-    passing = {each["name"] for each in spec["volumes"] if "emptyDir" in each or "projected" in each}
+    passing = {each["name"] for each in spec["volumes"] if "emptyDir" in each}
     (container,) = (each for each in spec["containers"] if each["name"] == "elasticcb")
     mounts = container["volumeMounts"]
     return [each["mountPath"] for each in mounts if each["name"] not in passing and not each.get("readOnly")]
@@ -176,12 +185,12 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _config(command: Command, given: GivenFlags, name: str, directory: str) -> dict[str, Any]:
+def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
     """The flags of the job, as the master reads them from its config file."""
     left_out = LOCAL_FILES | {"dry_run", "tls", "tls_name", "host", "port", "job_name", "job_dir"}
     explicit = [option.name for option in options_of([command]) if option.name in given]
     config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
-    config |= {"job_name": name, "job_dir": directory}
+    config["job_name"] = name
     for port, usual in (("metrics_port", METRICS_PORT), ("health_port", HEALTH_PORT)):
         config[port] = config.get(port) or usual  # 0, any that is free, is as good: all are
     if given["cluster_spec"]:

@@ -325,7 +325,6 @@ _SNAKE = {
     "Job": "job",
     "Service": "service",
     "Secret": "secret",
-    "ConfigMap": "config_map",
     "Event": "event",
 }
 

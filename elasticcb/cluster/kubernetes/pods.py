@@ -32,9 +32,11 @@ PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; metr
 POD_IP = "ELASTICCB_POD_IP"  # environment variable
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
 RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it goes on with
-FILES = "/etc/elasticcb"  # the job's certificates, and these:
+FILES = "/etc/elasticcb"  # in pods: what the job's Secret holds, such as its certificates, and these:
 CONFIG, SPEC = "job.yaml", "cluster_spec.yaml"  # the job, and the patch of its pods
+JOB_DIR_FLAG = "--job_dir="  # of a master
 TOKEN_KEY = "token"  # in the job's Secret
+_VARIABLE_KEY = "env."  # before the name of a variable, likewise
 FAILED_CODES = (1, 2)  # exit codes of a master that another would not do better than
 GO_ON_CODE = 75
 _USER = 1000
@@ -108,17 +110,15 @@ class PodPlan:
     def master_job(
         self,
         arguments: Sequence[str],
-        extra: Mapping[str, str],
         metrics_port: int = METRICS_PORT,
         health_port: int = HEALTH_PORT,
     ) -> dict[str, Any]:
         """The Job that keeps the master's pod.
 
         Args:
-            extra: files by name, for `FILES`, beside those of the Secret.
             metrics_port, health_port: those of the master.
         """
-        template = self._template("master", 0, arguments, 0, bool(extra), _master_probes(metrics_port, health_port))
+        template = self._template("master", 0, arguments, 0, _master_probes(metrics_port, health_port))
         scraped = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
         metadata = template["metadata"]
         metadata["annotations"] = {f"prometheus.io/{key}": value for key, value in scraped.items()} | metadata.get(
@@ -172,20 +172,17 @@ class PodPlan:
             },
         }
 
-    def secret(self, token: str, certificates: Mapping[str, bytes]) -> dict[str, Any]:
-        """The token of the job, and its certificates by the name of their file."""
-        files = {TOKEN_KEY: token.encode(), **certificates}
+    def secret(self, token: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+        """The token of the job, the user's environment variables, and files by name, for `FILES`."""
+        variables = {_VARIABLE_KEY + name: value.encode() for name, value in parse_envs(self.settings.envs).items()}
+        contents = {TOKEN_KEY: token.encode(), **variables, **files}
         return {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": self._metadata("secret"),
             "type": "Opaque",
-            "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+            "data": {name: base64.b64encode(content).decode() for name, content in contents.items()},
         }
-
-    def config(self, files: Mapping[str, str]) -> dict[str, Any]:
-        """What else the master reads."""
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata("config"), "data": dict(files)}
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:
         """What befell the job, for those who look at what its pods belong to.
@@ -218,11 +215,10 @@ class PodPlan:
         index: int,
         arguments: Sequence[str],
         ooms: int,
-        configured: bool = False,
         probes: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         settings = self.settings
-        volumes, mounts = self._volumes(configured)
+        volumes, mounts = self._volumes()
         container = self._container(role, arguments, ooms, mounts) | dict(probes or {})
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
@@ -274,14 +270,11 @@ class PodPlan:
             container["imagePullPolicy"] = self.settings.image_pull_policy
         return container
 
-    def _volumes(self, configured: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _volumes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """A pod's volumes, and where its container has them."""
-        sources: list[dict[str, Any]] = [{"secret": {"name": self.job}}]
-        if configured:
-            sources.append({"configMap": {"name": self.job}})
         volumes: list[dict[str, Any]] = [
             {"name": "tmp", "emptyDir": {}},
-            {"name": "files", "projected": {"sources": sources}},
+            {"name": "files", "secret": {"secretName": self.job}},
         ]
         mounts: list[dict[str, Any]] = [
             {"name": "tmp", "mountPath": "/tmp"},
@@ -311,13 +304,15 @@ class PodPlan:
 
     def _environment(self, role: str) -> list[dict[str, Any]]:
         own = parse_envs(self.settings.envs)
+        secrets = {self.token_variable: TOKEN_KEY, **{name: _VARIABLE_KEY + name for name in own}}
         variables: list[dict[str, Any]] = [
-            {"name": self.token_variable, "valueFrom": {"secretKeyRef": {"name": self.job, "key": TOKEN_KEY}}},
             {"name": POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             {"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ]
-        plain = {"HOME": "/tmp", **self.environment, **own}
-        return variables + [{"name": name, "value": value} for name, value in plain.items()]
+        for name, key in secrets.items():
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": self.job, "key": key}}})
+        plain = {"HOME": "/tmp", **self.environment}
+        return variables + [{"name": name, "value": value} for name, value in plain.items() if name not in secrets]
 
     def _priority(self, role: str) -> Priority:
         return parse_priority(getattr(self.settings, f"{role}_pod_priority"))
