@@ -284,7 +284,7 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
             with contextlib.suppress(OSError):  # that of the list itself
                 os.fstat(number)
                 os.dup2(null, number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
     show_as("zygote")
