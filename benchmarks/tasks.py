@@ -26,9 +26,11 @@ BATCH, RECORDS = 128, 1280
 
 
 def make_queue(tasks: int) -> Any:
+    from elasticcb.master.queue_settings import QueueSettings
     from elasticcb.master.task_queue import TaskQueue
 
-    return TaskQueue(training=[("data", tasks * RECORDS)], records_per_task=RECORDS, minibatch_size=BATCH)
+    settings = QueueSettings(records_per_task=RECORDS, minibatch_size=BATCH)
+    return TaskQueue(settings, training=[("data", tasks * RECORDS)])
 
 
 def run_queue(tasks: int, workers: int, seconds: float) -> dict[str, float]:

@@ -12,6 +12,7 @@ from elasticcb.errors import ConnectionLostError
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -34,7 +35,7 @@ def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():
         assert check(address, "") == SERVING
         assert check(address, "elasticcb.Master") == NOT_SERVING
         with master.desk.state() as state:
-            state.queue = TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=5)
+            state.queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 10)])
         assert check(address, "elasticcb.Master") == NOT_SERVING
         with master.desk.state() as state:
             state.cluster = ServedCluster([], [], False)

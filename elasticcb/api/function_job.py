@@ -18,6 +18,7 @@ from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, Usag
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import JobState
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
@@ -70,10 +71,12 @@ class FunctionJob:
         self._start = None if placed is None else placed.start()
         self._servers: Servers | None = None  # until they are there; with a model only
         self._queue = TaskQueue(
-            records_per_task=1,
-            minibatch_size=1,
-            lease_seconds=settings.cluster.lease_seconds,
-            max_losses=_MOST_LOSSES,
+            QueueSettings(
+                records_per_task=1,
+                minibatch_size=1,
+                lease_seconds=settings.cluster.lease_seconds,
+                max_losses=_MOST_LOSSES,
+            )
         )
         self._error: Exception | None = None  # the first one, until it is raised by `raise_error`
         self._told = False  # by `fetch`

@@ -31,7 +31,6 @@ class JobFolder:
         self._ended = 0  # fits
         self._under_way = False  # a fit, or the last one failed
         self._lock = FolderLock(self.path, f"job_dir={str(self.path)!r}")
-        self._is_open = False
 
     def open(self) -> None:
         """Keeps others away from it until `close`. Raises `UsageError` when another one uses it."""
@@ -40,7 +39,6 @@ class JobFolder:
             self._lock.take()
         except OSError as error:
             raise UsageError(f"job_dir={str(self.path)!r} can't be used: {error}. Name another folder.") from None
-        self._is_open = True
 
     @contextlib.contextmanager
     def next_fit(self) -> Iterator[KeptFit]:
@@ -61,14 +59,13 @@ class JobFolder:
             done: the program needs no fits that have ended any more; when it is run again, it trains anew, unless its
                 last one has failed.
         """
-        if not self._is_open:
+        if not self._lock.is_held:
             return
         done, number = done and not self._under_way, 1
         while done and (self.path / f"fit-{number}" / _FIT_FILE).is_file():
             shutil.rmtree(self.path / f"fit-{number}", ignore_errors=True)
             number += 1
         self._ended, self._under_way = 0, False
-        self._is_open = False
         self._lock.release()
 
 

@@ -16,11 +16,9 @@ from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import LATE
+from elasticcb.master.job_state import LATE, TaskResult
 from elasticcb.master.roster import Member, Role
-from elasticcb.master.stragglers import Split
-from elasticcb.model.metric_messages import Outputs, States
-from elasticcb.process.stats import Stats
+from elasticcb.model.metric_messages import Outputs
 from elasticcb.settings import MOST_WORKERS, Command, JobSettings
 
 logger = logging.getLogger(__name__)
@@ -61,11 +59,6 @@ class Calls:
             )
             return (state.number, state.settings) if state.number > after and not state.closing else (0, None)
 
-    def lost_workers(self) -> list[int]:
-        """Ids of workers that are gone, over all jobs."""
-        with self._desk.state() as state:
-            return list(state.roster.lost_workers)
-
     def program_of(self, job: int, dataset: int = 0) -> bytes:
         """What the job runs, or the function that makes a per-worker dataset."""
         with self._desk.state() as state:
@@ -103,22 +96,6 @@ class Calls:
                 raise JobFailedError("The job ended before it began.")
             state.check_is_present(job)
             return state.cluster if state.serves(map_version) else None
-
-    def note_stats(self, id: int, stats: Stats) -> None:
-        """What a process has counted since it started."""
-        with self._desk.state() as state:
-            state.note_stats(id, stats)
-
-    def is_released(self, worker: int) -> bool:
-        """Whether a process is to leave, since fewer are needed."""
-        with self._desk.state() as state:
-            return state.roster.released(worker)
-
-    @property
-    def closing(self) -> bool:
-        """Whether no job will come any more."""
-        with self._desk.state() as state:
-            return state.closing
 
     def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
         """A process ends, by an `error` or without; or since it was `asked` to."""
@@ -173,26 +150,6 @@ class Calls:
                 state = self._desk.wait(give_up - now)
                 state.crew.waiting.discard(worker)
 
-    def call_of(self, function: int) -> bytes:
-        """What to call; b"" when the task was given up meanwhile, and then nobody asks for what comes of it."""
-        with self._desk.state() as state:
-            return state.calls.get(function, b"")
-
-    def note_pace(self, worker: int, batches: int, seconds: float) -> None:
-        """`worker` has trained so many batches in so many seconds."""
-        with self._desk.state() as state:
-            state.note_pace(worker, batches, seconds)
-
-    def split_for(self, worker: int) -> Split | None:
-        """What `worker` should leave to workers that wait."""
-        with self._desk.state() as state:
-            return state.split_for(worker)
-
-    def split(self, worker: int, lease: int, end: int) -> Answer:
-        """`worker` will do the first `end` records of its lease, and no more."""
-        with self._desk.state() as state:
-            return state.split(worker, lease, end, time.monotonic())
-
     def report_progress(
         self,
         worker: int,
@@ -223,36 +180,14 @@ class Calls:
             state.note()
             return answer
 
-    def report_done(
-        self,
-        worker: int,
-        lease: int,
-        version: int,
-        states: States,
-        outputs: list[Outputs],
-        gradients_rejected: int,
-        batches_skipped: int,
-        ended_after: int | None = None,
-        result: bytes = b"",
-    ) -> Outcome:
+    def report_done(self, worker: int, lease: int, result: TaskResult) -> Outcome:
         """A worker has done a task."""
-        with self._staged(outputs) as staged, self._desk.state() as state:  # it may be large, so before the lock
-            outcome = state.report_done(
-                worker,
-                lease,
-                time.monotonic(),
-                version,
-                states,
-                outputs,
-                gradients_rejected,
-                batches_skipped,
-                ended_after,
-                result,
-            )
+        with self._staged(result.outputs) as staged, self._desk.state() as state:  # it may be large, so before the lock
+            outcome = state.report_done(worker, lease, time.monotonic(), result)
             output = state.prediction_output
             if outcome.counts and outcome.task is not None and staged is not None and output is not None:
                 try:
-                    output.commit(staged, outcome.task.shard, outputs)
+                    output.commit(staged, outcome.task.shard, result.outputs)
                 except ElasticCBError as error:
                     state.error = error  # without this part the file can't be complete
             return outcome
@@ -270,17 +205,6 @@ class Calls:
             yield path
         finally:
             output.discard(path)
-
-    def report_failed(self, worker: int, lease: int, error: str, traceback: str, fatal: bool) -> Outcome:
-        """A worker has failed in a task."""
-        with self._desk.state() as state:
-            return state.report_failed(worker, lease, time.monotonic(), error, traceback, fatal)
-
-    def stop_training(self, reason: str, worker: int) -> None:
-        """Training is to end: a worker says so."""
-        with self._desk.state() as state:
-            if state.has(worker):
-                state.stop_training(reason)
 
     # ------------------------------------------------------------ people
 

@@ -116,7 +116,6 @@ class Course:
         if lost:
             servers.restore_lost()
         self._order.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
-        self._desk.say_warnings()
         self._deliver_batches()
         if idle:
             self._report.show()
@@ -206,7 +205,7 @@ class Course:
         if self.queue.ran_out(epoch):
             self._host.warn_of_missing_data()
         with self._desk.state() as state:
-            states = state.epoch_states.get(epoch, {})
+            states = state.epoch_states.of(epoch)
         logs = self._host.training_logs(states)
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._desk.version, logs)
         decision = None

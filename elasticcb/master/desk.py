@@ -13,7 +13,8 @@ from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import JobFailedError
 from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.guarded import Guarded, Wake
-from elasticcb.master.job_state import Crew, JobState
+from elasticcb.master.job_record import Crew
+from elasticcb.master.job_state import JobState
 from elasticcb.master.journal import Journal
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Member, Role, Roster
@@ -88,7 +89,7 @@ class Desk:
             state.stop_training(reason)
 
     def warn(self, warning: CallbackWarning) -> None:
-        """Counts it; the first of each subject is shown by `say_warnings`."""
+        """Counts it; the first of each subject is shown."""
         with self.state() as state:
             state.warn(warning)
 
@@ -107,13 +108,6 @@ class Desk:
         self._show(text)
         self.backend.note(text)
 
-    def say_warnings(self) -> None:
-        """Shows what is new to the user."""
-        with self.state() as state:
-            texts = state.take_warnings()
-        for text in texts:
-            self.say(text)
-
     def _settle(self, state: JobState) -> Wake:
         effects = state.take_effects()
         if self._journal is not None:
@@ -121,7 +115,7 @@ class Desk:
                 for entry in effects.entries:
                     self._journal.add(**entry)
                 if effects.shortens or (effects.entries and self._journal.is_large):
-                    self._journal.rewrite(state.journaled_states())
+                    self._journal.rewrite(state.epoch_states.to_journal())
             except JobFailedError as error:
                 state.error = error
         for line in effects.lines:

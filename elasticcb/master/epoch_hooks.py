@@ -68,7 +68,7 @@ class EpochHooks:
         with self._desk.state() as state:
             assert state.queue is not None
             state.queue.release_epoch(epoch)
-            state.epoch_states.pop(epoch, None)  # not before: the journal holds them until the epoch is ended
+            state.epoch_states.forget(epoch)  # not before: the journal holds them until the epoch is ended
             state.note(
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from elasticcb.master.decisions import Milestone, MilestoneKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.task import Task, TaskType
 
@@ -17,50 +18,31 @@ class Epochs:
     still open (TODO again, or DOING). Yet epochs are done in their order, and training after the last.
 
     Args:
-        layout: the shards of one epoch.
-        num_epochs: passes over the layout.
-        max_batches: batches to make in all, exactly; 0 is no limit.
-        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
-        hold: epoch e + 1 begins only after `release(e)`.
-        initial_epoch: the first one that is made; those before count as done.
-        open_ended: the layout is only an upper bound; `source_ended` tells where an epoch ends.
+        layout: the shards of one epoch; where nobody knows how many records it has, only an upper bound, and
+            `source_ended` tells where an epoch ends.
+        settings: of the queue.
     """
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        *,
-        num_epochs: int,
-        max_batches: int,
-        shuffle_seed: int | None,
-        hold: bool,
-        initial_epoch: int = 0,
-        open_ended: bool = False,
-    ) -> None:
-        self._layout = layout
-        self._num_epochs = num_epochs
-        self._max_batches = max_batches
-        self._shuffle_seed = shuffle_seed
-        self._hold = hold
-        self._open_ended = open_ended
-
-        self.current = initial_epoch - 1  # the one that tasks are being made of; one less before the first task
-        self.done = not layout or initial_epoch >= num_epochs  # all tasks that there will ever be are closed
+    def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:
+        self._layout, self._settings = layout, settings
+        first = settings.initial_epoch
+        self.current = first - 1  # the one that tasks are being made of; one less before the first task
+        self.done = not layout or first >= settings.num_epochs  # all tasks that there will ever be are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
         self.ended_by_source: set[int] = set()  # epochs in which the source had no more to give
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self.epochs_done = initial_epoch  # those before it are done
-        self._released = initial_epoch - 1  # newest epoch that was released
+        self.epochs_done = first  # those before it are done
+        self._released = first - 1  # newest epoch that was released
 
     # ------------------------------------------------------------ making
 
     def make(self, task_id: int) -> Task | None:
         """The next task; None when there is none (now)."""
         if not self._goes_on():
-            if not self._more_epochs() or (self._hold and self._released < self.current):
+            if not self._more_epochs() or (self._settings.hold_epochs and self._released < self.current):
                 return None
             self.current += 1
             self._order = self._order_of(self.current)
@@ -75,25 +57,25 @@ class Epochs:
     @property
     def is_held(self) -> bool:
         """Whether an epoch is still to come, which, when nothing is open, must be for want of a release."""
-        return not self.done and self.stop_reason is None and self.current + 1 < self._num_epochs
+        return not self.done and self.stop_reason is None and self.current + 1 < self._settings.num_epochs
 
     @property
     def to_make(self) -> int:
         """Tasks that are not made yet, of all epochs; an estimate where `max_batches` will cut them off."""
         if self.stop_reason is not None or not self._batches_left():
             return 0
-        tasks = self._order.left + (self._num_epochs - 1 - self.current) * len(self._layout)
-        if 0 < self._max_batches < self._num_epochs * self._layout.batches:
+        tasks = self._order.left + (self._settings.num_epochs - 1 - self.current) * len(self._layout)
+        if 0 < self._settings.max_batches < self._settings.num_epochs * self._layout.batches:
             per_task = -(-self._layout.records_per_task // self._layout.minibatch_size)
-            tasks = min(tasks, -(-(self._max_batches - self.batches_made) // per_task))
+            tasks = min(tasks, -(-(self._settings.max_batches - self.batches_made) // per_task))
         return tasks
 
     def _within_max_batches(self, shard: Shard) -> Shard:
         """`shard`, cut if it would go beyond `max_batches`; counts its batches."""
         size = self._layout.minibatch_size
         batches = -(-shard.records // size)
-        if self._max_batches:
-            left = self._max_batches - self.batches_made
+        if self._settings.max_batches:
+            left = self._settings.max_batches - self.batches_made
             if batches > left:
                 batches = left
                 shard = Shard(shard.name, shard.start, shard.start + left * size)
@@ -101,10 +83,11 @@ class Epochs:
         return shard
 
     def _order_of(self, epoch: int) -> ShardOrder:
-        return ShardOrder(self._layout, None if self._shuffle_seed is None else f"{self._shuffle_seed}/{epoch}")
+        seed = self._settings.shuffle_seed
+        return ShardOrder(self._layout, None if seed is None else f"{seed}/{epoch}")
 
     def _batches_left(self) -> bool:
-        used_up = 0 < self._max_batches <= self.batches_made
+        used_up = 0 < self._settings.max_batches <= self.batches_made
         return not used_up and bool(self._layout)
 
     def _goes_on(self) -> bool:
@@ -112,7 +95,7 @@ class Epochs:
         return self.stop_reason is None and self._order.left > 0 and self._batches_left()
 
     def _more_epochs(self) -> bool:
-        return self.stop_reason is None and self.current + 1 < self._num_epochs and self._batches_left()
+        return self.stop_reason is None and self.current + 1 < self._settings.num_epochs and self._batches_left()
 
     # ------------------------------------------------------------ ending
 
@@ -123,7 +106,7 @@ class Epochs:
 
     def unmade(self) -> tuple[int, int]:
         """(tasks, records) of the current epoch that are not made yet, but would be."""
-        if self._open_ended:
+        if self._settings.open_ended:
             return 0, 0  # nobody knows
         return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
 

@@ -132,7 +132,6 @@ class Job:
         with desk.state() as state:
             if state.error is not None:
                 raise state.error
-        desk.say_warnings()
         missing = course.finish_checkpoints()
         refused = course.served.ps.refused_calls()
         exported = callback_params(order.settings)["saved_model_path"]

@@ -1,4 +1,4 @@
-"""The state of one job: what happens comes in, answers and effects come out; pure: no threads, clock, gRPC or Keras.
+"""What happens to one job: events come in, answers and effects come out; pure: no threads, clock, gRPC or Keras.
 
 Times are seconds of one rising clock, and arguments.
 """
@@ -6,11 +6,9 @@ Times are seconds of one rising clock, and arguments.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from elasticcb.errors import (
     ClusterLostError,
@@ -19,23 +17,18 @@ from elasticcb.errors import (
     JobOverError,
     UsageError,
 )
-from elasticcb.master.accounting import Speed
-from elasticcb.master.batch_log import BatchEvent, BatchLog
-from elasticcb.master.cluster_state import ServedCluster, ServerPlace, Totals, Wish
+from elasticcb.master.batch_log import BatchEvent
+from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
-from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.roster import Member, Role, Roster
-from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.stragglers import Paces, Split, plan_split
+from elasticcb.master.job_record import JobRecord
+from elasticcb.master.roster import Member, Role
+from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
-from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import Command
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
-    from elasticcb.master.journal import Memory
-    from elasticcb.master.prediction_output import PredictionOutput
-    from elasticcb.model.metric_messages import Outputs
+    from elasticcb.model.metric_messages import Outputs, States
     from elasticcb.process.stats import Stats
     from elasticcb.sharding.bucket_map import BucketMap
 
@@ -44,207 +37,30 @@ logger = logging.getLogger(__name__)
 LATE = "it is of a job that is over"
 
 
-@dataclass
-class Crew:
-    """The processes of a cluster, over all its jobs.
+@dataclass(frozen=True)
+class TaskResult:
+    """What a worker reports of a task that it has done.
 
     Attributes:
-        waiting: workers that wait for a task.
-        stats: by id of a process, what it said last of itself.
-        closing: no job will come any more.
+        version: of the model, as the worker knows it.
+        states: of metrics, over the task's records.
+        outputs: by batch: predictions, or what metrics without a mergeable state are updated with.
+        gradients_rejected, batches_skipped: on the way.
+        ended_after: so many records there were before the source ended; None: it did not.
+        function_result: what a function returned, pickled.
     """
 
-    roster: Roster
-    waiting: set[int] = field(default_factory=set)
-    stats: dict[int, Stats] = field(default_factory=dict)
-    closing: bool = False
+    version: int
+    states: States = field(default_factory=dict)
+    outputs: list[Outputs] = field(default_factory=list)
+    gradients_rejected: int = 0
+    batches_skipped: int = 0
+    ended_after: int | None = None
+    function_result: bytes = b""
 
 
-@dataclass
-class Effects:
-    """What follows from changes of the state.
-
-    Attributes:
-        entries: for the journal, in their order; "states" are pairs of an epoch and metric states.
-        shortens: whether the journal is to be made as short as it can be.
-        lines: for the user.
-        driver, everybody: whether to wake the thread that drives the job, and all that wait.
-    """
-
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    shortens: bool = False
-    lines: list[str] = field(default_factory=list)
-    driver: bool = False
-    everybody: bool = False
-
-
-class JobState:
-    """One job, as workers, servers and people see it. `Guarded` holds the one of the present job.
-
-    Args:
-        crew: the processes that do it.
-        number: of the job, from 1; 0: there is none yet.
-        settings: of the job; None before the first one.
-        program: what it runs instead of a model file (elasticcb/model/program.py).
-        datasets: functions that make per-worker datasets, pickled, by number.
-        started: when the job began.
-
-    Attributes:
-        told: what the thread that drives the job tells people of it.
-        evaluated_before: records that were evaluated before the last round.
-        start_version: of the model, when the job began.
-        queue: None until the model is built.
-        cluster: what workers must know of the servers; None until those hold the model.
-        find_index: what the data reader knows of a file, by mode and name; b"" while it does not.
-        lost_ps: when servers were lost in whose places no other holds the model yet, by place.
-        wish: for another number of servers, the last one.
-        checkpoint_written: when the newest checkpoint was, or the job began.
-        loss: mean over the batches of the last report.
-        autoscales: the number of workers follows the throughput.
-        epoch_states: training metrics by epoch: sums; of `merging_units`, the states of each task.
-        calls, results: of functions, by number: what to call, while it is not done; what came of it, until it is taken.
-        prediction_output: takes predictions in place of `predictions`: by first unit of a task, outputs by batch.
-        error: found while answering a call; ends the job.
-        over: there are no more tasks in this job.
-        has_journal: entries are written down.
-    """
-
-    def __init__(
-        self,
-        crew: Crew,
-        number: int = 0,
-        settings: JobSettings | None = None,
-        program: bytes = b"",
-        datasets: Mapping[int, bytes] | None = None,
-        started: float = 0.0,
-    ) -> None:
-        self.crew, self.number, self.settings = crew, number, settings
-        self.program, self.datasets, self.started = program, {} if datasets is None else datasets, started
-        self.checkpoint_written = started
-        self.told = JobSnapshot()
-        self.speed = Speed()
-        self.evaluated_before = 0
-        self.start_version = 0
-        self.queue: TaskQueue | None = None
-        self.cluster: ServedCluster | None = None
-        self.rounds = EvaluationRounds()
-        self.batch_log = BatchLog()
-        self.find_index: Callable[[str, str], bytes] = lambda mode, file: b""
-        self.lost_ps: dict[int, float] = {}
-        self.wish: Wish | None = None
-        self.version = 0
-        self.loss: float | None = None
-        self.totals = Totals()
-        self.paces = Paces()
-        self.autoscales = False
-        self.epoch_states: dict[int, dict[str, list[Any]]] = {}
-        self.merging_units: frozenset[str] = frozenset()
-        self.calls: dict[int, bytes] = {}
-        self.results: dict[int, bytes] = {}
-        self.prediction_output: PredictionOutput | None = None
-        self.predictions: dict[int, list[Outputs]] = {}
-        self.error: Exception | None = None
-        self.over = False
-        self.has_journal = False
-        self._effects = Effects()
-        self._warned: set[str] = set()  # subjects
-        self._warnings: list[str] = []  # that nobody has seen
-        self._noted_totals: dict[str, Any] = {}
-        self._noted_roster: dict[str, Any] = {}
-
-    @property
-    def roster(self) -> Roster:
-        return self.crew.roster
-
-    @property
-    def closing(self) -> bool:
-        return self.crew.closing
-
-    @property
-    def ready(self) -> bool:
-        """Whether the servers hold the model, and tasks are handed out."""
-        return self.cluster is not None and self.queue is not None and not self.closing
-
-    # ------------------------------------------------------------ effects
-
-    def take_effects(self) -> Effects:
-        """What is to be carried out now."""
-        taken, self._effects = self._effects, Effects()
-        return taken
-
-    def wake(self) -> None:
-        """All that wait are to look again."""
-        self._effects.everybody = True
-
-    def wake_driver(self) -> None:
-        """Something changed that no worker waits for."""
-        self._effects.driver = True
-
-    def say(self, text: str) -> None:
-        """Shows the user a line about the job."""
-        self._effects.lines.append(text)
-
-    def note(self, **entry: Any) -> None:
-        """Writes down where the job stands, with `entry`. The job ends when that is not possible.
-
-        Of a task that failed, nothing: when the job goes on, the task is to be tried again.
-        """
-        if self.has_journal and self.queue is not None and self.queue.failure is None:
-            totals = self._all_totals()
-            if totals != self._noted_totals:
-                self._noted_totals = entry["totals"] = totals
-            self._write(queue=self.queue.to_dict(leases=True), version=self.version, **entry)
-
-    def note_roster(self) -> None:
-        """Writes down who is there, if that has changed."""
-        if self.has_journal and (roster := self.roster.to_dict()) != self._noted_roster:
-            self._noted_roster = roster
-            self._write(roster=roster, next_id=self.roster.next_id)
-
-    def shorten_journal(self) -> None:
-        """Makes it as short as it can be."""
-        self._effects.shortens = True
-
-    def journaled_states(self) -> list[tuple[int, dict[str, list[Any]]]]:
-        """Epoch and metric states of all that a short journal holds of epochs that are not ended."""
-        return [
-            (epoch, {name: states})
-            for epoch, by_name in self.epoch_states.items()
-            for name, values in by_name.items()
-            for states in (values if name in self.merging_units else [values])
-        ]
-
-    def _write(self, **entry: Any) -> None:
-        if self.has_journal:
-            self._effects.entries.append(entry)
-
-    def _all_totals(self) -> dict[str, Any]:
-        """What the summary tells beside the queue's accounting, as JSON values."""
-        lost = {role.name: [self.roster.lost_count(role), self.roster.replaced_count(role)] for role in Role}
-        return {**self.totals.to_dict(), **lost}
-
-    # ------------------------------------------------------------ after another master
-
-    def resume(self, memory: Memory) -> None:
-        """Takes over what an earlier master knew of training."""
-        self.version = max(self.version, memory.version)
-        totals = dict(memory.totals)
-        if totals:
-            for role in Role:
-                self.roster.count_earlier(role, *totals.pop(role.name))
-            self.totals.count_earlier(totals)
-        for epoch, tasks in memory.states.items():
-            for states in tasks:
-                self._add_epoch_states(epoch, states)
-
-    def take_over(self, memory: Memory, queue: TaskQueue, now: float) -> None:
-        """Goes on with the workers and servers of another master, which was killed, and with its queue."""
-        assert memory.roster is not None
-        self.queue, self.has_journal = queue, True
-        self.merging_units = frozenset(memory.merging_units)
-        self.resume(memory)
-        self.roster.restore(memory.roster, now)
-        self._noted_roster = self.roster.to_dict()
+class JobState(JobRecord):
+    """One job, as workers, servers and people act on it. `Guarded` holds the one of the present job."""
 
     # ------------------------------------------------------------ what ends the job
 
@@ -280,33 +96,6 @@ class JobState:
     def has(self, id: int) -> bool:
         """Whether a process does the present job."""
         return self.roster.job_of(id) == self.number
-
-    # ------------------------------------------------------------ what the user hears
-
-    def warn(self, warning: CallbackWarning) -> None:
-        """Counts it; the first of each subject is to be shown."""
-        self.totals.callback_errors += warning.errors
-        if warning.subject not in self._warned:
-            self._warned.add(warning.subject)
-            self._warnings.append(warning.text)
-
-    def tell(self, **news: Any) -> None:
-        """What people are to see of the job besides, by name of a field of the snapshot."""
-        self.told = replace(self.told, **news)
-
-    def note_progress(self, now: float) -> None:
-        """What can be told only by one who looks again and again."""
-        if self.settings is None or self.settings.command is not Command.TRAIN:
-            return
-        if self.told.seconds_to_first_step is None and self.version > self.start_version:
-            self.tell(seconds_to_first_step=now - self.started)
-        if self.queue is not None:
-            self.speed.note(now, sum(self.queue.accounting.records_trained.values()))
-
-    def take_warnings(self) -> list[str]:
-        """What is new to the user."""
-        taken, self._warnings = self._warnings, []
-        return taken
 
     # ------------------------------------------------------------ processes
 
@@ -431,7 +220,7 @@ class JobState:
         member = self.roster.member(worker)
         verdict = self.paces.note(worker, batches, seconds)
         if verdict is not None and member is not None:
-            self._warnings.append(f"Worker {member.index} {verdict.reason}.")
+            self.say(f"Worker {member.index} {verdict.reason}.")
             if member.index not in self.totals.stragglers:
                 self.totals.stragglers.append(member.index)
 
@@ -462,50 +251,38 @@ class JobState:
         if loss is not None:
             self.loss = loss
 
-    def report_done(
-        self,
-        worker: int,
-        lease: int,
-        now: float,
-        version: int,
-        states: dict[str, list[Any]],
-        outputs: list[Outputs],
-        gradients_rejected: int,
-        batches_skipped: int,
-        ended_after: int | None,
-        result: bytes,
-    ) -> Outcome:
+    def report_done(self, worker: int, lease: int, now: float, result: TaskResult) -> Outcome:
         """A worker has done a task. Predictions are kept here only where there is no `prediction_output`."""
         self.seen(worker, now)
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
-        self.reached_version(version)
-        outcome = self.queue.report_done(worker, lease, ended_after)
+        self.reached_version(result.version)
+        outcome = self.queue.report_done(worker, lease, result.ended_after)
         task = outcome.task
         if outcome.counts and task is not None:
-            self.totals.gradients_rejected += gradients_rejected
-            self.totals.batches_skipped += batches_skipped
-            self._take_in(task, states, outputs, result)
-            self.note(**({"states": [(task.epoch, states)]} if task.type is TaskType.TRAINING else {}))
+            self.totals.gradients_rejected += result.gradients_rejected
+            self.totals.batches_skipped += result.batches_skipped
+            self._take_in(task, result)
+            self.note(**({"states": [(task.epoch, result.states)]} if task.type is TaskType.TRAINING else {}))
         if self.queue.is_idle or self.queue.has_returned or (task is not None and task.type is TaskType.FUNCTION):
             self.wake()
         else:  # nothing that could be handed out has come of it
             self.wake_driver()
         return outcome
 
-    def _take_in(self, task: Task, states: dict[str, list[Any]], outputs: list[Outputs], result: bytes) -> None:
+    def _take_in(self, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:
-            self._add_epoch_states(task.epoch, states)
+            self.epoch_states.add(task.epoch, result.states)
         elif task.type is TaskType.EVALUATION:
             try:
-                self.rounds.collect(task.evaluation_round, task.id, states, outputs)
+                self.rounds.collect(task.evaluation_round, task.id, result.states, result.outputs)
             except ElasticCBError as error:
                 self.error = error  # a task that is done but not counted: the round can't be right any more
         elif task.type is TaskType.PREDICTION:
-            if self.prediction_output is None and outputs:
-                self.predictions[task.shard.start] = outputs
+            if self.prediction_output is None and result.outputs:
+                self.predictions[task.shard.start] = result.outputs
         elif task.type is TaskType.FUNCTION:
-            self.results[task.function] = result
+            self.results[task.function] = result.function_result
             del self.calls[task.function]
 
     def take_predictions(self) -> dict[int, list[Outputs]]:
@@ -539,18 +316,6 @@ class JobState:
             self.queue.finish()
         self.over = True
         self.wake()
-
-    def _add_epoch_states(self, epoch: int, states: Mapping[str, Sequence[Any]]) -> None:
-        total = self.epoch_states.setdefault(epoch, {})
-        for name, values in states.items():
-            if name in self.merging_units:
-                total.setdefault(name, []).append(values)
-                continue
-            before = total.get(name)
-            total[name] = [
-                np.asarray(value, np.float64) + (before[i] if before is not None else 0)
-                for i, value in enumerate(values)
-            ]
 
 
 def _log_back(tasks: Sequence[Task]) -> None:

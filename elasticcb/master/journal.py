@@ -62,7 +62,7 @@ class Memory:
         over: the job was done.
         roster: `Roster.to_dict`; None: nobody was there yet.
         servers: of each parameter server that held the model, by place, its address and its id.
-        merging_units: as in `Master`.
+        merging_units: as `EpochStates.merging`.
         evaluation_round: the last one that was begun; 0: none.
     """
 

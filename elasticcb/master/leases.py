@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from elasticcb.master.decisions import Answer
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import Lease, Task, TaskType
 from elasticcb.master.task_record import TaskRecord
@@ -13,6 +14,8 @@ from elasticcb.master.task_record import TaskRecord
 # Ended leases that are remembered per worker, to recognize a report whose answer got lost. A worker
 # holds two leases or so, and repeats a report before it goes on.
 _REMEMBERED = 16
+
+_LONGEST_BATCH = 12  # leases: an hour, where nobody says otherwise
 
 # Added to lease numbers when a queue is restored, so that no lease handed out between the save and the
 # crash is ever mistaken for a new one.
@@ -62,6 +65,24 @@ class Leases:
     def progress(self, worker: int) -> None:
         """`worker`, which holds a lease, has progressed."""
         self._progress_at[worker] = self._now
+
+    def still(self, worker: int, computing: float) -> Answer:
+        """The answer to a report of `worker`, which holds a lease, without progress.
+
+        Args:
+            computing: seconds that it has been in its present batch, which is progress unless they are too many.
+        """
+        longest = _LONGEST_BATCH * self._seconds
+        if not 0 < computing <= longest - self._seconds:
+            return Answer(True, "no progress since the last report")
+        self.progress(worker)
+        if computing < self._seconds:
+            return Answer(True, "a batch is being computed")
+        reason = (
+            f"has been in one batch for {computing:.0f} s. After {longest:.0f} s ({_LONGEST_BATCH} times "
+            "lease_seconds) it is taken for hung, and replaced; give lease_seconds if batches may take longer, or less."
+        )
+        return Answer(True, reason, long_batch=True)
 
     def reported(self, record: TaskRecord, done: bool) -> None:
         """Ends the lease of `record`, on which its worker reported that it is `done`, or has failed."""

@@ -68,7 +68,7 @@ class Master:
         self.server_scaling = ServerScaling(self.desk)
         self.watchdog = Watchdog(self.desk, cluster.silence_seconds, backend.watches)
         servicer = MasterServicer(
-            self.calls, self.server_scaling, self.watchdog.doubt, self.observe, cluster.silence_seconds
+            self.desk, self.calls, self.server_scaling, self.watchdog.doubt, self.observe, cluster.silence_seconds
         )
         self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
         if is_folder(host):

@@ -29,16 +29,15 @@ from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
 from elasticcb.master.observation import records_to_train
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import INITIAL_FOLDER, Command, Mode
-from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
-
-_OLD_MASTER_SECONDS = 2.0  # for one that is about to end
 
 
 def open_job(order: Order) -> Course:
@@ -50,7 +49,7 @@ def open_job(order: Order) -> Course:
     _wait_for_servers(order)
     served = _connect(order, origin)
     epochs, initial_epoch = _call_first_hooks(order, served)
-    queue = resumed_queue(order, served.host) or _new_queue(order, served.host, epochs, initial_epoch)
+    queue = resumed_queue(order, served.host) or _new_queue(order, served.host, initial_epoch)
     _lay_out(order, served, queue, initial_epoch)
     course = _make_course(order, served, queue, epochs)
     if order.memory is not None and order.memory.over:
@@ -69,7 +68,7 @@ def _own_checkpoints(order: Order) -> None:
     folder = order.settings.checkpoint.directory
     if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
-    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", _OLD_MASTER_SECONDS, ".checkpoints.lock")
+    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", ENDING_SECONDS, ".checkpoints.lock")
     order.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -215,22 +214,24 @@ def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, i
     return epochs, initial_epoch
 
 
-def _new_queue(order: Order, host: Any, epochs: EpochHooks, initial_epoch: int) -> TaskQueue:
+def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
     training = order.settings.training
     return TaskQueue(
+        QueueSettings(
+            records_per_task=training.records_per_task,
+            minibatch_size=training.minibatch_size,
+            num_epochs=training.num_epochs,
+            max_batches=training.max_batches,
+            shuffle_seed=training.shuffle_seed,
+            max_retries=training.max_task_retries,
+            lease_seconds=order.settings.cluster.lease_seconds,
+            hold_epochs=any(map(host.callbacks.wants, ("on_epoch_begin", "on_epoch_end"))),
+            initial_epoch=initial_epoch,
+            open_ended=host.open_ended,
+            hold_predictions=host.holds_predictions,
+        ),
         training=host.sources.get(Mode.TRAINING, ()),
         prediction=host.sources.get(Mode.PREDICTION, ()),
-        records_per_task=training.records_per_task,
-        minibatch_size=training.minibatch_size,
-        num_epochs=training.num_epochs,
-        max_batches=training.max_batches,
-        shuffle_seed=training.shuffle_seed,
-        max_retries=training.max_task_retries,
-        lease_seconds=order.settings.cluster.lease_seconds,
-        hold_epochs=any(map(host.callbacks.wants, ("on_epoch_begin", "on_epoch_end"))),
-        initial_epoch=initial_epoch,
-        open_ended=host.open_ended,
-        hold_predictions=host.holds_predictions,
     )
 
 
@@ -270,7 +271,7 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
     with order.desk.state() as state:
         state.version = state.start_version = max(state.version, version)
         state.evaluated_before = queue.accounting.records_evaluated
-        state.merging_units = host.metrics.merging_units
+        state.epoch_states.merging = host.metrics.merging_units
         state.rounds = EvaluationRounds(
             evaluation_steps=training.evaluation_steps,
             start_version=version if evaluated is None else evaluated,
@@ -327,7 +328,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
         )
         state.note(
             servers=served.servers.places,
-            merging_units=sorted(state.merging_units),
+            merging_units=sorted(state.epoch_states.merging),
             learning_rate=served.hooks.base_learning_rate,
             **epochs.entry,
         )

@@ -62,7 +62,7 @@ class PredictionOutput:
         """
         path = self._folder / f"staged-{next(self._numbers)}"
         try:
-            durable.write(path, pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
+            path.write_bytes(pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
         except OSError as error:
             raise self._not_kept(error) from error
         return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from elasticcb.errors import WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.desk import Desk
+from elasticcb.master.job_state import TaskResult
 from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
@@ -37,7 +40,8 @@ class MasterServicer:
     """Thin: everything is decided elsewhere.
 
     Args:
-        calls: answers most of them.
+        desk: of the master.
+        calls: answers what takes more than the present job's state.
         scaling: takes wishes for another number of servers.
         doubt: is told of a server that does not answer somebody.
         observe: gives the present job.
@@ -46,23 +50,27 @@ class MasterServicer:
 
     def __init__(
         self,
+        desk: Desk,
         calls: Calls,
         scaling: ServerScaling,
         doubt: Callable[[int], None],
         observe: Callable[[], JobSnapshot],
         silence_seconds: float,
     ) -> None:
-        self._calls, self._scaling, self._doubt, self._observe = calls, scaling, doubt, observe
+        self._desk, self._calls, self._scaling = desk, calls, scaling
+        self._doubt, self._observe = doubt, observe
         # The next call is the sign that the process lives.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
         if request.HasField("stats"):
-            self._calls.note_stats(request.id, Stats.from_message(request.stats))
+            with self._desk.state() as state:
+                state.note_stats(request.id, Stats.from_message(request.stats))
         job, settings = self._calls.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
-        lost = self._calls.lost_workers()
+        with self._desk.state() as state:
+            lost = list(state.roster.lost_workers)
+            over = state.closing or state.roster.released(request.id)
         if settings is None:
-            over = self._calls.closing or self._calls.is_released(request.id)
             return pb.GetSettingsResponse(over=over, lost_workers=lost)
         return pb.GetSettingsResponse(settings=settings.to_json(), job=job, lost_workers=lost)
 
@@ -99,7 +107,9 @@ class MasterServicer:
         decision = self._calls.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
         if decision.lease is not None:
-            payload = self._calls.call_of(decision.lease.task.function)
+            with self._desk.state() as state:
+                # What to call; nothing when the task was given up meanwhile: nobody asks for what comes of it.
+                payload = state.calls.get(decision.lease.task.function, b"")
             answer.task.CopyFrom(_to_message(decision.lease, payload))
         return answer
 
@@ -115,43 +125,52 @@ class MasterServicer:
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,
         )
-        self._calls.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
-        if request.HasField("stats"):
-            self._calls.note_stats(request.worker_id, Stats.from_message(request.stats))
-        split = self._calls.split_for(request.worker_id)
-        return pb.ReportProgressResponse(
-            accepted=answer.accepted,
-            reason=answer.reason,
-            over=self._calls.closing,
-            leave=self._calls.is_released(request.worker_id),
-            split=None if split is None else pb.Split(lease=split.lease, end=split.end),
-        )
+        with self._desk.state() as state:
+            state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
+            if request.HasField("stats"):
+                state.note_stats(request.worker_id, Stats.from_message(request.stats))
+            split = state.split_for(request.worker_id)
+            return pb.ReportProgressResponse(
+                accepted=answer.accepted,
+                reason=answer.reason,
+                over=state.closing,
+                leave=state.roster.released(request.worker_id),
+                split=None if split is None else pb.Split(lease=split.lease, end=split.end),
+            )
 
     def SplitTask(self, request: Any, context: Any) -> pb.SplitTaskResponse:
-        answer = self._calls.split(request.worker_id, request.split.lease, request.split.end)
+        with self._desk.state() as state:
+            answer = state.split(request.worker_id, request.split.lease, request.split.end, time.monotonic())
         return pb.SplitTaskResponse(accepted=answer.accepted, reason=answer.reason)
 
     def ReportTask(self, request: Any, context: Any) -> pb.ReportTaskResponse:
-        if not request.succeeded:
-            outcome = self._calls.report_failed(
-                request.worker_id, request.lease, request.error, request.traceback, request.fatal
+        if request.succeeded:
+            result = TaskResult(
+                version=request.version,
+                states=from_metric_states(request.metrics),
+                outputs=from_outputs(request.outputs),
+                gradients_rejected=request.gradients_rejected,
+                batches_skipped=request.batches_skipped,
+                ended_after=request.records_done if request.exhausted else None,
+                function_result=request.result,
             )
+            outcome = self._calls.report_done(request.worker_id, request.lease, result)
         else:
-            outcome = self._calls.report_done(
-                request.worker_id,
-                request.lease,
-                request.version,
-                from_metric_states(request.metrics),
-                from_outputs(request.outputs),
-                request.gradients_rejected,
-                request.batches_skipped,
-                request.records_done if request.exhausted else None,
-                request.result,
-            )
+            with self._desk.state() as state:
+                outcome = state.report_failed(
+                    request.worker_id,
+                    request.lease,
+                    time.monotonic(),
+                    request.error,
+                    request.traceback,
+                    request.fatal,
+                )
         return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
 
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
-        self._calls.stop_training(request.reason, request.worker_id)
+        with self._desk.state() as state:
+            if state.has(request.worker_id):
+                state.stop_training(request.reason)
         return pb.StopTrainingResponse()
 
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:

@@ -16,84 +16,17 @@ caller fetches with `take_milestones`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 from elasticcb.errors import WireError
-from elasticcb.master.accounting import Accounting
-from elasticcb.master.decisions import Answer, DecisionKind, Milestone, Outcome, TaskDecision
-from elasticcb.master.queue_state import QueueSettings, QueueState, reading
-from elasticcb.master.task import RESUMABLE, BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
+from elasticcb.master.queue_state import QueueState
+from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
 
-_LONGEST_BATCH = 12  # leases: an hour, where nobody says otherwise
 
-
-class TaskQueue:
-    """Hands out tasks, takes reports, and hands out again what was not finished.
-
-    Args:
-        training: (name, number of records) of each training source.
-        prediction: likewise; prediction tasks are handed out in order.
-        records_per_task: records of a task; fewer at the end of a source.
-        minibatch_size: records of a batch, to count `max_batches` by.
-        num_epochs: passes over the training sources.
-        max_batches: training batches to hand out in all, exactly, if the sources have that many; 0 is
-            no limit. A range that is handed out again does not count again.
-        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
-        max_retries: a task may be reported failed so many times; one more fails the job.
-        lease_seconds: a worker without progress for so long loses its leases; one that says that it is computing a
-            batch, after twelve times as long.
-        hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: when
-            nothing of epoch e is left to hand out, epoch e + 1 begins.
-        max_losses: so many workers may be lost (or hang) on a task without any progress on it; one more
-            fails the job, for the task seems to kill them. Of a worker's leases the oldest is charged,
-            for that is the one it was running.
-        initial_epoch: epochs before it are taken as done.
-        open_ended: nobody knows how many records an epoch has: the number of `training` is only an upper bound,
-            and an epoch ends where a worker reports that the source did.
-        hold_predictions: what a worker has predicted counts as safe only when `results_kept` says so, or when it
-            leaves in order: if it is lost before, its prediction tasks are done again.
-
-    Raises `UsageError` for numbers out of range.
-    """
-
-    def __init__(
-        self,
-        *,
-        training: Sequence[tuple[str, int]] = (),
-        prediction: Sequence[tuple[str, int]] = (),
-        records_per_task: int,
-        minibatch_size: int,
-        num_epochs: int = 1,
-        max_batches: int = 0,
-        shuffle_seed: int | None = 0,
-        max_retries: int = 3,
-        lease_seconds: float = 300.0,
-        hold_epochs: bool = False,
-        max_losses: int = 10,
-        initial_epoch: int = 0,
-        open_ended: bool = False,
-        hold_predictions: bool = False,
-    ) -> None:
-        settings = QueueSettings(
-            records_per_task=records_per_task,
-            minibatch_size=minibatch_size,
-            num_epochs=num_epochs,
-            max_batches=max_batches,
-            shuffle_seed=shuffle_seed,
-            max_retries=max_retries,
-            lease_seconds=lease_seconds,
-            hold_epochs=hold_epochs,
-            max_losses=max_losses,
-            initial_epoch=initial_epoch,
-            open_ended=open_ended,
-            hold_predictions=hold_predictions,
-        )
-        self._settings = settings
-        self._state = state = QueueState(training, prediction, settings)
-        self._epochs, self._todo, self._doing = state.epochs, state.todo, state.doing
-        self._paused = False
+class TaskQueue(QueueState):
+    """Hands out tasks, takes reports, and hands out again what was not finished."""
 
     # ------------------------------------------------------------ a worker asks for a task
 
@@ -107,7 +40,7 @@ class TaskQueue:
         """
         doing = self._doing
         doing.tell_time(now)
-        if self._state.failure is not None:
+        if self.failure is not None:
             return TaskDecision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):
             return TaskDecision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
@@ -124,7 +57,7 @@ class TaskQueue:
         for record in reversed(self._doing.unanswered(worker, held)):
             self._doing.take_away(record)
             record.move(TaskEvent.ANSWER_LOST)
-            self._state.accounting.answers_lost += 1
+            self._accounting.answers_lost += 1
             self._todo.put_back(record)
 
     def _hand_out(self, record: TaskRecord, worker: int) -> TaskDecision:
@@ -133,7 +66,7 @@ class TaskQueue:
         lease = self._doing.grant(record, worker)
         if record.maybe_done:
             record.maybe_done = False
-            self._state.accounting.count_again(lease.task)
+            self._accounting.count_again(lease.task)
         if record.attempts:
             return TaskDecision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
         return TaskDecision(DecisionKind.TASK, lease, "the next task")
@@ -147,9 +80,9 @@ class TaskQueue:
             return TaskDecision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
         if self._epochs.is_held:
             return TaskDecision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
-        if self._state.finishing:
+        if self._finishing:
             return TaskDecision(DecisionKind.FINISHED, None, "all tasks are done")
-        if self._state.held:
+        if self._held:
             return TaskDecision(DecisionKind.FINISHED, None, "all records are predicted; callbacks may end")
         return TaskDecision(DecisionKind.WAIT, None, "all tasks are done, more may come")
 
@@ -176,7 +109,7 @@ class TaskQueue:
         self._doing.tell_time(now)
         record = self._doing.find(worker, lease_id)
         if record is None:
-            self._state.accounting.reports_refused += 1
+            self._accounting.reports_refused += 1
             return Answer(False, self._doing.why_not_held(worker, lease_id))
         record.heard = True
         task = record.task
@@ -187,12 +120,12 @@ class TaskQueue:
             )
         gained = records_done - record.reported
         if gained <= 0 and task.shard.records and not progressed:
-            return self._still(worker, computing)
+            return self._doing.still(worker, computing)
         self._doing.progress(worker)
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
             record.losses = 0
-            self._state.accounting.count_records(task, gained)
+            self._accounting.count_records(task, gained)
         return Answer(True, "progress")
 
     def report_done(self, worker: int, lease_id: int, ended_after: int | None = None) -> Outcome:
@@ -209,13 +142,13 @@ class TaskQueue:
         counted = record.reported if task.type in RESUMABLE else 0
         self._doing.reported(record, done=True)
         done = task.shard.records if ended_after is None else ended_after
-        self._state.accounting.count_records(task, done - counted)
+        self._accounting.count_records(task, done - counted)
         if ended_after is not None and task.type is TaskType.TRAINING:
             self._epochs.source_ended(task.epoch)
         if self._settings.hold_predictions and task.type is TaskType.PREDICTION:
             record.move(TaskEvent.REPORTED_DONE)
-            self._state.closed[task.type][TaskState.DONE] += 1
-            self._state.held.hold(worker, record)
+            self._closed[task.type][TaskState.DONE] += 1
+            self._held.hold(worker, record)
         else:
             self._close(record, TaskEvent.REPORTED_DONE)
         return Outcome(True, f"{task} is done", task)
@@ -237,9 +170,9 @@ class TaskQueue:
         event = self._end_attempt(record, worker, event, error, traceback)
         if event is TaskEvent.NOTHING_LEFT:
             return Outcome(True, f"{task} failed after its last record ({error}); nothing is left to do", task)
-        if self._state.failure is not None:
+        if self.failure is not None:
             return Outcome(True, f"{task} failed: {event.value}", task)
-        self._state.accounting.tasks_retried += 1
+        self._accounting.tasks_retried += 1
         return Outcome(
             True, f"{task} failed {record.failures} of {self._settings.max_retries + 1} times; tried again", task
         )
@@ -248,7 +181,7 @@ class TaskQueue:
         task = self._doing.reported_before(worker, lease_id, done)
         if task is not None:
             return Outcome(True, f"{task} was reported before", task, duplicate=True)
-        self._state.accounting.reports_refused += 1
+        self._accounting.reports_refused += 1
         return Outcome(False, self._doing.why_not_held(worker, lease_id))
 
     def split(self, worker: int, lease_id: int, end: int) -> Answer:
@@ -259,7 +192,7 @@ class TaskQueue:
         """
         record = self._doing.find(worker, lease_id)
         if record is None:
-            self._state.accounting.reports_refused += 1
+            self._accounting.reports_refused += 1
             return Answer(False, self._doing.why_not_held(worker, lease_id))
         task = record.task
         if task.type is not TaskType.TRAINING or not record.reported <= end <= task.shard.records:
@@ -271,7 +204,7 @@ class TaskQueue:
         record.heard = True
         if end == task.shard.records:
             return Answer(True, "there is nothing to split off")
-        self._state.accounting.tasks_split += 1
+        self._accounting.tasks_split += 1
         if end == 0:
             self._doing.take_away(record)
             record.move(TaskEvent.HANDED_BACK)
@@ -289,14 +222,14 @@ class TaskQueue:
         self._doing.lose(worker)
         error = "the worker was lost"
         tasks = [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, error)]
-        for record in reversed(self._state.held.take(worker)):
+        for record in reversed(self._held.take(worker)):
             task = record.task
             record.attempts.append(Attempt(worker, task.shard, TaskEvent.RESULTS_LOST, error))
             record.move(TaskEvent.RESULTS_LOST)
             record.reported, record.maybe_done = 0, True
-            self._state.closed[task.type][TaskState.DONE] -= 1
-            self._state.accounting.count_records(task, -task.shard.records)
-            self._state.accounting.tasks_taken_over += 1
+            self._closed[task.type][TaskState.DONE] -= 1
+            self._accounting.count_records(task, -task.shard.records)
+            self._accounting.tasks_taken_over += 1
             self._todo.put_back(record)
             tasks.insert(0, task)
         return tasks
@@ -307,26 +240,6 @@ class TaskQueue:
         tasks = [task for _, task in self._take_all(worker, TaskEvent.HANDED_BACK, "the worker was asked to end")]
         self.results_kept(worker)
         return tasks
-
-    def results_kept(self, worker: int) -> None:
-        """`on_predict_end` of the callbacks has run on `worker`: they hold no results in memory any more."""
-        for record in self._state.held.take(worker):
-            self._state.close(record.task)
-
-    def _still(self, worker: int, computing: float) -> Answer:
-        """The answer to a report without progress."""
-        lease = self._settings.lease_seconds
-        longest = _LONGEST_BATCH * lease
-        if not 0 < computing <= longest - lease:
-            return Answer(True, "no progress since the last report")
-        self._doing.progress(worker)
-        if computing < lease:
-            return Answer(True, "a batch is being computed")
-        reason = (
-            f"has been in one batch for {computing:.0f} s. After {longest:.0f} s ({_LONGEST_BATCH} times "
-            "lease_seconds) it is taken for hung, and replaced; give lease_seconds if batches may take longer, or less."
-        )
-        return Answer(True, reason, long_batch=True)
 
     def expire(self, now: float) -> list[Lease]:
         """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
@@ -348,7 +261,7 @@ class TaskQueue:
                 if record.losses > self._settings.max_losses:
                     what = TaskEvent.LOSSES_USED_UP
             if self._end_attempt(record, worker, what, error) is event:
-                self._state.accounting.tasks_taken_over += 1
+                self._accounting.tasks_taken_over += 1
             taken.insert(0, (lease, record.task))
         return taken
 
@@ -368,9 +281,9 @@ class TaskQueue:
             return TaskEvent.NOTHING_LEFT
         record.move(event)
         if record.state is TaskState.FAILED:
-            self._state.closed[task.type][TaskState.FAILED] += 1
-            if self._state.failure is None:
-                self._state.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
+            self._closed[task.type][TaskState.FAILED] += 1
+            if self.failure is None:
+                self.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
         else:
             record.maybe_done = task.type in RESUMABLE and not exact
             self._todo.put_back(record)
@@ -378,22 +291,9 @@ class TaskQueue:
 
     def _close(self, record: TaskRecord, event: TaskEvent) -> None:
         record.move(event)
-        self._state.count_done(record.task)
+        self._count_done(record.task)
 
     # ------------------------------------------------------------ what the master says
-
-    def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
-        """Adds the tasks of an evaluation round, ahead of all others; answers how many they are.
-
-        Raises `UsageError` when the round was added before and is not done.
-        """
-        layout = self._settings.layout(sources)
-        self._state.milestones += self._state.evaluation.add(round, layout)
-        return len(layout)
-
-    def release_epoch(self, epoch: int) -> None:
-        """Lets the epoch after `epoch` begin; matters only with `hold_epochs`."""
-        self._epochs.release(epoch)
 
     def stop_training(self, reason: str) -> None:
         """No new training task: those that are TODO are dropped, those that are DOING are finished."""
@@ -409,153 +309,17 @@ class TaskQueue:
         dropped = self._todo.remove_all(TaskType.TRAINING)
         for record in dropped:
             record.move(TaskEvent.TRAINING_STOPPED)
-            self._state.accounting.count_dropped(record.task.epoch, record.task.shard.records)
+            self._accounting.count_dropped(record.task.epoch, record.task.shard.records)
         unmade, records = self._epochs.unmade()
-        self._state.accounting.count_dropped(self._epochs.current, records)
-        self._state.closed[TaskType.TRAINING][TaskState.DROPPED] += len(dropped) + unmade
-        self._state.milestones += self._epochs.stop(reason, [record.task for record in dropped])
-
-    def pause(self) -> None:
-        """Hands out nothing any more; what is DOING may be finished. A queue that is saved now goes on."""
-        self._paused = True
-
-    def add_function(self, number: int) -> None:
-        """Adds a call, which `number` names, behind all that were added before."""
-        self._state.functions.add(number)
+        self._accounting.count_dropped(self._epochs.current, records)
+        self._closed[TaskType.TRAINING][TaskState.DROPPED] += len(dropped) + unmade
+        self._milestones += self._epochs.stop(reason, [record.task for record in dropped])
 
     def cancel_functions(self) -> list[int]:
         """Drops the calls that are TODO; answers their numbers. Those that are DOING are finished."""
         dropped = self._todo.remove_all(TaskType.FUNCTION)
         for record in dropped:
             record.move(TaskEvent.FUNCTIONS_CANCELLED)
-        unmade = self._state.functions.cancel()
-        self._state.closed[TaskType.FUNCTION][TaskState.DROPPED] += len(dropped) + len(unmade)
+        unmade = self._functions.cancel()
+        self._closed[TaskType.FUNCTION][TaskState.DROPPED] += len(dropped) + len(unmade)
         return [*(record.task.function for record in dropped), *unmade]
-
-    def add_train_end(self) -> None:
-        """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
-        self._todo.add_train_end()
-
-    def finish(self) -> None:
-        """Nothing will be added any more: once all is done, `get_task` answers FINISHED, not WAIT."""
-        self._state.finishing = True
-
-    def take_milestones(self) -> list[Milestone]:
-        """What was reached since the last call, in order. Ask after every other call."""
-        milestones, self._state.milestones = self._state.milestones, []
-        return milestones
-
-    # ------------------------------------------------------------ what it knows
-
-    @property
-    def failure(self) -> Failure | None:
-        """The task that ended the job, if one did."""
-        return self._state.failure
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that training tasks are being made of, 0-based."""
-        return max(self._epochs.current, 0)
-
-    @property
-    def training_done(self) -> bool:
-        """Whether all training tasks that there will ever be are done (or dropped)."""
-        return self._epochs.done
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why training was stopped early, None when it was not."""
-        return self._epochs.stop_reason
-
-    @property
-    def records_per_epoch(self) -> int:
-        return self._state.training_layout.records
-
-    def ran_out(self, epoch: int) -> bool:
-        """Whether the source gave less in `epoch` than was asked of it; where any number will do, whether nothing."""
-        expected = 1 if self._settings.open_ended else self.records_per_epoch
-        trained = self._state.accounting.records_trained.get(epoch, 0)
-        return epoch in self._epochs.ended_by_source and self.stop_reason is None and trained < expected
-
-    @property
-    def accounting(self) -> Accounting:
-        """A copy of the numbers up to now."""
-        return self._state.copy_accounting()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no task is handed out."""
-        return not self._doing
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do next if nothing happens, in seconds; None: nothing is out."""
-        return self._doing.next_deadline
-
-    def leases(self, worker: int | None = None) -> list[Lease]:
-        """The leases that are out, of one worker or of all, oldest first."""
-        records = self._doing if worker is None else self._doing.held_by(worker)
-        return [record.lease for record in records if record.lease is not None]
-
-    @property
-    def has_returned(self) -> bool:
-        """Whether tasks that were handed out before, or parts of them, are to do."""
-        return self._todo.has_returned
-
-    def batches_left(self) -> dict[int, list[BatchesLeft]]:
-        """By worker, what is left to report of its leases, oldest first."""
-        left: dict[int, list[BatchesLeft]] = {}
-        for record in self._doing:
-            if record.lease is not None:
-                task = record.task
-                batch = self._settings.minibatch_size
-                entry = BatchesLeft(record.lease.id, task.type, task.shard.records, record.reported, batch)
-                left.setdefault(record.lease.worker, []).append(entry)
-        return left
-
-    def counts(self) -> dict[TaskType, dict[TaskState, int]]:
-        """How many tasks are in which state.
-
-        TODO holds the tasks that are still to be made, of all epochs. When `max_batches` will end the
-        training early, that part of it is an estimate.
-        """
-        return self._state.counts()
-
-    # ------------------------------------------------------------ saving
-
-    def to_dict(self, leases: bool = False) -> dict[str, Any]:
-        """All of it as JSON values, for a checkpoint. DOING tasks are saved as TODO, with what is left.
-
-        Args:
-            leases: save, too, what lets workers go on with them.
-
-        Functions and evaluation rounds are left out: the metric states of their finished tasks live in the master's
-        memory, so after a restart they begin anew.
-        """
-        return self._state.to_dict(leases)
-
-    def repeat_milestones(self, ended_epochs: int) -> None:
-        """For a queue that was saved: what was reached, and perhaps taken, but not carried out, comes again.
-
-        Args:
-            ended_epochs: epochs before it need not come again.
-        """
-        self._state.repeat_milestones(ended_epochs)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any], now: float | None = None) -> TaskQueue:
-        """The queue that `to_dict` saved; milestones that were not taken come again.
-
-        Args:
-            now: seconds; workers go on with their leases, which were saved. None: no lease is out.
-
-        Raises `CheckpointError` when `saved` is something else.
-        """
-        with reading(saved):
-            queue = cls(
-                training=[(name, count) for name, count in saved["training"]],
-                prediction=[(name, count) for name, count in saved["prediction"]],
-                **saved["settings"],
-            )
-            queue._state.restore(saved, now)
-        return queue

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = ".lock"
 _LOOK_SECONDS = 0.05
+ENDING_SECONDS = 2.0  # for an owner that was killed, or asked to end
 
 
 class FolderInUseError(UsageError):
@@ -48,7 +49,7 @@ class FolderLock:
             FolderInUseError: another one, here or in another process, has it.
             OSError: the folder can't be made, or written to.
         """
-        if self._descriptor is not None:
+        if self.is_held:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._folder / self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -82,6 +83,11 @@ class FolderLock:
         with contextlib.suppress(OSError):  # no room: the lock counts all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {host_name()}".encode(), 0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object has it."""
+        return self._descriptor is not None
 
     def release(self) -> None:
         """Lets others have it."""

@@ -11,6 +11,7 @@ import grpc
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
@@ -44,7 +45,9 @@ def begin_job(master: Master) -> None:
     )
     master.desk.begin_job(settings)
     with master.desk.state() as state:
-        state.queue = TaskQueue(training=[("a", 400)], records_per_task=20, minibatch_size=10, lease_seconds=60.0)
+        state.queue = TaskQueue(
+            QueueSettings(records_per_task=20, minibatch_size=10, lease_seconds=60.0), training=[("a", 400)]
+        )
 
 
 class MasterFuzzer:

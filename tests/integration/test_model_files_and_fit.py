@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from model_file_jobs import RECORDS, final_weights, load_module, weights_saver, write_arrays
 
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from jobs import job_settings, run_job, write_model_file
 
@@ -160,11 +161,8 @@ def with_params(settings, definition="", **params):
 def task_order(source, records, seed, epoch):
     """The starts of the tasks of one source in an epoch, as the task queue shuffles them."""
     queue = TaskQueue(
+        QueueSettings(records_per_task=records, minibatch_size=records, num_epochs=epoch + 1, shuffle_seed=seed),
         training=[(source, RECORDS)],
-        records_per_task=records,
-        minibatch_size=records,
-        num_epochs=epoch + 1,
-        shuffle_seed=seed,
     )
     starts = []
     while (lease := queue.get_task(0, 0.0).lease) is not None:

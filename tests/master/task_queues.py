@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task import Lease, Task
 from elasticcb.master.task_queue import TaskQueue
 
@@ -10,8 +11,9 @@ EPOCH_DONE, TRAINING_DONE = MilestoneKind.EPOCH_DONE, MilestoneKind.TRAINING_DON
 
 
 def make_queue(**changes) -> TaskQueue:
-    settings = {"training": [("a", 40)], "records_per_task": 20, "minibatch_size": 10, "lease_seconds": 60.0}
-    return TaskQueue(**{**settings, **changes})
+    sources = {"training": changes.pop("training", [("a", 40)]), "prediction": changes.pop("prediction", [])}
+    settings = {"records_per_task": 20, "minibatch_size": 10, "lease_seconds": 60.0}
+    return TaskQueue(QueueSettings(**{**settings, **changes}), **sources)
 
 
 def take(queue: TaskQueue, worker: int = 1, now: float = 0.0, held=None) -> Lease:

@@ -10,9 +10,11 @@ from elasticcb.errors import JobFailedError
 from elasticcb.master.course import Course
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.job_state import Crew, JobState
+from elasticcb.master.job_record import Crew
+from elasticcb.master.job_state import JobState, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Role, Roster
 from elasticcb.master.task import TaskType
@@ -49,12 +51,8 @@ class Training:
         desk = self.master.desk
         desk.begin_job(SETTINGS)
         queue = TaskQueue(
+            QueueSettings(records_per_task=10, minibatch_size=5, num_epochs=2, shuffle_seed=None, hold_epochs=True),
             training=[("a", 20)],
-            records_per_task=10,
-            minibatch_size=5,
-            num_epochs=2,
-            shuffle_seed=None,
-            hold_epochs=True,
         )
         display = Told(self.calls)
         order = SimpleNamespace(
@@ -95,7 +93,7 @@ class Training:
         task = decision.lease.task
         assert task.type is expected
         states = {} if expected is TaskType.TRAIN_END else {"loss": [2.0]}
-        assert self.master.calls.report_done(self.worker, decision.lease.id, version, states, [], 0, 0).accepted
+        assert self.master.calls.report_done(self.worker, decision.lease.id, TaskResult(version, states)).accepted
 
 
 class EpochsOf(Told):
@@ -160,7 +158,7 @@ def test_an_error_found_in_a_call_ends_the_course():
 
 
 def new_queue():
-    return TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5, shuffle_seed=None)
+    return TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5, shuffle_seed=None), training=[("a", 30)])
 
 
 def working_state():
@@ -170,7 +168,7 @@ def working_state():
     worker = state.roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
     state.note_roster()
     first = state.get_task(worker, (), 0.0).lease
-    state.report_done(worker, first.id, 1.0, 2, {"loss": [3.0]}, [], 1, 0, None, b"")
+    state.report_done(worker, first.id, 1.0, TaskResult(2, {"loss": [3.0]}, gradients_rejected=1))
     second = state.get_task(worker, (), 2.0).lease
     state.queue.report_progress(worker, second.id, 5, 3.0, True)
     state.note()
@@ -192,7 +190,7 @@ def test_a_job_is_resumed_behind_the_records_that_were_reported(tmp_path):
     after.queue = TaskQueue.from_dict(memory.queue)
     after.resume(memory)
     assert (after.version, after.totals.gradients_rejected) == (2, 1)
-    assert float(after.epoch_states[0]["loss"][0]) == 3.0
+    assert float(after.epoch_states.of(0)["loss"][0]) == 3.0
     worker = after.roster.register(Role.WORKER, 0, "", 2, "here", 0.0).id
     assert after.get_task(worker, (), 0.0).lease.task.shard.start == 15
 
@@ -202,9 +200,9 @@ def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_
     memory = memory_of(state, tmp_path)
     after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
     after.take_over(memory, TaskQueue.from_dict(memory.queue, 10.0), 10.0)
-    outcome = after.report_done(worker, lease.id, 11.0, 4, {"loss": [1.0]}, [], 0, 0, None, b"")
+    outcome = after.report_done(worker, lease.id, 11.0, TaskResult(4, {"loss": [1.0]}))
     assert outcome.accepted
-    assert float(after.epoch_states[0]["loss"][0]) == 4.0
+    assert float(after.epoch_states.of(0)["loss"][0]) == 4.0
     assert sum(after.queue.accounting.records_trained.values()) == 20
 
 
@@ -212,7 +210,7 @@ def test_a_report_that_nothing_can_be_handed_out_for_wakes_the_driver_alone():
     state, worker, lease = working_state()
     assert state.get_task(worker, (lease.id,), 3.5).lease is not None
     state.take_effects()
-    state.report_done(worker, lease.id, 4.0, 3, {}, [], 0, 0, None, b"")
+    state.report_done(worker, lease.id, 4.0, TaskResult(3))
     effects = state.take_effects()
     assert (effects.driver, effects.everybody, len(effects.entries)) == (True, False, 1)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task import TaskEvent, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
 
 @pytest.fixture
 def queue():
-    queue = TaskQueue(records_per_task=1, minibatch_size=1, max_losses=1, lease_seconds=10.0)
+    queue = TaskQueue(QueueSettings(records_per_task=1, minibatch_size=1, max_losses=1, lease_seconds=10.0))
     for number in (5, 6, 7):
         queue.add_function(number)
     return queue

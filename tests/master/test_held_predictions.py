@@ -9,6 +9,7 @@ from task_queues import make_queue, reached, records_of, take
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ClusterLostError
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
+from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.roster import Role
 from elasticcb.master.shards import Shard
@@ -115,7 +116,7 @@ def predicting_master(restarts, lines):
     workers = [master.calls.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
     for worker in 2 * workers:
         lease = master.calls.get_task(worker, (), 0.0).lease
-        assert master.calls.report_done(worker, lease.id, 0, {}, [], 0, 0).accepted
+        assert master.calls.report_done(worker, lease.id, TaskResult(0)).accepted
     for worker in workers:
         assert master.calls.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
     assert master.calls.next_job(1, workers[0], 0.0) == (0, None)
@@ -140,7 +141,7 @@ def test_tasks_that_come_back_wait_for_a_worker_that_is_expected():
     master.desk.tend()
     for _ in range(2):
         lease = master.calls.get_task(third, (), 0.0).lease
-        assert master.calls.report_done(third, lease.id, 0, {}, [], 0, 0).accepted
+        assert master.calls.report_done(third, lease.id, TaskResult(0)).accepted
     assert master.calls.next_job(1, third, 0.0) == (0, None)
     master.desk.tend()
     assert reached(state_of(master).queue) == [(MilestoneKind.PREDICTION_DONE, 0)]

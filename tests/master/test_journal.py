@@ -8,6 +8,7 @@ from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.errors import JobFailedError
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 
 
@@ -92,7 +93,9 @@ def test_journal_that_can_not_be_opened_is_an_error_that_names_it(tmp_path):
 
 
 def queue_of(epochs=2, **more):
-    return TaskQueue(training=[("a", 40)], records_per_task=10, minibatch_size=5, num_epochs=epochs, **more)
+    return TaskQueue(
+        QueueSettings(records_per_task=10, minibatch_size=5, num_epochs=epochs, **more), training=[("a", 40)]
+    )
 
 
 def work(queue, tasks):

@@ -11,8 +11,10 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
 from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.job_state import TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
@@ -41,7 +43,9 @@ def join(master):
 
 
 def make_queue(lease_seconds=300.0):
-    return TaskQueue(training=[("a", 10)], records_per_task=10, minibatch_size=1, lease_seconds=lease_seconds)
+    return TaskQueue(
+        QueueSettings(records_per_task=10, minibatch_size=1, lease_seconds=lease_seconds), training=[("a", 10)]
+    )
 
 
 def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
@@ -86,7 +90,7 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
             state.resume(memory)
         worker = join(master)
         lease = master.calls.get_task(worker, (), 0.0).lease
-        master.calls.report_done(worker, lease.id, 5, {}, {}, gradients_rejected=2, batches_skipped=1)
+        master.calls.report_done(worker, lease.id, TaskResult(5, gradients_rejected=2, batches_skipped=1))
         master.desk.warn(CallbackWarning("subject", "text", 3))
         state.totals.recovered(4.0 - number, 7)
         master.desk.lost(worker, "killed")
@@ -165,7 +169,6 @@ def hold_long_batch(master):
     worker = join(master)
     lease = master.calls.get_task(worker, (), 0.0).lease
     master.calls.report_progress(worker, lease.id, 0, False, 0, None, computing=2.0)
-    master.desk.say_warnings()
 
 
 def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(lines):
@@ -199,13 +202,13 @@ def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
 
 def test_the_result_of_a_function_is_kept_once(lines):
     master = make_master(lines)
-    state_of(master).queue = TaskQueue(records_per_task=1, minibatch_size=1)
+    state_of(master).queue = TaskQueue(QueueSettings(records_per_task=1, minibatch_size=1))
     worker = join(master)
     state_of(master).calls[7] = b"call"
     state_of(master).queue.add_function(7)
     lease = master.calls.get_task(worker, (), 0.0).lease
     for result in (b"first", b"again"):
-        assert master.calls.report_done(worker, lease.id, 0, {}, {}, 0, 0, result=result).accepted
+        assert master.calls.report_done(worker, lease.id, TaskResult(0, function_result=result)).accepted
     assert (state_of(master).results, state_of(master).calls) == ({7: b"first"}, {})
 
 

@@ -10,6 +10,7 @@ from master_state import state_of
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats
@@ -52,7 +53,7 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
     assert found["elasticcb_processes", "worker", "planned"] == 2
 
     worker = master.calls.register(Role.WORKER, 0, "", 1, "here").id
-    state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
+    state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
     lease = master.calls.get_task(worker, (), 0.0).lease
     master.calls.report_progress(worker, lease.id, 5, True, 3, None)
     found = scrape(master)
@@ -69,8 +70,8 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
         for _ in range(pushes):
             stats.histograms[PUSH].observe(0.003)
         stats.refused_calls = {"malformed": 2}
-        master.calls.note_stats(worker, stats)
-        master.calls.note_stats(worker, stats)  # said again, it counts once
+        state_of(master).note_stats(worker, stats)
+        state_of(master).note_stats(worker, stats)  # said again, it counts once
         return worker
 
     first = join(1, pushes=3)

@@ -14,8 +14,10 @@ from elasticcb.cli.status import state_lines
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.prometheus import JobCollector
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
@@ -41,15 +43,15 @@ def seen():
     server = calls.register(Role.PS, 0, "here:1", 1, "here").id
     workers = [calls.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
     state = state_of(master)
-    state.queue = TaskQueue(training=[("a", 90)], records_per_task=10, minibatch_size=5)
+    state.queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 90)])
     state.cluster = ServedCluster([], [], False)
     state.queue.add_evaluation(1, [("b", 7)])
     first, second = (calls.get_task(worker, (), 0.0).lease.id for worker in workers)
-    calls.report_done(workers[0], first, 11, {}, [], 0, 0)  # the round
+    calls.report_done(workers[0], first, TaskResult(11))  # the round
     third = calls.get_task(workers[0], (), 0.0).lease.id
-    calls.report_done(workers[1], second, 12, {}, [], gradients_rejected=3, batches_skipped=4)
+    calls.report_done(workers[1], second, TaskResult(12, gradients_rejected=3, batches_skipped=4))
     calls.report_progress(workers[0], third, 5, True, 13, 0.5)
-    calls.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
+    state.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23

@@ -14,6 +14,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
@@ -36,7 +37,7 @@ def master():
     master.desk.begin_job(SETTINGS)
     master.calls.register(Role.PS, 0, "here:1", 1, "here")
     worker = master.calls.register(Role.WORKER, 1, "", 2, "here").id
-    state_of(master).queue = TaskQueue(training=[("a", 30)], records_per_task=10, minibatch_size=5)
+    state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
     state_of(master).cluster = ServedCluster([], [], False)
     lease = master.calls.get_task(worker, (), 0.0).lease
     master.calls.report_progress(worker, lease.id, 5, True, 3, float("inf"))

@@ -8,6 +8,7 @@ from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, r
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.decisions import DecisionKind, Milestone, MilestoneKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
@@ -75,7 +76,9 @@ def test_numbers_out_of_range_are_refused(wrong):
 
 
 def test_a_million_tasks_are_queued_without_being_made():
-    queue = TaskQueue(training=[("a", 64_000_000)], records_per_task=64, minibatch_size=64, num_epochs=100)
+    queue = TaskQueue(
+        QueueSettings(records_per_task=64, minibatch_size=64, num_epochs=100), training=[("a", 64_000_000)]
+    )
     lease = take(queue)
     assert queue.counts()[TaskType.TRAINING][TaskState.TODO] == 99_999_999
     assert lease.task.id == 1

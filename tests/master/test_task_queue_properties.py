@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from elasticcb.errors import WireError
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
@@ -54,17 +55,19 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.training, self.prediction, self.epochs = training, prediction, epochs
         self.batch, self.max_batches, self.hold = batch, max_batches, hold
         self.queue = TaskQueue(
+            QueueSettings(
+                records_per_task=batch * batches_per_task,
+                minibatch_size=batch,
+                num_epochs=epochs,
+                max_batches=max_batches,
+                shuffle_seed=seed,
+                max_retries=limit,
+                max_losses=limit,
+                lease_seconds=LEASE_SECONDS,
+                hold_epochs=hold,
+            ),
             training=training,
             prediction=prediction,
-            records_per_task=batch * batches_per_task,
-            minibatch_size=batch,
-            num_epochs=epochs,
-            max_batches=max_batches,
-            shuffle_seed=seed,
-            max_retries=limit,
-            max_losses=limit,
-            lease_seconds=LEASE_SECONDS,
-            hold_epochs=hold,
         )
         self.now = 0.0
         self.ids = {place: place for place in range(4)}  # place -> id of the worker there

@@ -8,13 +8,15 @@ import pytest
 
 from elasticcb.errors import WireError
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
 from elasticcb.master.task_queue import TaskQueue
 
 
 def queue_of(records: int = 40, epochs: int = 1) -> TaskQueue:
     return TaskQueue(
-        training=[("a", records)], records_per_task=20, minibatch_size=5, num_epochs=epochs, shuffle_seed=None
+        QueueSettings(records_per_task=20, minibatch_size=5, num_epochs=epochs, shuffle_seed=None),
+        training=[("a", records)],
     )
 
 

@@ -19,11 +19,9 @@ from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
-from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 logger = logging.getLogger(__name__)
-
-_OLD_MASTER_SECONDS = 2.0  # for one that was killed with its command, and is about to end
 
 
 class LocalCluster(ClusterBackend):
@@ -77,7 +75,7 @@ class LocalCluster(ClusterBackend):
         if not (run.own_process and resumable and can_fork()):
             super().run_master(run)
             return
-        with FolderLock(Path(settings.directory), wait_seconds=_OLD_MASTER_SECONDS):  # the master takes it after that
+        with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # the master takes it after that
             if not run.resumed:  # of a job before in this folder
                 Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
         sys.exit(keep_master(settings, run.debug, run.resumed, run.say))

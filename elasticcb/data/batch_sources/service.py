@@ -20,6 +20,8 @@ from elasticcb.rpc.services import NEXT_BATCH
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Frame
 
+_OVER = "There are no more batches: the call that they were given to has ended."
+
 Arrays = list[Any]  # that a batch consists of: numbers, or objects that are bytes
 
 
@@ -55,7 +57,7 @@ class DataService:
         asked = frame.header
         shared = self._registered.get(asked.source)
         if shared is None:
-            raise DataError("There are no more batches: the call that they were given to has ended.")
+            raise DataError(_OVER)
         arrays = shared.next(asked.epoch, asked.reader, asked.number)
         return Frame(pb.NextBatchResponse(), {}) if arrays is None else _packed(arrays)
 
@@ -88,12 +90,12 @@ class _SharedBatches:
                     self._given[reader] = number, arrays
                     return arrays
                 except Exception as error:  # whatever the user's code raises
-                    self._error = f"{describe(error)}\n\n{user_traceback(error)}"
-            raise DataError(f"The data that `fit` was given raised {self._error}")
+                    self._error = f"The data that `fit` was given raised {describe(error)}\n\n{user_traceback(error)}"
+            raise DataError(self._error)
 
     def close(self) -> None:
         # Without the lock: the user's code may hold it for long.
-        self._error = "an error: the call that they were given to has ended"
+        self._error = _OVER
         self._passes, self._iterators, self._given = iter(()), {}, {}
 
     def _next(self, epoch: int) -> Any:
