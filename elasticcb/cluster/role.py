@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from elasticcb.process.logs import FORMAT_VARIABLE
+from elasticcb.process.logs import FORMAT_VARIABLE, quiet_environment
 from elasticcb.security.credentials import OPEN, TOKEN_VARIABLE, Access
 from elasticcb.settings import ClusterSettings
 from elasticcb.settings.definition import settings_of
@@ -29,11 +29,10 @@ def common_environment(log_level: str) -> dict[str, str]:
     """What must be set when the program of a process is loaded, or TensorFlow imported.
 
     Args:
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
+        log_level: of the process.
     """
-    quiet = {} if log_level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3"}
     logs = {FORMAT_VARIABLE: os.environ[FORMAT_VARIABLE]} if FORMAT_VARIABLE in os.environ else {}
-    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet | logs
+    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet_environment(log_level) | logs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,11 @@ class _RoleFilter(logging.Filter):
         return True
 
 
+def quiet_environment(level: str) -> dict[str, str]:
+    """The variables that keep messages of TensorFlow's and gRPC's own quiet, unless the level is DEBUG."""
+    return {} if level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
+
+
 def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
     """Sends this package's log lines to `handlers`, as `FORMAT_VARIABLE` says. Files that they went to are closed."""
     as_json = os.environ.get(FORMAT_VARIABLE) == "json"

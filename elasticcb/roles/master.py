@@ -29,7 +29,7 @@ from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
-from elasticcb.roles.process import quiet_tensorflow
+from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
 from elasticcb.security.socket_folder import host_of, remove_folder
 from elasticcb.settings import (
@@ -150,7 +150,7 @@ def _begin(settings: JobSettings) -> LogFile:
     in_pod = [logging.StreamHandler(sys.stdout)] if POD_NAME in os.environ else []  # whose logs are its output
     setup_logging("master", settings.log_level, log, *in_pod)
     limit_log_files(settings.log_file_bytes, settings.log_files_kept)
-    quiet_tensorflow(settings.log_level)
+    quiet_libraries(settings.log_level)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger.info("Started: %s", settings.to_show())

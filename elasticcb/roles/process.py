@@ -20,7 +20,7 @@ from elasticcb.errors import (
 )
 from elasticcb.process.devices import limit_threads
 from elasticcb.process.limits import allow_many_files
-from elasticcb.process.logs import limit_log_files, own_log, setup_logging
+from elasticcb.process.logs import limit_log_files, own_log, quiet_environment, setup_logging
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_parent
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -46,7 +46,7 @@ def begin(process: RoleProcess) -> None:
         show_as(name)
         setup_logging(name, "INFO", own_log())
         hold_folder(host_of(process.master))
-        quiet_tensorflow("INFO")
+        quiet_libraries("INFO")
     logger.info("Started")
 
 
@@ -105,7 +105,6 @@ class Farewell:
             logger.debug("The master is gone already")
 
 
-def quiet_tensorflow(log_level: str) -> None:
-    """Keeps TensorFlow's own messages quiet, unless the level is DEBUG."""
-    if log_level != "DEBUG":
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+def quiet_libraries(log_level: str) -> None:
+    """Keeps messages of TensorFlow's and gRPC's own quiet where nothing else is set."""
+    os.environ.update(quiet_environment(log_level) | os.environ)
