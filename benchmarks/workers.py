@@ -1,10 +1,12 @@
-"""How the throughput of ElasticCB holds with more workers, and over a network with a round trip of 1 ms.
+"""How the throughput of ElasticCB holds with more workers, without shared memory, with TLS, and over a network with a
+round trip of 1 ms.
 
     python benchmarks/workers.py [--quick] [--workload=mlp] [--batch_size=128]
 
 1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
-it; by TCP alone; and by TCP with a simulated delay of 1 ms in every call. Each with staleness 0 and 1. Prints a
-Markdown table of examples/s, medians over windows as in throughput.py.
+it; by Unix sockets alone; by TCP without TLS and with it; and by TCP with a simulated delay of 1 ms in every call. Each
+with staleness 0 and 1. The networks take turns, window by window. Prints a Markdown table of examples/s, medians over
+windows as in throughput.py.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from report import machine, publish
 from throughput import FULL, QUICK, measure
 
 _DELAYED = str(Path(__file__).resolve().parent / "delayed")
+_UNSHARED = {"BENCHMARK_DELAY_MS": "0"}
+_TCP = {"BENCHMARK_HOST": "127.0.0.1"}
 NETWORKS = {  # title: folders on Python's path, environment
     "shared memory": ((), {}),
-    "TCP": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "0", "BENCHMARK_HOST": "127.0.0.1"}),
-    "TCP, 1 ms": ((_DELAYED,), {"BENCHMARK_DELAY_MS": "1", "BENCHMARK_HOST": "127.0.0.1"}),
+    "Unix sockets": ((_DELAYED,), _UNSHARED),
+    "TCP without TLS": ((_DELAYED,), _UNSHARED | _TCP | {"BENCHMARK_INSECURE": "1"}),
+    "TCP with TLS": ((_DELAYED,), _UNSHARED | _TCP),
+    "TCP with TLS, 1 ms": ((_DELAYED,), _TCP | {"BENCHMARK_DELAY_MS": "1"}),
 }
 
 
@@ -34,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--staleness", default="0,1")
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons between them")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
     parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
@@ -43,17 +50,19 @@ def main() -> None:
     counts = "".join(f" {count} workers |" if count > 1 else " 1 worker |" for count in workers)
     lines = [f"{machine()}:\n", f"| {arguments.workload}, batch {arguments.batch_size} | staleness |{counts}"]
     lines.append("|---|---|" + "---|" * len(workers))
-    for title, (path, environment) in NETWORKS.items():
-        for staleness in arguments.staleness.split(","):
+    networks = [title for title in NETWORKS if title in arguments.networks.split(";")]
+    for staleness in arguments.staleness.split(","):
+        rates = dict.fromkeys(networks, "")
+        for count in workers:
+            contestant = elastic(f"elastic{count}", count, max_staleness=int(staleness))
             contestants = [
-                replace(
-                    elastic(f"elastic{count}", count, max_staleness=int(staleness)), path=path, environment=environment
-                )
-                for count in workers
+                replace(contestant, key=f"elastic{count}-{number}", title=title, path=path, environment=environment)
+                for number, (title, (path, environment)) in enumerate(NETWORKS.items())
+                if title in networks
             ]
-            runners = measure(arguments.workload, arguments.batch_size, contestants, plan)
-            rates = "".join(f" {median(runner.rates):,.0f} |" for runner in runners)
-            lines.append(f"| {title} | {staleness} |{rates}")
+            for runner in measure(arguments.workload, arguments.batch_size, contestants, plan):
+                rates[runner.contestant.title] += f" {median(runner.rates):,.0f} |"
+        lines += [f"| {title} | {staleness} |{measured}" for title, measured in rates.items()]
     publish("workers", "\n".join(lines), arguments.into)
 
 

@@ -45,4 +45,4 @@ class CA:
         cert, key_path = (self._folder / f"{self._name}-{name}-{kind}.pem" for kind in ("cert", "key"))
         cert.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
         key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        return TLSFiles(str(cert), str(key_path), str(self.path))
+        return TLSFiles(tls_cert=str(cert), tls_key=str(key_path), tls_ca=str(self.path))

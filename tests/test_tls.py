@@ -1,8 +1,16 @@
 """TLS between real gRPC servers and clients, with certificates that fit and that don't."""
 
+import concurrent.futures
 import contextlib
+import copy
 import dataclasses
+import gc
+import socket
+import ssl
 import stat
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,11 +24,47 @@ from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.server import Server
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
-from elasticcb.security.certificates import NAME, make_certificates
+from elasticcb.security import certificates
+from elasticcb.security.certificates import NAME
 from elasticcb.security.credentials import Access
-from elasticcb.security.tls import TLS, diagnose, tls_files
+from elasticcb.security.tls import TLS, TLSFiles, _context, diagnose, make_ca, tls_files
 
 ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
+
+
+class Echo:
+    """A server whose calls wait while `open` is not set."""
+
+    def __init__(self, tls, stack):
+        self._stack = stack
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.open.set()
+        server = Server(access=Access("secret", tls))
+        server.add(FrameService({ECHO: self._answer}))
+        server.start()
+        stack.callback(server.stop)
+        self.address = server.address
+
+    def _answer(self, request):
+        self.entered.set()
+        self.open.wait(20)
+        return Frame(pb.ExchangeResponse(version=7), {})
+
+    def connect(self, tls):
+        connection = Connection(self.address, "the echo server", 60.0, Access("secret", tls))
+        self._stack.callback(connection.close)
+        return connection
+
+    @staticmethod
+    def ask(connection):
+        return connection.call(ECHO, Frame(pb.ExchangeRequest(), {})).header.version
+
+
+@pytest.fixture
+def serve():
+    """Starts servers, which end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda tls: Echo(tls, stack)
 
 
 @pytest.fixture
@@ -42,6 +86,13 @@ def call():
         yield call
 
 
+def showing(tls, **other):
+    """As `tls`, with another certificate, key or CA than its files have."""
+    shown = copy.copy(tls)
+    shown._certificate = dataclasses.replace(tls.certificate, **other)
+    return shown
+
+
 @pytest.fixture
 def never_again(monkeypatch):
     """No call may be tried again."""
@@ -54,23 +105,22 @@ def test_processes_with_certificates_of_one_ca_talk_to_each_other(call, tmp_path
 
 
 def test_the_certificates_of_a_job_serve_at_any_address(call, tmp_path):
-    tls = TLS.load(make_certificates(str(tmp_path)))
+    tls = TLS.load(make_ca(str(tmp_path)))
     assert call(tls, tls) == 7
     assert call(tls, tls, host="localhost") == 7
 
 
-def test_the_certificates_of_a_job_are_readable_by_their_owner_alone(tmp_path):
-    files = make_certificates(str(tmp_path))
-    again = make_certificates(str(tmp_path))
-    assert (files, files.tls_name) == (again, NAME)
-    folder = tmp_path / "tls"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]  # not the CA's key
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+def test_the_ca_of_a_job_is_readable_by_its_owner_alone(tmp_path):
+    files = make_ca(str(tmp_path))
+    before = files.read()
+    assert make_ca(str(tmp_path)) == files == TLSFiles(str(tmp_path / "tls" / "ca.pem"))
+    assert files.read() != before
+    assert stat.S_IMODE((tmp_path / "tls").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "tls" / "ca.pem").stat().st_mode) == 0o600
 
 
 def test_a_certificate_of_one_job_is_of_no_use_in_another(call, tmp_path, never_again):
-    tls = [TLS.load(make_certificates(str(tmp_path / name))) for name in ("a", "b")]
+    tls = [TLS.load(make_ca(str(tmp_path / name))) for name in ("a", "b")]
     with pytest.raises(TLSError, match=r"the echo server at .* its certificate is refused: .*"):
         call(*tls)
 
@@ -83,18 +133,15 @@ def test_a_server_of_a_foreign_ca_is_refused_at_once(call, tmp_path, never_again
 
 def test_a_client_of_a_foreign_ca_is_refused_at_once(call, tmp_path, never_again):
     theirs, ours = CA(tmp_path, "theirs"), CA(tmp_path, "ours")
-    stranger = TLS.load(theirs.issue())
-    trusting = dataclasses.replace(
-        stranger, ca=ours.path.read_bytes(), files=dataclasses.replace(stranger.files, tls_ca=str(ours.path))
-    )
+    trusting = showing(TLS.load(theirs.issue()), ca=ours.path.read_bytes())
     with pytest.raises(TLSError, match=r"it (refuses|ends the connection when it sees) this process's certificate"):
         call(TLS.load(ours.issue()), trusting)
 
 
 def test_a_server_whose_certificate_expired_while_it_ran_is_named(call, tmp_path, never_again):
     ca = CA(tmp_path)
-    good, old = TLS.load(ca.issue()), ca.issue("old", days=-1)
-    expired = TLS(old, *(Path(path).read_bytes() for path in (old.tls_cert, old.tls_key, old.tls_ca)))
+    good, old = TLS.load(ca.issue()), ca.issue("old", days=-1).read()
+    expired = showing(good, cert=old["tls_cert"], key=old["tls_key"])
     with pytest.raises(TLSError, match="its certificate is refused: certificate has expired"):
         call(expired, good)
     with pytest.raises(TLSError, match=r"it (refuses|ends the connection when it sees) this process's certificate"):
@@ -118,7 +165,7 @@ def test_a_name_for_all_certificates_stands_for_their_addresses(call, tmp_path, 
 
 
 def test_a_plain_client_of_a_server_with_tls_is_told_at_once(call, tmp_path, never_again):
-    with pytest.raises(TLSError, match=r"it speaks TLS, and this process does not. Give this process --tls_cert"):
+    with pytest.raises(TLSError, match=r"it speaks TLS, and this process does not. Give this process --tls_ca"):
         call(TLS.load(CA(tmp_path).issue()), None)
 
 
@@ -132,6 +179,93 @@ def test_a_server_that_is_not_there_is_no_matter_of_tls(tmp_path):
     server.stop()
     assert diagnose(server.address, None) == ""
     assert diagnose(server.address, TLS.load(CA(tmp_path).issue())) == ""
+
+
+# ---------------------------------------------------------------- renewal
+
+
+def shown_by(address, tls, name=NAME):
+    """The certificate that a server shows to one who connects anew, and when it expires."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, tls.files, tls.certificate)
+    host, port = address.split(":")
+    with (
+        socket.create_connection((host, int(port))) as connection,
+        context.wrap_socket(connection, server_hostname=name) as tunnel,
+    ):
+        pem = ssl.DER_cert_to_PEM_cert(tunnel.getpeercert(binary_form=True))
+    return pem, certificates.expiry_of(pem.encode())
+
+
+@pytest.fixture
+def short_life(monkeypatch):
+    """Certificates that processes issue themselves expire after 3 s."""
+    monkeypatch.setattr(certificates, "LIFE_SECONDS", 3.0)
+
+
+def has_expired(certificate):
+    return certificate.expires < time.time()
+
+
+def wait_for_end(certificate):
+    time.sleep(max(0.0, certificate.expires - time.time()) + 0.1)
+    assert has_expired(certificate)
+
+
+def test_a_certificate_is_renewed_before_it_expires_and_nobody_is_cut_off(tmp_path, short_life, serve):
+    files = make_ca(str(tmp_path))
+    server, first = serve(TLS.load(files)), TLS.load(files)
+    connection = server.connect(first)
+    before = first.certificate
+    assert server.ask(connection) == 7
+    channel, shown = connection.channel, shown_by(server.address, first)
+    assert first.certificate is before
+    while first.certificate is before:  # some call comes
+        assert not has_expired(before)
+        time.sleep(0.05)
+    wait_for_end(before)
+    assert server.ask(connection) == 7
+    assert connection.channel is not channel
+    after = shown_by(server.address, first)
+    assert after[0] != shown[0]
+    assert after[1] > time.time() > shown[1]
+    assert server.ask(server.connect(TLS.load(files))) == 7
+
+
+def test_a_call_under_way_does_not_end_with_the_certificate_that_it_began_with(tmp_path, short_life, serve):
+    tls = TLS.load(make_ca(str(tmp_path)))
+    server = serve(tls)
+    connection = server.connect(tls)
+    server.open.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        channel = connection.channel
+        slow = pool.submit(server.ask, connection)
+        assert server.entered.wait(10)
+        wait_for_end(connection._tls._certificate)
+        before = weakref.ref(channel)
+        assert connection.channel is not channel
+        del channel
+        gc.collect()
+        assert before() is None
+        server.open.set()
+        assert slow.result(10) == 7
+        assert server.ask(connection) == 7
+
+
+def test_files_of_ones_own_are_read_again_when_they_have_changed(tmp_path, monkeypatch, serve):
+    monkeypatch.setattr("elasticcb.security.tls._LOOK_SECONDS", 0.0)
+    ca = CA(tmp_path)
+    files = ca.issue("own", days=1.0)
+    tls = TLS.load(files)
+    server = serve(tls)
+    before = tls.certificate
+    assert tls.certificate is before
+    content = Path(files.tls_cert).read_bytes()
+    Path(files.tls_cert).write_bytes(content[:200])
+    assert tls.certificate is before
+    assert ca.issue("own", days=5.0) == files
+    assert tls.certificate.expires - before.expires == pytest.approx(4 * 86_400)
+    assert shown_by(server.address, tls, "127.0.0.1")[1] == tls.certificate.expires
+    assert server.ask(server.connect(tls)) == 7
 
 
 # ---------------------------------------------------------------- a process's own files
@@ -178,15 +312,41 @@ def test_a_file_that_is_not_there_is_named(tmp_path, name):
         TLS.load(files)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda ca: b"", "it holds no certificate"),
+        (lambda ca: ca[: ca.index(b"-----BEGIN PRIVATE KEY")], "it holds no key, or one with a password"),
+    ],
+)
+def test_a_ca_without_its_key_issues_nothing(tmp_path, content, words):
+    files = make_ca(str(tmp_path))
+    path = Path(files.tls_ca)
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(UsageError, match=rf"tls_ca: {path} is no CA that can issue a certificate: {words}\."):
+        TLS.load(files)
+
+
+def test_the_ca_of_a_job_is_enough_for_a_process(tmp_path):
+    files = make_ca(str(tmp_path))
+    assert tls_files({"tls_ca": files.tls_ca}) == files
+    assert files.flags == [f"--tls_ca={files.tls_ca}"]
+    copied = TLS.load(files).at("/etc/elasticcb")
+    assert copied.files.flags == ["--tls_ca=/etc/elasticcb/ca.pem"]
+    assert copied.contents == {"ca.pem": Path(files.tls_ca).read_bytes()}
+
+
 def test_one_file_without_the_others_is_refused():
     with pytest.raises(UsageError, match="tls_cert came without tls_key and tls_ca"):
         tls_files({"tls_cert": "a.pem"})
+    with pytest.raises(UsageError, match="tls_key and tls_ca came without tls_cert"):
+        tls_files({"tls_ca": "a.pem", "tls_key": "b.pem"})
     with pytest.raises(UsageError, match="tls_name was given without certificates"):
         tls_files({"tls_name": "a.example.org"})
     assert tls_files({}) is None
 
 
 def test_keys_are_not_shown(tmp_path):
-    tls = TLS.load(make_certificates(str(tmp_path)))
+    tls = TLS.load(make_ca(str(tmp_path)))
     assert "PRIVATE" not in repr(Access("secret", tls))
     assert "secret" not in repr(Access("secret", tls))

@@ -12,7 +12,6 @@ import grpc
 from elasticcb.rpc import shared_frames
 
 _DELAY_SECONDS = float(os.environ["BENCHMARK_DELAY_MS"]) / 1000
-_insecure_channel = grpc.insecure_channel
 
 
 class _Delay(grpc.UnaryUnaryClientInterceptor):
@@ -21,11 +20,11 @@ class _Delay(grpc.UnaryUnaryClientInterceptor):
         return continuation(details, request)
 
 
-def _delayed_channel(*arguments, **named):
-    return grpc.intercept_channel(_insecure_channel(*arguments, **named), _Delay())
+def _delayed(open_channel):
+    return lambda *arguments, **named: grpc.intercept_channel(open_channel(*arguments, **named), _Delay())
 
 
 assert callable(shared_frames.is_supported), "what turns shared memory off has another name now"
 shared_frames.is_supported = lambda: False
 if _DELAY_SECONDS:
-    grpc.insecure_channel = _delayed_channel
+    grpc.insecure_channel, grpc.secure_channel = map(_delayed, (grpc.insecure_channel, grpc.secure_channel))

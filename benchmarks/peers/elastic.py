@@ -2,7 +2,8 @@
 
 python elastic.py WORKLOAD BATCH_SIZE 'ARGUMENTS OF Cluster AS JSON'
 
-BENCHMARK_HOST in the environment is where the processes listen; without it, a folder of sockets.
+BENCHMARK_HOST in the environment is where the processes listen; without it, a folder of sockets. With
+BENCHMARK_INSECURE they do without TLS there.
 """
 
 import json
@@ -41,7 +42,8 @@ def main() -> None:
     model = compiled_model(workload, legacy=False)
     given = json.loads(arguments)
     given["exchange"] = elasticcb.ExchangeOptions(**given["exchange"])
-    network = elasticcb.NetworkOptions(host=os.environ.get("BENCHMARK_HOST", ""))
+    host, insecure = os.environ.get("BENCHMARK_HOST", ""), "BENCHMARK_INSECURE" in os.environ
+    network = elasticcb.NetworkOptions(host=host, insecure=insecure)
     with elasticcb.Cluster(**given, network=network) as cluster:
         cluster.fit(model, lambda: dataset(size), steps_per_epoch=1_000_000_000, callbacks=[Steps()], verbose=0)
 

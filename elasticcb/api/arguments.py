@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 
-from elasticcb.cluster.registry import backend_of, backends, completed, contradictions, missing_for
+from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
 from elasticcb.settings import JobSettings
 from elasticcb.settings.arguments import Arguments, where_now
-from elasticcb.settings.checks import in_words, problems_of
+from elasticcb.settings.checks import completed, in_words, problems_of
 from elasticcb.storage.remote_files import is_url
 
 

@@ -55,8 +55,12 @@ def role_options(role: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for option in reversed(options_of_role(role)):
             default = option.default if option.default is not None else getattr(RoleProcess, option.name, None)
-            described: dict[str, Any] = {"metavar": option.metavar, "help": option.help, "default": default}
-            function = click.option(f"--{option.name}", type=_role_type(option), **described)(function)
+            described: dict[str, Any] = {"help": option.help, "default": default}
+            if option.kind is Kind.TRUTH:
+                described |= {"is_flag": True, "default": False}
+            else:
+                described |= {"metavar": option.metavar, "type": _role_type(option)}
+            function = click.option(f"--{option.name}", **described)(function)
         return function
 
     return decorate

@@ -18,9 +18,10 @@ from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
-from elasticcb.cluster.registry import backend_of, completed
+from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.settings import Command, JobSettings
+from elasticcb.settings.checks import completed
 from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:

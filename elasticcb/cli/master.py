@@ -29,14 +29,14 @@ from elasticcb.settings.definition import ALL, JOB
 def master(context: click.Context, /, job_command: str, **values: Any) -> None:
     """Run the master alone, and wait for workers and servers started by hand.
 
-    The same as `train`, `evaluate` or `predict` with --cluster=external: it prints what to run on the
-    other machines. Model file and data must be found there under the same paths.
+    The same as `train`, `evaluate` or `predict` with --cluster=external: it prints what to copy to the
+    other machines, and what to run there. Model file and data must be found there under the same paths.
 
     \b
     Examples:
       elasticcb master --config job.yaml --host=10.0.0.1 --port=50001
-      elasticcb ps     --master 10.0.0.1:50001 --host=10.0.0.2
-      elasticcb worker --master 10.0.0.1:50001
+      elasticcb ps     --master 10.0.0.1:50001 --tls_ca=ca.pem --host=10.0.0.2
+      elasticcb worker --master 10.0.0.1:50001 --tls_ca=ca.pem
     """
     given = given_values(context)
     values = {**given.values, "cluster": ExternalCluster.name}

@@ -19,7 +19,7 @@ _HELP = {
 
     \b
     Example:
-      elasticcb worker --master 10.0.0.1:50001
+      elasticcb worker --master 10.0.0.1:50001 --tls_ca=ca.pem
     """,
     "ps": """Run one parameter server, which holds its part of the model until the job is over.
 
@@ -27,7 +27,7 @@ _HELP = {
 
     \b
     Example:
-      elasticcb ps --master 10.0.0.1:50001 --host 10.0.0.2
+      elasticcb ps --master 10.0.0.1:50001 --tls_ca=ca.pem --host 10.0.0.2
     """,
 }
 
@@ -40,8 +40,9 @@ def _command(role: str) -> click.Command:
     @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
     def run(**values: Any) -> None:
         tls = {name: values.pop(name) for name in (*FILES, "tls_name")}
+        granted = access(values["master"], tls, values.pop("insecure"))
         given = {name: value for name, value in values.items() if value is not None}
-        process = RoleProcess(role=role, access=access(tls), **given)
+        process = RoleProcess(role=role, access=granted, **given)
         from elasticcb.roles.run import run_role
 
         run_role(process)

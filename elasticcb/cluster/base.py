@@ -103,7 +103,7 @@ class ClusterBackend(ABC):
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
     scales = False  # whether the number of workers may follow the throughput
     takes_gpus = False  # whether its processes use the GPUs of the master's machine, so that the master must not
-    encrypts = False  # whether a command's job uses TLS unless told otherwise
+    one_machine = False  # whether its jobs have Unix sockets unless told otherwise; those with ports use TLS
     where_logs_are: str | None = None  # after "The logs are in the job's folder"; None: they are not there
     access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
 

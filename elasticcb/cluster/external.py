@@ -19,7 +19,8 @@ class ExternalCluster(ClusterBackend):
 
     Args:
         say: shows a line to the user.
-        directory: gets a file with the token, which its owner alone can read, unless the user has chosen the token.
+        directory: the job's. It gets a file with the token, which its owner alone can read, unless the user has chosen
+            the token.
     """
 
     name = "external"
@@ -28,8 +29,10 @@ class ExternalCluster(ClusterBackend):
 
     def __init__(self, say: Callable[[str], None], directory: str = "") -> None:
         self._say = say
-        self._file = Path(directory, _TOKEN_FILE)
+        self._folder = Path(directory)
+        self._file = self._folder / _TOKEN_FILE
         self._written = False
+        self._told = False  # what processes need on other machines
 
     @classmethod
     def make(cls, context: BackendContext) -> ExternalCluster:
@@ -37,7 +40,25 @@ class ExternalCluster(ClusterBackend):
 
     def start(self, role: str, index: int, master_address: str) -> None:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
-        self._say(f"Waiting for: {TOKEN_VARIABLE}={self._where_token_is()} elasticcb {shlex.join(process.arguments)}")
+        token = self._where_token_is()
+        if not self._told:
+            self._told = True
+            self._tell_what_to_copy()
+        self._say(f"Waiting for: {TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}")
+
+    def _tell_what_to_copy(self) -> None:
+        tls = self.access.tls
+        files = [self._file] if self._written else []
+        if tls is not None and not tls.files.are_own:
+            files.append(Path(tls.files.tls_ca).parent)
+        if not files:
+            return
+        folder, names = shlex.quote(str(self._folder)), shlex.join(map(str, files))
+        self._say(
+            "To run the commands below on another machine, copy what they read, under the same path: "
+            f"ssh MACHINE mkdir -pm 700 {folder} && scp -pr {names} MACHINE:{folder}/"
+        )
+        self._say("Give `elasticcb ps` there --host=ADDRESS, too: that of the machine, which the others reach.")
 
     def _where_token_is(self) -> str:
         """For a shell. The token itself is shown to nobody."""

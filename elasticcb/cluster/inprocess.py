@@ -26,6 +26,7 @@ class InProcessCluster(ClusterBackend):
 
     name = "inprocess"
     summary = "threads of one process, for breakpoints"
+    one_machine = True
     separate = False
 
     def __init__(self, run: Callable[[RoleProcess], None], settings: ClusterSettings | None = None) -> None:

@@ -18,13 +18,16 @@ from elasticcb.cluster.kubernetes.backend import KubernetesCluster
 from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.ray.backend import RayCluster
 from elasticcb.errors import UsageError, describe
-from elasticcb.security.certificates import check_installed, make_certificates
 from elasticcb.security.credentials import Access, token_of_environment
-from elasticcb.security.tls import TLS, tls_files
-from elasticcb.settings import ClusterSettings, JobSettings, checks
+from elasticcb.security.tls import TLS, make_ca, tls_files
+from elasticcb.settings import ClusterSettings, JobSettings
 from elasticcb.settings.checks import Said
 
 GROUP = "elasticcb.clusters"
+_INSECURE = (
+    "The processes of this job do without TLS (--insecure): who can read the network, or takes the port of a process "
+    "that has died, gets the job's token."
+)
 _BUILT_IN: tuple[type[ClusterBackend], ...] = (
     LocalCluster,
     InProcessCluster,
@@ -80,21 +83,10 @@ def missing_for(cluster: ClusterSettings) -> Iterator[str]:
         files = tls_files(dataclasses.asdict(cluster))
         if files is not None:
             TLS.load(files)
-        elif cluster.tls:
-            check_installed()
     except UsageError as error:
         yield str(error)
     if cluster.kind in backends():
         yield from backends()[cluster.kind].missing(cluster)
-
-
-def completed(settings: JobSettings, said: Said) -> JobSettings:
-    """Settings that were checked, with those that follow from others, the cluster's kind among them."""
-    settings = checks.completed(settings, said)
-    cluster = settings.cluster
-    if backend_of(cluster.kind).encrypts and "cluster.tls" not in said:
-        cluster = dataclasses.replace(cluster, tls=not cluster.tls_cert)
-    return dataclasses.replace(settings, cluster=cluster)
 
 
 def make_backend(context: BackendContext) -> ClusterBackend:
@@ -112,7 +104,14 @@ def make_backend(context: BackendContext) -> ClusterBackend:
 
 
 def _tls(context: BackendContext) -> TLS | None:
-    files = tls_files(dataclasses.asdict(context.settings))
-    if files is None and context.settings.tls:
-        files = make_certificates(context.directory)
-    return None if files is None else TLS.load(files)
+    cluster = context.settings
+    files = tls_files(dataclasses.asdict(cluster))
+    if files is None:
+        has_ports = cluster.tls or cluster.host or cluster.port or not backend_of(cluster.kind).one_machine
+        if not has_ports:
+            return None
+        if cluster.insecure:
+            context.say(_INSECURE)
+            return None
+        files = make_ca(context.directory)
+    return TLS.load(files)

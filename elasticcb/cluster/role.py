@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elasticcb.process.logs import FORMAT_VARIABLE, quiet_environment
 from elasticcb.security.credentials import OPEN, TOKEN_VARIABLE, Access
+from elasticcb.security.socket_folder import is_folder
 from elasticcb.settings import ClusterSettings
 from elasticcb.settings.definition import settings_of
 
@@ -66,7 +67,10 @@ class RoleProcess:
         listens = [each.field for each in settings_of(ClusterSettings) if self.role in each.roles]
         names = ["master", "index", *(name for name in listens if name in _LISTENS), "parent_pid"]
         given = [(name, getattr(self, name)) for name in names if getattr(self, name) != getattr(RoleProcess, name, "")]
-        tls = () if self.access.tls is None else self.access.tls.files.flags
+        if self.access.tls is not None:
+            tls = self.access.tls.files.flags
+        else:
+            tls = [] if is_folder(self.master) else ["--insecure"]
         return self.role, *(text for name, value in given for text in (f"--{name}", str(value))), *tls
 
     def environment(self, log_level: str) -> dict[str, str]:

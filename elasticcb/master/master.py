@@ -60,9 +60,6 @@ class Master:
         threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
         host = cluster.host or backend.host
         self._server = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
-        exposed = access.exposed_at(host)
-        if exposed:
-            say(exposed)
         self.desk = Desk(cluster, backend, say, self._server.address, access)
         self.calls = Calls(self.desk)
         self.server_scaling = ServerScaling(self.desk)

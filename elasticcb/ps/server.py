@@ -49,9 +49,6 @@ class PSServer:
         self._access = access
         self._warn, self._lost_workers = warn, lost_workers
         self._server = Server(host, port, access=access)
-        exposed = access.exposed_at(host)
-        if exposed:
-            logger.warning(exposed)
         self._servicer = self._make_servicer(settings, make_optimizers)
         handlers = {PS_METHODS[name]: self._to_present_servicer(name) for name in self._servicer.handlers}
         handlers[PS_METHODS["RefusedCalls"]] = self._answer_refused_calls

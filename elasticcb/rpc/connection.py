@@ -17,7 +17,7 @@ from elasticcb.errors import ConnectionLostError, TLSError
 from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TERM_KEY, TOKEN_KEY
 from elasticcb.rpc.call_errors import raise_unless_transient
 from elasticcb.rpc.services import Method
-from elasticcb.rpc.transport import GrpcTransport, Metadata, SharedMemoryTransport, Transport, open_channel
+from elasticcb.rpc.transport import GrpcTransport, Metadata, SharedMemoryTransport, Transport
 from elasticcb.security import tls
 from elasticcb.security.credentials import OPEN, Access
 
@@ -54,12 +54,16 @@ class Connection:
         if access.term is not None:
             self.metadata += ((TERM_KEY, "{}:{}".format(*access.term)),)
         self._tls = access.tls
-        self.channel = open_channel(address, access.tls)
         self._answered = False  # whether the server has ever answered
         self._closed = False
-        self._grpc = GrpcTransport(self.channel, address)
+        self._grpc = GrpcTransport(address, access.tls)
         self._shared: SharedMemoryTransport | None = None  # when it is first used
         self._making = threading.Lock()
+
+    @property
+    def channel(self) -> grpc.Channel:
+        """The present one to the server."""
+        return self._grpc.channel
 
     def transport_of(self, method: Method) -> Transport:
         """By which the messages of a method go."""
@@ -151,6 +155,6 @@ class Connection:
 
     def close(self) -> None:
         self._closed = True
-        self.channel.close()
+        self._grpc.close()
         if self._shared is not None:
             self._shared.memory.forget()

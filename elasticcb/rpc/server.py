@@ -3,6 +3,8 @@ that wait for nothing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from elasticcb.errors import ConnectionLostError
@@ -12,6 +14,7 @@ from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.transport import OPTIONS, message_limit
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.security.socket_folder import address_of, free_port, is_folder
+from elasticcb.security.tls import TLS, Certificate
 
 _CONTROL_THREADS = 8  # for calls that wait for nothing
 _HANDSHAKE = ("grpc.server_handshake_timeout_ms", 10_000)
@@ -51,7 +54,7 @@ class Server:
         gate = Gate(access.token, self._pool, self.refused, self._control_pool, self._control)
         connections = ("grpc.max_allowed_incoming_connections", most_connections())
         options = [*OPTIONS, _HANDSHAKE, connections, message_limit(largest_message)]
-        if access.tls is None:  # else only processes of the job have any, and those outlast their certificates
+        if access.tls is None:  # else only processes of the job have any, and a user's own certificates may expire
             options.append(_IDLE)
         self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
@@ -74,9 +77,7 @@ class Server:
         if access.tls is None:
             bound: int = self.grpc_server.add_insecure_port(where)
         else:
-            own = [(access.tls.key, access.tls.cert)]
-            credentials = grpc.ssl_server_credentials(own, access.tls.ca, require_client_auth=True)
-            bound = self.grpc_server.add_secure_port(where, credentials)
+            bound = self.grpc_server.add_secure_port(where, _credentials(access.tls))
         return port if in_folder else bound
 
     def add(self, service: FrameService) -> None:
@@ -97,3 +98,20 @@ class Server:
         stopped.wait(grace_seconds + 5.0)
         for pool in (self._pool, self._control_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _credentials(own: TLS) -> grpc.ServerCredentials:
+    """Of a server that shows the present certificate to each who connects, and wants to see one."""
+    shown = own.certificate
+
+    def renewed() -> Any:
+        nonlocal shown
+        before, shown = shown, own.certificate
+        return None if shown is before else _configuration(shown)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(shown), renewed, require_client_authentication=True)
+
+
+def _configuration(certificate: Certificate) -> Any:
+    own = [(certificate.key, certificate.cert)]
+    return grpc.ssl_server_certificate_configuration(own, root_certificates=certificate.ca)

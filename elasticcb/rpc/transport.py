@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -42,13 +43,18 @@ _ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITIO
 Metadata = tuple[tuple[str, str], ...]
 
 
-def open_channel(address: str, own: tls.TLS | None) -> grpc.Channel:
-    """Connects when it is first used."""
+def _open_channel(address: str, name: str, own: tls.Certificate | None) -> grpc.Channel:
+    """Connects when it is first used.
+
+    Args:
+        name: that the server's certificate must be for; "": its address.
+        own: by which this process shows itself; None: without TLS.
+    """
     options = [*OPTIONS, message_limit(-1)]
     if own is None:
         return grpc.insecure_channel(address, options=options)
-    if own.files.tls_name:
-        options.append(("grpc.ssl_target_name_override", own.files.tls_name))
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(own.ca, own.key, own.cert), options=options)
 
 
@@ -75,18 +81,54 @@ class Transport(ABC):
         """Whether a frame with so many bytes of arrays may go whole."""
 
 
+class _Line(NamedTuple):
+    """A channel, the certificate that this process shows there, and what sends bytes to a method, by its path."""
+
+    channel: grpc.Channel
+    certificate: tls.Certificate | None
+    senders: dict[str, Any]
+
+
 class GrpcTransport(Transport):
     """Whole frames in messages of gRPC, to any machine; plain messages, too.
 
     Args:
-        channel: to the server; whoever has opened it closes it.
         address: of the server.
+        own: None: without TLS.
     """
 
-    def __init__(self, channel: grpc.Channel, address: str) -> None:
-        self._channel = channel
+    def __init__(self, address: str, own: tls.TLS | None) -> None:
+        self._address, self._tls = address, own
         self._folder = host_of(address)
-        self._senders: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._line = self._open()
+        self._closed = False
+
+    def _open(self) -> _Line:
+        if self._tls is None:
+            return _Line(_open_channel(self._address, "", None), None, {})
+        certificate = self._tls.certificate
+        return _Line(_open_channel(self._address, self._tls.name, certificate), certificate, {})
+
+    @property
+    def channel(self) -> grpc.Channel:
+        """To the server. It is another one when this process has another certificate; calls under way end as they
+        would have."""
+        return self._present().channel
+
+    def _present(self) -> _Line:
+        line = self._line
+        if self._tls is None or line.certificate is self._tls.certificate:
+            return line
+        with self._lock:
+            if not self._closed and self._line.certificate is not self._tls.certificate:
+                self._line = self._open()  # gRPC ends the other when the last call that it serves has ended
+            return self._line
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._line.channel.close()
 
     def call(self, method: Method, frame: Any, timeout: float, metadata: Metadata = ()) -> Any:
         if method.framed:
@@ -98,9 +140,10 @@ class GrpcTransport(Transport):
         """What sends bytes to a method. Raises `CallError` where another user may have taken the server's place."""
         if self._folder and (unsafe := why_unsafe(self._folder)):
             raise CallError(grpc.StatusCode.UNAVAILABLE, unsafe)
-        if path not in self._senders:
-            self._senders[path] = self._channel.unary_unary(path, None, None)
-        return self._senders[path]
+        line = self._present()
+        if path not in line.senders:
+            line.senders[path] = line.channel.unary_unary(path, None, None)
+        return line.senders[path]
 
     def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
         answer = self.raw(method.path)(encode_frame(frame), timeout=timeout, metadata=metadata)

@@ -27,15 +27,6 @@ class Access:
     tls: TLS | None = None
     term: tuple[str, int] | None = None
 
-    def exposed_at(self, host: str) -> str:
-        """What to tell people of a process that listens at `host`, if others can read what it says; else ""."""
-        if self.tls is not None or is_loopback(host):
-            return ""
-        return (
-            f"Listening on {host} without TLS: everybody on that network can read what the processes of this job say, "
-            "its token included. --tls or --tls_cert change it."
-        )
-
 
 OPEN = Access()  # to anybody
 

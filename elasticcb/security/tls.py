@@ -7,19 +7,30 @@ asking it once more: gRPC itself only says that it can't connect.
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
+import os
 import socket
 import ssl
+import tempfile
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from elasticcb.errors import UsageError
+from elasticcb.security import certificates
+
+logger = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 3.0  # for the other side to connect, and again to answer
 _HANDSHAKE_TURNS = 10  # more than any handshake takes
+_LOOK_SECONDS = 10.0  # between looks at files that others may have replaced
+_FOLDER = "tls"  # in the job's folder
 
-# Settings, arguments of `Cluster` and flags have these names.
-FILES = ("tls_cert", "tls_key", "tls_ca")
+# Settings, arguments of `Cluster` and flags have these names; the files are called so in other folders.
+FILES: Mapping[str, str] = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
 
 
 @dataclass(frozen=True)
@@ -27,15 +38,15 @@ class TLSFiles:
     """Paths of PEM files.
 
     Attributes:
-        tls_cert: certificate of this process; others may follow, up to the CA's.
-        tls_key: its private key, without a password.
-        tls_ca: certificate of the CA that has signed those of all processes.
+        tls_ca: certificate of the CA that has signed those of all processes; with its key, where it is a job's own.
+        tls_cert: certificate of this process; others may follow, up to the CA's. "": it issues itself one.
+        tls_key: its private key, without a password; likewise.
         tls_name: that all certificates are for; "": each is for the address that its process listens on.
     """
 
-    tls_cert: str
-    tls_key: str
     tls_ca: str
+    tls_cert: str = ""
+    tls_key: str = ""
     tls_name: str = ""
 
     @property
@@ -44,29 +55,126 @@ class TLSFiles:
         named = {name: getattr(self, name) for name in (*FILES, "tls_name")}
         return [f"--{name}={value}" for name, value in named.items() if value]
 
+    @property
+    def are_own(self) -> bool:
+        """Whether they are the user's own, not those of a CA by which processes issue themselves certificates."""
+        return bool(self.tls_cert)
+
+    def read(self) -> dict[str, bytes]:
+        """What is in them, by the names of `FILES`. Raises `UsageError` when one can't be read."""
+        return {name: _read(name, path) for name in FILES if (path := getattr(self, name))}
+
 
 @dataclass(frozen=True)
-class TLS:
-    """The content of the files, checked; `load` makes it."""
+class Certificate:
+    """What a process shows to others, and by what it knows them; all PEM.
 
-    files: TLSFiles
+    Attributes:
+        expires: seconds since the epoch.
+    """
+
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
     ca: bytes = field(repr=False)
+    expires: float
+
+
+class TLS:
+    """The certificate of this process, which is renewed.
+
+    A certificate that it issues itself is replaced when less than a third of its life is left; files of the user's own
+    are read again when they have changed.
+
+    Args:
+        files: where `contents` is from.
+        contents: of the files, as `TLSFiles.read` gives them.
+
+    Raises `UsageError` for files that do not belong together, or are not valid now.
+    """
+
+    def __init__(self, files: TLSFiles, contents: Mapping[str, bytes]) -> None:
+        self.files, self._contents = files, dict(contents)
+        self._certificate = self._make(self._contents)
+        _check(files, self._certificate)
+        self._look_at = self._next_look()
 
     @classmethod
     def load(cls, files: TLSFiles) -> TLS:
         """Raises `UsageError` for files that can't be read, do not belong together, or are not valid now."""
-        contents = [_read(name, getattr(files, name)) for name in FILES]
-        _check(files)
-        return cls(files, *contents)
+        return cls(files, files.read())
+
+    @property
+    def name(self) -> str:
+        """That the certificates of others must be for; "": their addresses."""
+        return self.files.tls_name or ("" if self.files.are_own else certificates.NAME)
+
+    @property
+    def certificate(self) -> Certificate:
+        """The present one: another object when it was renewed."""
+        if time.time() >= self._look_at:
+            self._renew()
+            self._look_at = self._next_look()
+        return self._certificate
+
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """Of the files, by the names of their copies."""
+        return {FILES[name]: content for name, content in self._contents.items()}
+
+    def at(self, folder: str) -> TLS:
+        """The same, of copies of the files in `folder`."""
+        moved = copy.copy(self)
+        paths: dict[str, Any] = {name: f"{folder}/{FILES[name]}" for name in self._contents}
+        moved.files = replace(self.files, **paths)
+        return moved
+
+    def _renew(self) -> None:
+        if not self.files.are_own:
+            self._certificate = self._make(self._contents)
+            logger.info("This process has a new certificate")
+            return
+        try:
+            contents = self.files.read()
+            if contents != self._contents:
+                renewed = self._make(contents)
+                _check(self.files, renewed)
+                self._certificate, self._contents = renewed, contents
+                logger.info("%s is a new certificate", self.files.tls_cert)
+        except (UsageError, OSError) as error:  # they may be half replaced
+            logger.warning("The certificate is not renewed: %s", error)
+
+    def _next_look(self) -> float:
+        if self.files.are_own:
+            return time.time() + _LOOK_SECONDS
+        return self._certificate.expires - certificates.LIFE_SECONDS / 3
+
+    def _make(self, contents: Mapping[str, bytes]) -> Certificate:
+        """Raises `UsageError`."""
+        if self.files.are_own:
+            cert, key, ca = (contents[name] for name in FILES)
+        else:
+            try:
+                cert, key, ca = certificates.issue(contents["tls_ca"])
+            except ValueError as error:
+                raise UsageError(
+                    f"tls_ca: {self.files.tls_ca} is no CA that can issue a certificate: {error}. Expected a PEM file "
+                    "with the certificate and the key of a CA, such as tls/ca.pem in the folder of a job; or give "
+                    "tls_cert and tls_key, too."
+                ) from None
+        try:
+            expires = certificates.expiry_of(cert)
+        except ValueError:
+            raise UsageError(
+                f"tls_cert: {self.files.tls_cert} holds no certificate. Expected a PEM file with that of this process."
+            ) from None
+        return Certificate(cert, key, ca, expires)
 
     def diagnose(self, host: str, connection: socket.socket) -> str:
         """Why a server does not talk to this process, as far as TLS is the reason; else ""."""
-        context = _context(ssl.PROTOCOL_TLS_CLIENT, self.files)
+        context = _context(ssl.PROTOCOL_TLS_CLIENT, self.files, self.certificate)
         context.set_alpn_protocols(["h2"])
         try:
-            with context.wrap_socket(connection, server_hostname=self.files.tls_name or host) as tunnel:
+            with context.wrap_socket(connection, server_hostname=self.name or host) as tunnel:
                 # In TLS 1.3 the server looks at this process's certificate only now.
                 return "" if tunnel.recv(1) else "it ends the connection when it sees this process's certificate"
         except ssl.SSLCertVerificationError as error:
@@ -74,10 +182,23 @@ class TLS:
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or ""):
                 return f"it refuses this process's certificate: {_words(error)}"
-            return (
-                "it does not speak TLS. Start it with TLS, too, or this process without; all processes of a job must "
-                "do the same"
-            )
+            return "it does not speak TLS. All processes of a job must do so, or all of them have --insecure"
+
+
+def make_ca(job: str) -> TLSFiles:
+    """Makes a CA, in `tls` in the job's folder, which its owner alone can read; one that is there is replaced.
+
+    Raises `UsageError` when the file can't be written.
+    """
+    path = Path(job).absolute() / _FOLDER / FILES["tls_ca"]
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(certificates.make_ca())
+    except OSError as error:
+        raise UsageError(f"The CA of the job can't be written to {path}: {error}.") from error
+    return TLSFiles(str(path))
 
 
 def tls_files(values: Mapping[str, str]) -> TLSFiles | None:
@@ -88,13 +209,13 @@ def tls_files(values: Mapping[str, str]) -> TLSFiles | None:
             raise UsageError("tls_name was given without certificates. Give tls_cert, tls_key and tls_ca, too.")
         return None
     missing = [name for name in FILES if name not in given]
-    if missing:
+    if missing and given != ["tls_ca"]:
         raise UsageError(
-            f"{' and '.join(given)} came without {' and '.join(missing)}. TLS takes all three: a process's "
-            "certificate, its key, and the certificate of the CA that has signed those of all processes."
+            f"{' and '.join(given)} came without {' and '.join(missing)}. A certificate of your own takes all three: "
+            "tls_cert, its key, and the certificate of the CA that has signed those of all processes."
         )
-    cert, key, ca = (str(Path(values[name]).expanduser().absolute()) for name in FILES)
-    return TLSFiles(cert, key, ca, values.get("tls_name", ""))
+    paths = {name: str(Path(values[name]).expanduser().absolute()) for name in given}
+    return TLSFiles(**paths, tls_name=values.get("tls_name", ""))
 
 
 def diagnose(address: str, tls: TLS | None) -> str:
@@ -111,7 +232,7 @@ def diagnose(address: str, tls: TLS | None) -> str:
         if tls is not None:
             return tls.diagnose(host, connection)
         if _speaks_tls(connection):
-            return "it speaks TLS, and this process does not. Give this process --tls_cert, --tls_key and --tls_ca, too"
+            return "it speaks TLS, and this process does not. Give this process --tls_ca, or its certificates, too"
     return ""
 
 
@@ -133,17 +254,18 @@ def _read(name: str, path: str) -> bytes:
         raise UsageError(f"{name}: {path} can't be read: {error.strerror}. Expected a PEM file.") from None
 
 
-def _check(files: TLSFiles) -> None:
+def _check(files: TLSFiles, certificate: Certificate) -> None:
     """Shows the certificate to a server of its own, which must take it."""
-    server = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    server = _context(ssl.PROTOCOL_TLS_SERVER, files, certificate)
     server.verify_mode = ssl.CERT_REQUIRED
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, files, certificate)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server, server_side=False),
         server.wrap_bio(to_server, to_client, server_side=True),
     ]
+    given, name = ("tls_cert", files.tls_cert) if files.are_own else ("tls_ca", f"issued by {files.tls_ca}")
     try:
         for _ in range(_HANDSHAKE_TURNS):
             for side in sides:
@@ -151,32 +273,36 @@ def _check(files: TLSFiles) -> None:
                     side.do_handshake()
     except ssl.SSLCertVerificationError as error:
         raise UsageError(
-            f"tls_cert: the certificate {files.tls_cert} can't be used with the CA {files.tls_ca}: "
+            f"{given}: the certificate {name} can't be used with the CA {files.tls_ca}: "
             f"{error.verify_message}. Expected one that this CA has signed, and that is valid now."
         ) from None
     except ssl.SSLError as error:
-        raise UsageError(f"tls_cert: the certificate {files.tls_cert} can't be used: {_words(error)}.") from None
+        raise UsageError(f"{given}: the certificate {name} can't be used: {_words(error)}.") from None
 
 
-def _context(protocol: int, files: TLSFiles) -> ssl.SSLContext:
+def _context(protocol: int, files: TLSFiles, certificate: Certificate) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(files.tls_cert, files.tls_key, password="")
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            what = f"the key {files.tls_key} is not that of the certificate {files.tls_cert}"
-        else:
-            what = f"{files.tls_cert} and {files.tls_key} are no certificate and key: {_words(error)}"
-        raise UsageError(
-            f"tls_key: {what}. Expected PEM files that belong together, the key without a password."
-        ) from None
-    try:
-        context.load_verify_locations(files.tls_ca)
-    except ssl.SSLError as error:
-        raise UsageError(
-            f"tls_ca: {files.tls_ca} holds no certificate: {_words(error)}. Expected the PEM file of a CA."
-        ) from None
+    with tempfile.TemporaryDirectory(prefix="elasticcb-tls-") as folder:  # OpenSSL reads files only
+        cert, key, ca = (Path(folder, name) for name in FILES.values())
+        for path, content in ((cert, certificate.cert), (key, certificate.key), (ca, certificate.ca)):
+            path.write_bytes(content)
+        try:
+            context.load_cert_chain(cert, key, password="")
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                what = f"the key {files.tls_key} is not that of the certificate {files.tls_cert}"
+            else:
+                what = f"{files.tls_cert} and {files.tls_key} are no certificate and key: {_words(error)}"
+            raise UsageError(
+                f"tls_key: {what}. Expected PEM files that belong together, the key without a password."
+            ) from None
+        try:
+            context.load_verify_locations(ca)
+        except ssl.SSLError as error:
+            raise UsageError(
+                f"tls_ca: {files.tls_ca} holds no certificate: {_words(error)}. Expected the PEM file of a CA."
+            ) from None
     return context
 
 

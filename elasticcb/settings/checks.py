@@ -148,4 +148,20 @@ def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
         )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence)
+def _tls(settings: JobSettings, said: Said) -> Iterator[str]:
+    cluster, insecure = settings.cluster, "cluster.insecure"
+    if "cluster.tls" in said and not cluster.tls:
+        yield (
+            f"{said.with_value('cluster.tls')} turns off nothing: processes with ports use TLS all the same. Leave it "
+            f"out, or give {said.as_given(insecure, True)}."
+        )
+    if cluster.insecure:
+        for name in ("tls", "tls_cert", "tls_key", "tls_ca", "tls_name"):
+            if getattr(cluster, name):
+                yield (
+                    f"{said.with_value(insecure)} turns TLS off, and {said.with_value(f'cluster.{name}')} asks for it. "
+                    "Leave one of them out."
+                )
+
+
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence, _tls)

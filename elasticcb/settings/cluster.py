@@ -22,7 +22,7 @@ class NetworkOptions(Section):
         unit="ADDRESS",
         pattern=r"[^/\s]+",
         expected="an address like 0.0.0.0, without a port",
-        default_text="a folder of Unix sockets; 127.0.0.1 with --port, TLS or --cluster=external; with "
+        default_text="a folder of Unix sockets; 127.0.0.1 with --port, --tls or --cluster=external; with "
         "--cluster=ray its node's",
         roles=("ps",),
     )
@@ -54,8 +54,13 @@ class NetworkOptions(Section):
     )
     tls: bool = setting(
         False,
-        "Encrypt what the processes say, and let in only those with a certificate of a CA that is made for this job "
-        "(in `tls` in its folder).",
+        "Use TLS on one machine, too, where processes otherwise have Unix sockets. Processes with ports use it unless "
+        "told otherwise, by a CA that is made for the job (in `tls` in its folder).",
+    )
+    insecure: bool = setting(
+        False,
+        "Do without TLS: who can read the network, or take the port of a process that has died, gets the job's token.",
+        roles=("ps", "worker"),
     )
     tls_cert: str = setting(
         "",
@@ -68,7 +73,8 @@ class NetworkOptions(Section):
     )
     tls_ca: str = setting(
         "",
-        "PEM file with the CA that has signed the certificates of all processes.",
+        "PEM file with the CA that has signed the certificates of all processes. One that holds the CA's key, too, is "
+        "enough: each process issues itself a certificate.",
         kind=Kind.FILE,
         roles=("ps", "worker"),
     )

@@ -57,14 +57,14 @@ def test_a_job_is_written_as_manifests_that_hold_its_flags_and_its_secrets(writt
     assert config["cluster_spec"] == "/etc/elasticcb/cluster_spec.yaml"
     assert "yaml" not in config
     assert in_secret(found, "cluster_spec.yaml") == {"worker": {"spec": {"hostNetwork": True}}}
-    files = ["ca.pem", "cert.pem", "cluster_spec.yaml", "job.yaml", "key.pem", "token"]
+    files = ["ca.pem", "cluster_spec.yaml", "job.yaml", "token"]
     assert sorted(found["Secret"]["data"]) == files
     token = base64.b64decode(found["Secret"]["data"]["token"]).decode()
     assert len(token) == 32
     assert token not in str([found["Job"], found["Service"]])
     arguments = found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
     assert arguments[:3] == ["train", "--config=/etc/elasticcb/job.yaml", "--job_dir=/data/job"]
-    assert "--tls_name=elasticcb-job" in arguments
+    assert "--tls_ca=/etc/elasticcb/ca.pem" in arguments
 
 
 def test_what_may_be_secret_stands_in_the_secret_alone(written):
@@ -86,9 +86,9 @@ def test_what_may_be_secret_stands_in_the_secret_alone(written):
 
 
 def test_tls_is_on_unless_it_is_switched_off(written):
-    found = written(tls="false")
+    found = written(insecure="true")
     assert sorted(found["Secret"]["data"]) == ["job.yaml", "token"]
-    assert "--tls=false" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--insecure" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 def test_a_job_without_a_name_gets_one_that_no_other_has(written):

@@ -1,9 +1,11 @@
 import pytest
 
-from elasticcb.cluster.registry import backend_of, completed, contradictions
+from elasticcb.cluster.base import BackendContext
+from elasticcb.cluster.registry import backend_of, contradictions, make_backend
 from elasticcb.errors import UsageError
-from elasticcb.settings import NetworkOptions
+from elasticcb.settings import ClusterSettings, NetworkOptions
 from elasticcb.settings.arguments import Arguments
+from elasticcb.settings.checks import problems_of
 
 
 def found(**given):
@@ -26,7 +28,39 @@ def test_a_setting_of_another_cluster_is_told():
     assert "(ray_address='10.0.0.1:6379') has a meaning with kind='ray' only." in told
 
 
-@pytest.mark.parametrize(("kind", "encrypted"), [("local", False), ("kubernetes", True)])
-def test_jobs_are_encrypted_where_others_may_hear_them(kind, encrypted):
-    arguments = Arguments({"kind": kind})
-    assert completed(arguments.settings, arguments).cluster.tls is encrypted
+@pytest.mark.parametrize(
+    ("given", "encrypted"),
+    [
+        ({"kind": "local"}, False),
+        ({"kind": "inprocess"}, False),
+        ({"kind": "local", "tls": True}, True),
+        ({"kind": "local", "host": "127.0.0.1"}, True),
+        ({"kind": "inprocess", "port": 50001}, True),
+        ({"kind": "local", "metrics_port": 0}, False),
+        ({"kind": "external"}, True),
+        ({"kind": "external", "insecure": True}, False),
+        ({"kind": "local", "port": 50001, "insecure": True}, False),
+    ],
+)
+def test_processes_with_ports_use_tls_unless_told_otherwise(given, encrypted, tmp_path):
+    lines = []
+    context = BackendContext(ClusterSettings(**given), str(tmp_path), "INFO", lines.append, lambda process: None)
+    access = make_backend(context).access
+    assert ["do without TLS (--insecure)" in line for line in lines] == [True] * ("insecure" in given)
+    assert (access.tls is not None) is encrypted
+    assert (tmp_path / "tls" / "ca.pem").exists() is encrypted
+    assert len(access.token) == 32
+
+
+def test_what_turns_tls_off_contradicts_what_asks_for_it():
+    def told(**network):
+        arguments = Arguments({"network": NetworkOptions(**network)})
+        return problems_of(arguments.settings, arguments)
+
+    assert told(insecure=True) == []
+    assert told(tls=True) == []
+    assert told(insecure=True, tls=True) == [
+        "NetworkOptions(insecure=True) turns TLS off, and NetworkOptions(tls=True) asks for it. Leave one of them out."
+    ]
+    (words,) = told(insecure=True, tls_ca="/ca.pem")
+    assert "NetworkOptions(tls_ca='/ca.pem') asks for it" in words

@@ -35,4 +35,9 @@ def test_the_token_goes_by_the_environment_alone():
 
 def test_a_worker_has_no_flags_of_servers():
     given = RoleProcess(role="worker", master="m:1", host="10.0.0.2", port=1, health_port=2).arguments
-    assert given == ("worker", "--master", "m:1")
+    assert given == ("worker", "--master", "m:1", "--insecure")
+
+
+def test_a_process_is_told_to_do_without_tls_where_its_master_has_a_port_and_none():
+    assert "--insecure" not in RoleProcess(role="ps", master="unix:/tmp/sockets/1").arguments
+    assert "--insecure" in RoleProcess(role="ps", master="m:1").arguments

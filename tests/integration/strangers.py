@@ -1,7 +1,8 @@
 """What somebody of another user finds where the processes of a job listen.
 
 As a program: reads sockets from its input, as JSON, becomes another user, and prints as JSON, by socket, a word for
-each attempt: to call who listens there (`call`), to listen there instead (`take`).
+each attempt: to call who listens there (`call`), to listen there instead (`take`). With `pose` it listens at a port
+until its input ends, and prints the metadata of all calls that come.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import encodings.idna  # noqa: F401 -- later, another user can't read it
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -22,6 +26,7 @@ import pytest
 
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TOKEN_KEY
+from elasticcb.security.certificates import issue, make_ca
 
 NOBODY = 65534
 _METHODS = [
@@ -57,6 +62,24 @@ def takes(sockets: list[str]) -> dict[str, list[str]]:
     return _as_another_user("take", sockets)
 
 
+@contextlib.contextmanager
+def poses(address: str, tls: bool) -> Iterator[list[str]]:
+    """Another user listens at an address, with or without TLS; at the end the list has the metadata of calls there."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    heard: list[str] = []
+    command = [sys.executable, __file__, "pose"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([address, tls]) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "listens\n"
+        yield heard
+        process.stdin.close()
+        heard += json.loads(process.stdout.read())
+
+
 def _as_another_user(what: str, sockets: list[str]) -> dict[str, list[str]]:
     if os.getuid():
         pytest.skip("only root can become another user")
@@ -74,6 +97,7 @@ def _tried(where: str) -> set[str]:
     host, _, port = where.rpartition(":")
     with grpc.insecure_channel(where) as channel:
         found = {_called(channel, method, token) for method in _METHODS for token in _TOKENS}
+    found |= set(filter(None, (_by_tls(host, int(port), own) for own in (False, True))))
     with socket.create_connection((host, int(port)), 10.0) as connection:
         connection.sendall(_HTTP)
         with contextlib.suppress(OSError):
@@ -89,6 +113,48 @@ def _called(channel: grpc.Channel, method: str, token: Any) -> str:
         code: str = error.code().name
         return code
     return "answered"
+
+
+def _by_tls(host: str, port: int, own: bool) -> str:
+    """What comes of TLS without a certificate, or with one of another CA; "" where nobody speaks it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if own:
+        cert, key, _ = issue(make_ca())
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(cert + key)
+            file.flush()
+            context.load_cert_chain(file.name)
+    with socket.create_connection((host, port), 10.0) as connection:
+        try:
+            with context.wrap_socket(connection) as tunnel:
+                return "TLS answered" if tunnel.recv(1) else "TLS refused"
+        except ssl.SSLError as error:
+            return "TLS refused" if "ALERT" in (error.reason or "") else ""
+        except OSError:
+            return ""
+
+
+def _pose() -> None:
+    address, tls = json.loads(sys.stdin.readline())
+    heard: list[str] = []
+
+    class Listener(grpc.GenericRpcHandler):
+        def service(self, call: Any) -> Any:
+            heard.extend(value for _, value in call.invocation_metadata if isinstance(value, str))
+
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[Listener()], options=[("grpc.so_reuseport", 0)])
+    if tls:
+        cert, key, _ = issue(make_ca())
+        server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
+    else:
+        server.add_insecure_port(address)
+    server.start()
+    print("listens", flush=True)
+    sys.stdin.read()
+    server.stop(0.0).wait()
+    print(json.dumps(heard))
 
 
 def _by_unix(name: str) -> str:
@@ -123,11 +189,18 @@ def _outcome(attempt: Callable[[], Any]) -> str:
     return "done"
 
 
-def main() -> None:
-    sockets = json.load(sys.stdin)
+def become_nobody() -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
+
+
+def main() -> None:
+    become_nobody()
+    if sys.argv[1] == "pose":
+        _pose()
+        return
+    sockets = json.load(sys.stdin)
     attempt = {"call": _tried, "take": _taken}[sys.argv[1]]
     print(json.dumps({where: sorted(attempt(where)) for where in sockets}))
 

@@ -150,7 +150,7 @@ def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_afte
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
     job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"))
     line = job.wait_for_line(r"elasticcb worker --master")
-    join = ("--master", re.search(r"--master (\S+)", line)[1])
+    join = ("--master", re.search(r"--master (\S+)", line)[1], re.search(r"--tls_ca=\S+", line)[0])
     processes = {"ps": start_job("ps", *join, "--health_port=0")}
     line = processes["ps"].wait_for_line("Health checks are answered at")
     health = re.search(r"answered at (\S+)", line)[1].rstrip(".")
@@ -177,7 +177,7 @@ def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job
     checkpoints = ("--checkpoint_dir=c", "--num_epochs=100")
     job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"), *checkpoints)
     line = job.wait_for_line(r"elasticcb worker --master")
-    join = ("--master", re.search(r"--master (\S+)", line)[1])
+    join = ("--master", re.search(r"--master (\S+)", line)[1], re.search(r"--tls_ca=\S+", line)[0])
     processes = [start_job(role, *join) for role in ("ps", "worker")]
     job.wait_for_line(r"Evaluation at version")
     for process in processes:

@@ -17,6 +17,8 @@ import pytest
 import elasticcb
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, JobFailedError
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import TLS, TLSFiles
 from warm import WarmProcess
 
 X = np.linspace(0, 1, 2000, dtype="float32")[:, None]
@@ -267,8 +269,9 @@ def test_processes_started_by_hand_need_the_token_that_is_in_a_file_of_the_clust
     try:
         commands = re.findall(r"Waiting for: (.* elasticcb .*)", caplog.text)
         assert sorted(re.findall(r" elasticcb (\w+)", caplog.text)) == ["ps", "worker"]
+        tls = TLS.load(TLSFiles(re.search(r"--tls_ca=(\S+)", commands[0])[1]))
         with pytest.raises(ConnectionLostError, match="ELASTICCB_JOB_TOKEN"):
-            next(MasterClient(re.search(r"--master (\S+)", commands[0])[1]).jobs())
+            next(MasterClient(re.search(r"--master (\S+)", commands[0])[1], access=Access("", tls)).jobs())
         token = tmp_path / "token"
         assert token.stat().st_mode & 0o077 == 0
         assert token.read_text() not in caplog.text

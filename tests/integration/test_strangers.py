@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import stat
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from strangers import answers, listening, takes
+from strangers import answers, listening, poses, takes
 
 import elasticcb
 from elasticcb.clients.running_master import running_master
@@ -25,15 +26,15 @@ from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
 X, Y = np.ones((64, 4), np.float32), np.ones((64, 1), np.float32)
 
 
-REFUSALS = (["UNAUTHENTICATED"], ["closed"], ["refused"])
+WITH_TLS, WITHOUT_TLS = ["TLS refused", "UNAVAILABLE"], ["UNAUTHENTICATED"]  # a port of the job
 
 
-def assert_all_refuse(sockets, servers, open_to_all=None):
-    """All sockets refuse, and so many of them are servers of the job; those of `open_to_all` answer as it says."""
+def assert_all_refuse(sockets, servers, open_to_all=None, port=WITH_TLS):
+    """All sockets refuse, and so many of them are ports of the job; those of `open_to_all` answer as it says."""
     found = answers(sockets)
     assert {where: found.pop(where, None) for where in open_to_all or {}} == (open_to_all or {})
-    assert all(answered in REFUSALS for answered in found.values()), found
-    assert sum(answered == ["UNAUTHENTICATED"] for answered in found.values()) == servers, found
+    assert all(answered in (port, ["closed"], ["refused"]) for answered in found.values()), found
+    assert sum(answered == port for answered in found.values()) == servers, found
     assert all(where.startswith(("127.0.0.1:", "@", "/")) for where in sockets), sockets
 
 
@@ -109,16 +110,43 @@ def test_nobody_else_can_take_the_place_of_a_server_that_was_killed(data, start_
     assert not folder.exists()  # whatever was killed
 
 
-def test_a_job_whose_port_was_chosen_listens_there(data, start_job):
+@pytest.fixture
+def port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = start_job("train", *train_flags(data, "linear", num_epochs=500, port=port))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(("flags", "answer"), [((), WITH_TLS), (("--insecure",), WITHOUT_TLS)])
+def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port, flags, answer):
+    job = start_job("train", *train_flags(data, "linear", num_epochs=500, port=port), *flags)
     job.wait_for_line("Evaluation at version")
-    assert_all_refuse(sockets_of(job), 2)
+    assert_all_refuse(sockets_of(job), 2, port=answer)
     assert running_master(data / "job").address == f"127.0.0.1:{port}"
     job.interrupt()
     job.finish()
+    assert job.output.count("The processes of this job do without TLS (--insecure)") == len(flags)
+
+
+@pytest.mark.parametrize("flags", [(), ("--insecure",)])
+def test_a_stranger_at_the_port_of_a_master_that_died_is_sent_the_token_only_if_tls_is_turned_off(
+    data, start_job, port, monkeypatch, flags
+):
+    token = "0123456789abcdef"
+    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", token)
+    job = start_job("master", *train_flags(data, "linear", num_workers=1, num_epochs=500, port=port), *flags)
+    line = job.wait_for_line("Waiting for: .* elasticcb worker")
+    command = re.search(r"elasticcb worker (.*)", line)[1].split()
+    processes = [start_job(role, *command[:2], command[-1]) for role in ("ps", "worker")]
+    job.wait_for_line("Evaluation at version")
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    for tls in (False, True):
+        with poses(f"127.0.0.1:{port}", tls) as heard:
+            time.sleep(4.0)  # in which its processes look for their master
+        assert (token in heard) is bool(flags and not tls), heard
+    for process in processes:
+        process.process.kill()
 
 
 def test_a_master_whose_processes_are_started_by_hand_makes_a_token(data, start_job, monkeypatch):
@@ -136,7 +164,7 @@ def test_a_master_whose_processes_are_started_by_hand_makes_a_token(data, start_
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", token.read_text())
     server = start_job(*command)
     server.wait_for_line("TensorFlow is imported")
-    worker = start_job("worker", "--master", command[command.index("--master") + 1])
+    worker = start_job("worker", *command[1:3], command[-1])
     job.wait_for_line("Evaluation at version")
     assert_all_refuse([*sockets_of(job), *sockets_of(server), *sockets_of(worker)], 2)
     job.interrupt()

@@ -39,6 +39,11 @@ def files_of(folder):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+def private_lines(path):
+    """Of the key in a PEM file."""
+    return path.read_text().partition("-----BEGIN PRIVATE KEY-----\n")[2].splitlines()[:-1]
+
+
 def is_owners_alone(path):
     return stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
@@ -53,7 +58,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
 
     assert is_owners_alone(folder)
     assert is_owners_alone(folder / "master.json")
-    assert is_owners_alone(folder / "tls" / "key.pem")
+    assert is_owners_alone(folder / "tls" / "ca.pem")
 
     stranger = Connection(master.address, "the master", access=Access("guess", master.access.tls))
     for _ in range(10):
@@ -67,7 +72,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     assert job.finish() == 0, job.output
     assert number(job.output, "records trained in epoch 3") == 8_000
     assert re.search(r"calls refused +10 without the job's token", job.output), job.output
-    secrets = [master.token, *(folder / "tls" / "key.pem").read_text().splitlines()[1:-1]]
+    secrets = [master.token, *private_lines(folder / "tls" / "ca.pem")]
     written = {path: path.read_bytes() for path in files_of(folder) if path.parent.name != "tls"}
     assert len(written) > 5
     assert not [path for path, content in written.items() for secret in secrets if secret.encode() in content]
@@ -77,10 +82,16 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
 def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job, monkeypatch):
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
     flags = [flag for flag in train_flags(data, "linear", num_workers=1) if "--num_ps" not in flag]
-    job = start_job("master", *flags, "--tls")
+    job = start_job("master", *flags)
     lines = [job.wait_for_line("Waiting for:") for _ in range(2)]
     commands = {words[1]: words[1:] for words in (line.split("ELASTICCB_JOB_TOKEN ")[1].split() for line in lines)}
-    plain = run_command(*[word for word in commands["worker"] if "--tls" not in word], cwd=data)
+    (by_what,) = (word for word in commands["worker"] if "--tls" in word)
+    assert by_what == f"--tls_ca={data / 'job' / 'tls' / 'ca.pem'}"
+    without = [word for word in commands["worker"] if word != by_what]
+    unknown = run_command(*without, cwd=data)
+    assert unknown.returncode == 2
+    assert "Nothing was given by which the master at 127.0.0.1:" in unknown.stderr
+    plain = run_command(*without, "--insecure", cwd=data)
     assert plain.returncode == 1
     assert re.search(
         r"Error: No connection to the master at 127\.0\.0\.1:\d+: it speaks TLS, and this process does not\.",
@@ -116,11 +127,15 @@ def test_a_cluster_of_python_speaks_tls(tmp_path):
     with elasticcb.Cluster(kind="inprocess", directory=tmp_path, network=NetworkOptions(tls=True)) as cluster:
         history = cluster.fit(model, x, x[:, :1], epochs=2, verbose=0)
     assert len(history.history["loss"]) == 2
-    assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+    assert [path.name for path in (tmp_path / "tls").iterdir()] == ["ca.pem"]
 
 
 def test_a_cluster_of_python_tells_mistakes_with_certificates():
-    with pytest.raises(UsageError, match="tls_ca came without tls_cert and tls_key"):
+    with pytest.raises(UsageError, match=r"tls_ca: .*ca\.pem can't be read"):
         elasticcb.Cluster(network=NetworkOptions(tls_ca="ca.pem"))
+    with pytest.raises(
+        UsageError, match=r"NetworkOptions\(insecure=True\) turns TLS off, and NetworkOptions\(tls=True\)"
+    ):
+        elasticcb.Cluster(network=NetworkOptions(tls=True, insecure=True))
     with pytest.raises(UsageError, match=r"NetworkOptions\(tls='yes'\) can't be. Expected True or False\."):
         elasticcb.Cluster(network=NetworkOptions(tls="yes"))

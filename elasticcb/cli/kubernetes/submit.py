@@ -34,10 +34,9 @@ from elasticcb.cluster.kubernetes.pods import (
 )
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
-from elasticcb.security.certificates import make_certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS
-from elasticcb.security.tls import TLS, TLSFiles, tls_files
+from elasticcb.security.tls import TLS, make_ca, tls_files
 from elasticcb.settings import Command, KubernetesSettings
 from elasticcb.settings.definition import Kind
 from elasticcb.storage import durable
@@ -187,7 +186,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
     """The flags of the job, as the master reads them from its config file."""
-    left_out = LOCAL_FILES | {"dry_run", "tls", "tls_name", "host", "port", "job_name", "job_dir"}
+    left_out = LOCAL_FILES | {"dry_run", "tls", "insecure", "tls_name", "host", "port", "job_name", "job_dir"}
     explicit = [option.name for option in options_of([command]) if option.name in given]
     config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
     config["job_name"] = name
@@ -200,15 +199,12 @@ def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
 
 def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
     """Flags of TLS in a pod, and its files by name."""
-    files: TLSFiles | None = tls_files(
-        {each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""}
-    )
-    if files is None and "tls" in given and not given["tls"]:
-        return ["--tls=false"], {}
+    if given["insecure"]:
+        return ["--insecure"], {}
+    files = tls_files({each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""})
     with tempfile.TemporaryDirectory() as folder:
-        tls = TLS.load(files or make_certificates(folder))
-    in_pod = replace(tls.files, tls_cert=f"{FILES}/cert.pem", tls_key=f"{FILES}/key.pem", tls_ca=f"{FILES}/ca.pem")
-    return in_pod.flags, {"cert.pem": tls.cert, "key.pem": tls.key, "ca.pem": tls.ca}
+        tls = TLS.load(files or make_ca(folder))
+    return tls.at(FILES).files.flags, tls.contents
 
 
 def _write(path: str, manifests: Sequence[Mapping[str, Any]]) -> None:

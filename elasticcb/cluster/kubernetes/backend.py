@@ -41,7 +41,6 @@ from elasticcb.cluster.kubernetes.pods import (
 from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.security.credentials import TOKEN_VARIABLE
-from elasticcb.security.tls import TLS
 from elasticcb.settings import KubernetesSettings
 from elasticcb.settings.definition import KUBERNETES
 
@@ -79,7 +78,6 @@ class KubernetesCluster(ClusterBackend):
     summary = "as pods"
     panel = KUBERNETES
     in_programs = False
-    encrypts = True  # others may hear what pods say to each other
 
     def __init__(
         self, settings: KubernetesSettings, directory: str, log_level: str, say: Callable[[str], None]
@@ -145,7 +143,8 @@ class KubernetesCluster(ClusterBackend):
             self._find_earlier()
         else:
             check_rights(self._api)
-            self._api.create(self._plan.secret(self.access.token, _certificates(self.access.tls)))
+            certificates = {} if self.access.tls is None else self.access.tls.contents
+            self._api.create(self._plan.secret(self.access.token, certificates))
         for name, run in (("pods", self._watch), ("kubernetes", self._carry_out)):
             thread = threading.Thread(target=run, name=name, daemon=True)
             self._threads.append(thread)
@@ -165,7 +164,7 @@ class KubernetesCluster(ClusterBackend):
                 master=self._address or master_address,
                 index=index,
                 host=f"$({POD_IP})",
-                access=replace(self.access, tls=_tls_in_pod(self.access.tls)),
+                access=replace(self.access, tls=None if self.access.tls is None else self.access.tls.at(FILES)),
                 **ports,
             )
             manifest = self._plan.pod(role, index, number, process.arguments, self._ooms.get(place, 0))
@@ -411,17 +410,6 @@ def _version(found: Mapping[str, Any]) -> int:
     with contextlib.suppress(KeyError, ValueError):
         return int(found["metadata"]["resourceVersion"])
     return 0
-
-
-def _certificates(tls: TLS | None) -> dict[str, bytes]:
-    return {} if tls is None else {"cert.pem": tls.cert, "key.pem": tls.key, "ca.pem": tls.ca}
-
-
-def _tls_in_pod(tls: TLS | None) -> TLS | None:
-    if tls is None:
-        return None
-    files = {"tls_cert": f"{FILES}/cert.pem", "tls_key": f"{FILES}/key.pem", "tls_ca": f"{FILES}/ca.pem"}
-    return replace(tls, files=replace(tls.files, **files))
 
 
 def _words(place: Place) -> str:

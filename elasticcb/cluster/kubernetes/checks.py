@@ -12,7 +12,7 @@ from elasticcb.cluster.base import Given
 from elasticcb.cluster.kubernetes import api
 from elasticcb.cluster.kubernetes.flags import PARSERS, amount, job_name, parse_resources
 from elasticcb.errors import UsageError
-from elasticcb.security.credentials import Access
+from elasticcb.security.credentials import is_loopback
 
 PATCHED = ("all", "master", "worker", "ps")  # parts of a --cluster_spec
 
@@ -44,7 +44,7 @@ def mistakes(given: Given) -> Iterator[str]:
             job_name(given["job_name"])
         except UsageError as error:
             yield f"{given.flag('job_name')}: {error}"
-    if given["master_pod"] is False and Access().exposed_at(given["host"] or "127.0.0.1") == "":
+    if given["master_pod"] is False and is_loopback(given["host"] or "127.0.0.1"):
         yield "--master_pod=false needs --host: an address of this machine that pods reach."
 
 

@@ -39,6 +39,7 @@ class LocalCluster(ClusterBackend):
 
     name = "local"
     summary = "processes on this machine"
+    one_machine = True
     scales = True
     takes_gpus = True
     where_logs_are = ""

@@ -12,7 +12,7 @@ from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE
 from elasticcb.process.log_files import last_lines
-from elasticcb.security.tls import FILES, TLS
+from elasticcb.security.tls import TLS
 from elasticcb.storage.temporary import TemporaryFolder
 
 _LOOK_SECONDS = 1.0  # between looks at what the kernel has killed
@@ -103,12 +103,9 @@ class PlaceOnNode:
         if tls is None:
             return None
         self._keys = TemporaryFolder()
-        paths = {}
-        for name, content in zip(FILES, (tls.cert, tls.key, tls.ca), strict=True):
-            path = self._keys.path / f"{name}.pem"
-            path.write_bytes(content)
-            paths[name] = str(path)
-        return replace(tls, files=replace(tls.files, **paths))
+        for name, content in tls.contents.items():
+            (self._keys.path / name).write_bytes(content)
+        return tls.at(str(self._keys.path))
 
     def _remove_keys(self) -> None:
         if self._keys is not None:
