@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -14,7 +16,8 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, BUILD = PYPROJECT["project"], PYPROJECT["build-system"]
 
 
 def arguments() -> dict[str, str]:
@@ -43,6 +46,16 @@ def test_default_tensorflow_python_and_extras_are_supported():
     (python,) = re.findall(r"python:(3\.\d+)-slim$", given["PYTHON_IMAGE"])
     assert python in Requirement(f"python{PROJECT['requires-python']}").specifier
     assert set(given["EXTRAS"].split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_every_requirement_has_an_upper_bound_and_takes_what_is_installed():
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), BUILD["requires"]]
+    for requirement in (Requirement(each) for group in groups for each in group):
+        if requirement.name == PROJECT["name"]:
+            continue
+        assert any(each.operator in ("<", "==") for each in requirement.specifier), str(requirement)
+        with contextlib.suppress(PackageNotFoundError):
+            assert version(requirement.name) in requirement.specifier, str(requirement)
 
 
 def test_documentation_names_each_build_argument_with_its_default():

@@ -12,7 +12,7 @@ from elasticcb.cli.image.advice import build_advice, push_advice
 from elasticcb.cli.image.engine import ENGINES, NOT_INSTALLED, EngineState, digest_in, problem_of, usable
 from elasticcb.cli.image.name import ImageName, parse_image
 from elasticcb.cli.main import main
-from elasticcb.cli.zoo.files import ZooImage, large_entries, secret_files, unpublished_source
+from elasticcb.cli.zoo.files import ZooImage, large_entries, secret_files, unpinned_bases, unpublished_source
 from elasticcb.errors import UsageError
 
 DOCKER, PODMAN, BUILDAH = ENGINES
@@ -66,6 +66,77 @@ def test_local_wheels_are_copied_into_the_zoo_and_stay_there(zoo, capsys):
     assert "COPY wheels /requirements/wheels/\n" in text
     assert main(["zoo", "init", "zoo"]) == 0
     assert (zoo / "Dockerfile").read_text() == text
+
+
+LOCKED = f"elasticcb[kubernetes]=={__version__} \\\n    --hash=sha256:{'0a' * 32}\n"
+
+
+def test_a_lock_is_all_that_is_installed_and_by_its_hashes(zoo, capsys):
+    assert main(["zoo", "init", "zoo"]) == 0
+    told = capsys.readouterr().out
+    assert f"echo 'elasticcb[kubernetes]=={__version__}' | uv pip compile --generate-hashes" in told
+    (zoo / "requirements.lock").write_text(LOCKED)
+    write_wheel(zoo.parent / "dist", "words", "")
+    given = ["--force", "--local_pkg_dir=dist", "--extra_pypi_index=https://more.example/simple"]
+    assert main(["zoo", "init", "zoo", *given]) == 0
+    text = (zoo / "Dockerfile").read_text()
+    (install,) = re.findall(r"^RUN python -m pip install(?:.*\\\n)*.*$", text, re.MULTILINE)
+    assert re.sub(r"\s*\\\n\s*", " ", install).split()[5:] == [
+        "--no-cache-dir", "--require-hashes", "--find-links=/requirements/wheels",
+        "--extra-index-url=https://more.example/simple", "-r", "/requirements/requirements.lock",
+    ]  # fmt: skip
+    assert "COPY requirements.lock /requirements/" in text
+    assert "uv pip compile" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", f"elasticcb=={__version__}\n", LOCKED.replace(__version__, "0.0.1")])
+def test_a_lock_without_this_elasticcb_and_its_hashes_is_refused(zoo, capsys, text):
+    (zoo / "requirements.lock").write_text(text)
+    assert main(["zoo", "init", "zoo"]) == 2
+    message = capsys.readouterr().err
+    assert "does not lock elasticcb" in message
+    assert "uv pip compile --generate-hashes" in message
+    assert not (zoo / "Dockerfile").exists()
+
+
+def test_base_images_without_a_digest_are_found():
+    text = f"""\
+ARG BASE=a:1
+FROM docker.io/library/python:3.12-slim AS wheels
+from --platform=linux/amd64 b.example/c as Second
+FROM wheels
+FROM second
+FROM scratch
+FROM ${{BASE}}
+FROM d.example/e:1@{DIGEST}
+FROM b.example/c
+"""
+    assert unpinned_bases(text) == ["docker.io/library/python:3.12-slim", "b.example/c"]
+    assert not unpinned_bases(ZooImage(f"python@{DIGEST}").dockerfile())
+
+
+@pytest.mark.parametrize(("prints", "pinned"), [(DIGEST, DIGEST), ("", "sha256:…")])
+def test_build_warns_of_a_base_without_digest_and_of_a_lock_that_is_not_used(zoo, capfd, monkeypatch, prints, pinned):
+    commands = zoo.parent / "bin"
+    commands.mkdir()
+    (commands / "podman").write_text(
+        f'#!/bin/sh\n[ "$1 $2 $3 $4" = "image inspect --format={{{{.Digest}}}} python:3.12-slim" ] && echo "{prints}"\n'
+        "exit 0\n"
+    )
+    (commands / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+    assert main(["zoo", "init", "zoo", "--base_image=python:3.12-slim"]) == 0
+    (zoo / "requirements.lock").write_text(LOCKED)
+    assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
+    out = capfd.readouterr().out
+    assert "requirements.lock is there, and zoo/Dockerfile installs packages without it" in out
+    assert "names its base image by a tag, python:3.12-slim, which may mean another image later." in out
+    assert f"To keep to one: FROM python@{pinned}" in out
+    assert ("podman image inspect" in out) == (prints == "")
+    assert main(["zoo", "init", "zoo", "--force", f"--base_image=python@{DIGEST}"]) == 0
+    capfd.readouterr()
+    assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
+    assert "Warning" not in capfd.readouterr().out
 
 
 def test_extra_index_is_quoted_for_the_shell():

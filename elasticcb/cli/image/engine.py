@@ -18,12 +18,14 @@ class Engine:
     Args:
         probe: arguments that succeed when it can work, its daemon included.
         inspect: arguments that succeed when it has the image that is named behind them.
+        digests: arguments that print the digest of the image that is named behind them, after a build from it.
         writes_digest: whether `push` writes the digest into a file; docker tells it in its last line.
     """
 
     name: str
     probe: tuple[str, ...]
     inspect: tuple[str, ...]
+    digests: tuple[str, ...]
     writes_digest: bool
 
     def build(self, folder: Path, dockerfile: Path, image: ImageName, more: Sequence[str]) -> list[str]:
@@ -31,6 +33,9 @@ class Engine:
 
     def has(self, image: ImageName) -> list[str]:
         return [self.name, *self.inspect, image.full]
+
+    def digest(self, image: str) -> list[str]:
+        return [self.name, *self.digests, image]
 
     def size(self, image: ImageName) -> list[str]:
         return [self.name, "images", "--format={{.Size}}", image.full]
@@ -40,11 +45,29 @@ class Engine:
         return [self.name, "push", *digest, *more, image.full]
 
 
-# In the order in which they are asked.
+# In the order in which they are asked. docker asks the registry: its builds keep base images where no command looks.
 ENGINES = (
-    Engine("docker", ("version", "--format={{.Server.Version}}"), ("image", "inspect"), writes_digest=False),
-    Engine("podman", ("info", "--format={{.Version.Version}}"), ("image", "exists"), writes_digest=True),
-    Engine("buildah", ("info",), ("inspect", "--type=image", "--format={{.FromImage}}"), writes_digest=True),
+    Engine(
+        "docker",
+        ("version", "--format={{.Server.Version}}"),
+        ("image", "inspect"),
+        ("buildx", "imagetools", "inspect", "--format={{.Manifest.Digest}}"),
+        writes_digest=False,
+    ),
+    Engine(
+        "podman",
+        ("info", "--format={{.Version.Version}}"),
+        ("image", "exists"),
+        ("image", "inspect", "--format={{.Digest}}"),
+        writes_digest=True,
+    ),
+    Engine(
+        "buildah",
+        ("info",),
+        ("inspect", "--type=image", "--format={{.FromImage}}"),
+        ("inspect", "--type=image", "--format={{.FromImageDigest}}"),
+        writes_digest=True,
+    ),
 )
 NAMES = tuple(engine.name for engine in ENGINES)
 

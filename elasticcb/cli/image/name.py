@@ -41,6 +41,10 @@ class ImageName:
         return ImageName(self.host, self.path).full + f"@{digest}"
 
 
+def is_digest(text: str) -> bool:
+    return bool(re.fullmatch(r"sha256:[0-9a-f]{64}", text))
+
+
 def parse_image(text: str) -> ImageName | None:
     """The parts of a name; None when it is none."""
     first, slash, rest = text.partition("/")

@@ -12,25 +12,29 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.image.advice import build_advice, push_advice
 from elasticcb.cli.image.engine import NAMES, Engine, digest_in
-from elasticcb.cli.image.name import ImageName, check_image
+from elasticcb.cli.image.name import ImageName, check_image, is_digest, parse_image
 from elasticcb.cli.image.process import EngineOutcome, engines, said, show, succeeds
 from elasticcb.cli.table import format_bytes
 from elasticcb.cli.zoo.files import (
     DOCKERFILE,
     DOCKERIGNORE,
     DOCKERIGNORE_TEXT,
+    LOCK,
     REQUIREMENTS,
     REQUIREMENTS_TEXT,
     WHEELS,
     ZOO_IN_IMAGE,
     ZooImage,
+    check_lock,
     check_requirements,
     check_wheels,
     check_zoo,
     default_base_image,
     large_entries,
+    lock_command,
     package_of,
     secret_files,
+    unpinned_bases,
     unpublished_source,
 )
 from elasticcb.errors import ImageError, UsageError
@@ -77,7 +81,8 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     """Write the Dockerfile of a model zoo.
 
     DIR is the folder with your model files; by default the working directory. What models import besides elasticcb
-    stands in its requirements.txt. Wheels of --local_pkg_dir are copied into its folder `wheels`.
+    stands in its requirements.txt. Wheels of --local_pkg_dir are copied into its folder `wheels`. With a
+    requirements.lock exactly the packages there are installed, by version and hash.
 
     \b
     Examples:
@@ -90,7 +95,10 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     if requirements.exists():
         check_requirements(_read(requirements), str(requirements))
     wheels = _wheels(directory, local_pkg_dir)
-    text = ZooImage(base_image, extra_pypi_index, bool(wheels)).dockerfile()
+    lock = directory / LOCK
+    if lock.exists():
+        check_lock(_read(lock), str(lock), bool(wheels))
+    text = ZooImage(base_image, extra_pypi_index, bool(wheels), lock.exists()).dockerfile()
     dockerfile = directory / DOCKERFILE
     if dockerfile.exists() and not force and _read(dockerfile) != text:
         raise UsageError(
@@ -117,6 +125,11 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
             f"\nThis elasticcb was installed from {source}. If no package index has it, make a wheel for the image:"
             f"\n  pip wheel --no-deps --wheel-dir=wheels {shlex.quote(source)}"
             f"\n  elasticcb zoo init {shlex.quote(folder)} --force{other} --local_pkg_dir=wheels"
+        )
+    if not lock.exists():
+        print(
+            "\nTo have the same packages in each image, lock their versions and hashes, then write the Dockerfile "
+            f"again:\n  cd {shlex.quote(folder)} && {lock_command(bool(wheels))}\n  elasticcb zoo init --force …"
         )
     print(f"\nNext: elasticcb zoo build {shlex.quote(folder)} --image={_EXAMPLE}")
 
@@ -160,6 +173,12 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
     requirements = directory / REQUIREMENTS
     if requirements.exists():
         check_requirements(_read(requirements), str(requirements))
+    recipe, lock = _read(dockerfile), directory / LOCK
+    if lock.exists() and LOCK not in recipe:
+        print(
+            f"Warning: {lock} is there, and {dockerfile} installs packages without it. `elasticcb zoo init "
+            f"{shlex.quote(folder)} --force` writes one that goes by it."
+        )
     chosen = engines(engine or "")[0]
     ignored = directory / DOCKERIGNORE
     left_out = _read(ignored) if ignored.exists() else ""
@@ -181,6 +200,8 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
         raise ImageError(_failure(f"The image {name.full} was not built", chosen, outcome, advice))
     amount = said(chosen.size(name))
     print(f"\nBuilt: {name.full}" + (f" ({amount})" if amount else ""))
+    for base in unpinned_bases(recipe):
+        print(_unpinned(base, chosen, dockerfile))
     if _has_registry(name):
         print(f"Next: elasticcb zoo push {name.full}")
     else:
@@ -233,6 +254,19 @@ def push(image: str, engine: str | None, engine_flags: str) -> None:
     print(
         f"Next: elasticcb train --cluster=kubernetes --namespace=… --service_account=elasticcb --image={name.full} "
         f"--model_zoo={ZOO_IN_IMAGE} --model_def=… --training_data=…"
+    )
+
+
+def _unpinned(base: str, engine: Engine, dockerfile: Path) -> str:
+    """What to do about a base image without a digest."""
+    name = parse_image(base)
+    command = engine.digest(base)
+    digest = said(command)
+    pinned = name.at(digest if is_digest(digest) else "sha256:…") if name is not None else f"{base}@sha256:…"
+    how = "" if is_digest(digest) else f" Its digest: {shlex.join(command)}"
+    return (
+        f"Warning: {dockerfile} names its base image by a tag, {base}, which may mean another image later. To keep to "
+        f"one: FROM {pinned}, which `elasticcb zoo init --base_image` takes as well.{how}"
     )
 
 

@@ -19,6 +19,7 @@ from elasticcb.cli.image.name import check_image
 from elasticcb.errors import UsageError
 
 DOCKERFILE, DOCKERIGNORE, REQUIREMENTS, WHEELS = "Dockerfile", ".dockerignore", "requirements.txt", "wheels"
+LOCK = "requirements.lock"  # all packages of an image, with versions and hashes
 ZOO_IN_IMAGE = "/model_zoo"
 LARGE_BYTES = 100 * 2**20  # an entry of a zoo that hardly belongs into an image
 
@@ -74,11 +75,13 @@ class ZooImage:
         base_image: an image with Python 3.10 to 3.13 and pip, or with elasticcb.
         extra_pypi_index: URL of a package index beside that of pip; "": none.
         wheels: whether the zoo has a folder `WHEELS`, all of which are installed.
+        locked: whether it has a `LOCK`: nothing else is installed then.
     """
 
     base_image: str
     extra_pypi_index: str = ""
     wheels: bool = False
+    locked: bool = False
 
     def dockerfile(self) -> str:
         """The text of the Dockerfile.
@@ -87,19 +90,24 @@ class ZooImage:
             UsageError: the base image or the index can't be what it is called.
         """
         check_image(self.base_image, "--base_image", default_base_image())
-        own = [f"'elasticcb[kubernetes]=={__version__}'"]
+        local = [f"--find-links=/requirements/{WHEELS}"] if self.wheels else []
+        own = [*local, f"'elasticcb[kubernetes]=={__version__}'"]
         if self.wheels:
-            own = [f"--find-links=/requirements/{WHEELS}", *own, f"/requirements/{WHEELS}/*.whl"]
-        others = [f"-r /requirements/{REQUIREMENTS}"]
+            own.append(f"/requirements/{WHEELS}/*.whl")
+        further = []
         if self.extra_pypi_index:
             check_index(self.extra_pypi_index)
-            others.insert(0, f"--extra-index-url={shlex.quote(self.extra_pypi_index)}")
+            further = [f"--extra-index-url={shlex.quote(self.extra_pypi_index)}"]
+        others = [*further, f"-r /requirements/{REQUIREMENTS}"]
+        if self.locked:
+            installs = _install(["--require-hashes", *local, *further, f"-r /requirements/{LOCK}"])
+        elif further:
             installs = _install(own) + _KEEP + _install([f"--constraint={_INSTALLED}", *others])
         else:
             installs = _install([*own, *others])
         return _DOCKERFILE_TEXT.format(
             base_image=self.base_image,
-            requirements=REQUIREMENTS,
+            requirements=LOCK if self.locked else REQUIREMENTS,
             copy_wheels=f"COPY {WHEELS} /requirements/{WHEELS}/\n" if self.wheels else "",
             installs=installs,
             zoo=ZOO_IN_IMAGE,
@@ -109,6 +117,41 @@ class ZooImage:
 def default_base_image() -> str:
     """The official image of the Python that runs this, so that wheels made here fit; all engines know its full name."""
     return "docker.io/library/python:{}.{}-slim".format(*sys.version_info)
+
+
+def lock_command(wheels: bool) -> str:
+    """Makes the `LOCK` of a zoo, in its folder."""
+    local = f" --find-links={WHEELS}" if wheels else ""
+    version = "{}.{}".format(*sys.version_info)
+    return (
+        f"echo 'elasticcb[kubernetes]=={__version__}' | uv pip compile --generate-hashes --python-version={version}"
+        f"{local} --output-file={LOCK} - {REQUIREMENTS}"
+    )
+
+
+def check_lock(text: str, place: str, wheels: bool) -> None:
+    """Raises `UsageError` when a `LOCK` does not have this elasticcb with its hashes.
+
+    Args:
+        place: the file's path, for the message.
+        wheels: whether the zoo has local ones.
+    """
+    pattern = rf"^elasticcb(\[[^]]*\])?=={re.escape(__version__)}[\s\\]+--hash="
+    if not re.search(pattern, text, re.MULTILINE):
+        raise UsageError(
+            f"{place} does not lock elasticcb {__version__} with its hashes, and no image could be made by it. Remove "
+            f"it, or make it anew, in its folder:\n  {lock_command(wheels)}"
+        )
+
+
+def unpinned_bases(dockerfile: str) -> list[str]:
+    """The images that a Dockerfile begins from by a name that may mean another one later."""
+    found, stages = [], {"scratch"}
+    for image, stage in re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", dockerfile):
+        if image.lower() not in stages and not re.search(r"[@$]", image):
+            found.append(image)
+        stages.add(stage.lower())
+    return list(dict.fromkeys(found))
 
 
 def check_index(url: str) -> None:
