@@ -1,13 +1,18 @@
-"""What checksums of TFRecords cost, and how the time to the first step depends on the size of the data.
+"""What checksums of TFRecords and indexes cost, and how the time to the first step depends on the size of the data.
 
     python benchmarks/data.py checksums
+    python benchmarks/data.py index
     python benchmarks/data.py first_step [--sizes 10 300 1200] [--formats csv csv.gz]
 
 `checksums` reads TFRecords that are in the system's file cache, with and without the verification of their data, in
 turns. It prints the difference of the medians, in seconds per GB of data.
 
+`index` scans one file that is in the system's file cache, as a master does before the first task, and prints the
+processor time per GB of uncompressed data.
+
 `first_step` runs `elasticcb train` with one worker for one step, on CSV files of so many MB, and prints the median
-seconds from the command until the master has counted, and until the worker has built its model and done its first step.
+seconds from the command until the master has counted, and until the worker has built its model and done its first step;
+of a job that is the first to read the data, and of one after it, which finds their index in the user's cache.
 """
 
 from __future__ import annotations
@@ -57,6 +62,33 @@ def checksums(megabytes: int, runs: int) -> None:
         print(f"| {size:,} | {without:.2f} | {verified - without:.2f} |")
 
 
+def index(megabytes: int, runs: int) -> None:
+    import tensorflow as tf
+
+    from elasticcb.data import open_reader
+
+    rows = b"".join(b"0.%06d," % (7919 * i % 10**6) * 8 + b'"some ""text"", %d"\n' % (i % 10) for i in range(10_000))
+    print("| file | s/GB |\n|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("numbers.csv", "quoted.csv", "numbers.csv.gz", "records of 100 bytes.tfrecord"):
+            path = Path(folder, name)
+            if name.startswith("numbers"):
+                size = write_csv(path, megabytes)
+            elif name.startswith("quoted"):
+                size = path.write_bytes(rows * (megabytes * 10**6 // len(rows) + 1))
+            else:
+                with tf.io.TFRecordWriter(str(path)) as writer:
+                    for _ in range(megabytes * 10**4):
+                        writer.write(bytes(100))
+                size = path.stat().st_size
+            seconds = []
+            for _ in range(runs):
+                started = time.process_time()
+                open_reader(str(path)).sources()
+                seconds.append((time.process_time() - started) * GIGABYTE / size)
+            print(f"| {name} | {statistics.median(seconds):.2f} |", flush=True)
+
+
 MODEL = """
 import keras
 import tensorflow as tf
@@ -83,24 +115,32 @@ MILESTONES = (
 )
 
 
-def write_csv(path: Path, megabytes: int) -> None:
+def write_csv(path: Path, megabytes: int) -> int:
+    """Writes so many MB of text, and returns its bytes."""
     lines = b"".join(b"0.%06d," % (7919 * i % 10**6) * 8 + b"%d\n" % (i % 10) for i in range(10_000))
     with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
-        for _ in range(megabytes * 10**6 // len(lines) + 1):
+        times = megabytes * 10**6 // len(lines) + 1
+        for _ in range(times):
             file.write(lines)
+    return times * len(lines)
 
 
 def first_step(sizes: list[int], formats: list[str], runs: int) -> None:
-    print("| data | worker's model | master's model and count | first step |\n|---|---|---|---|")
+    print("| data | job | worker's model | master's model and count | first step |\n|---|---|---|---|---|")
     for ending in formats:
         for size in sizes:
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "model.py").write_text(MODEL)
                 data = Path(folder, f"data.{ending}")
                 write_csv(data, size)
-                seconds = [run_once(folder, data) for _ in range(runs)]
-            medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
-            print(f"| {size:,} MB, {ending} | " + " | ".join(f"{value:.1f} s" for value in medians) + " |", flush=True)
+                seconds: dict[str, list[list[float]]] = {"first": [], "next": []}
+                for _ in range(runs):
+                    shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
+                    for found in seconds.values():
+                        found.append(run_once(folder, data))
+            for job, found in seconds.items():
+                medians = " | ".join(f"{statistics.median(each):.1f} s" for each in zip(*found, strict=True))
+                print(f"| {size:,} MB, {ending} | {job} | {medians} |", flush=True)
 
 
 def run_once(folder: str, data: Path) -> list[float]:
@@ -110,7 +150,8 @@ def run_once(folder: str, data: Path) -> list[float]:
     command = [sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"]
     command += [f"--training_data={data}", "--num_workers=1", "--num_ps=1", "--max_step=1", f"--job_dir={job}"]
     started = time.time()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    environment = os.environ | {"XDG_CACHE_HOME": str(Path(folder, "cache"))}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     seconds = []
     for role, text in MILESTONES:
         log = Path(job, "logs", f"{role}.log").read_text(errors="replace")
@@ -127,7 +168,7 @@ def run_once(folder: str, data: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["checksums", "first_step"])
+    parser.add_argument("what", choices=["checksums", "index", "first_step"])
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 300, 1200], help="MB of text")
@@ -135,6 +176,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "checksums":
         checksums(arguments.megabytes, arguments.runs)
+    elif arguments.what == "index":
+        index(arguments.megabytes, arguments.runs)
     else:
         first_step(arguments.sizes, arguments.formats, arguments.runs)
 

@@ -22,7 +22,7 @@ import indexed_gzip
 
 from elasticcb.errors import DataChangedError, DataError
 
-_LOCAL_BLOCK_BYTES = 1 << 20  # stays in a core's cache while it is scanned several times
+_LOCAL_BLOCK_BYTES = 512 << 10  # stays in a core's cache while it is scanned several times
 _REMOTE_BLOCK_BYTES = 16 << 20  # makes the latency of a request small against its transfer
 _SEEK_SPACING_BYTES = 8 << 20  # of uncompressed data between places at which decompression can begin
 _MOST_SEEK_POINTS = 4096  # of a file; each has 32 KiB

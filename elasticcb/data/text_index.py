@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.data.byte_flags import count_before, odd_so_far
 from elasticcb.data.content import Content
 from elasticcb.data.file_index import RecordOffsets, RecordOffsetsBuilder
 from elasticcb.errors import DataError
@@ -83,7 +84,7 @@ def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
         lines = blob.split(dialect.line_end)
     else:
         data = np.frombuffer(blob, np.uint8)
-        outside = ~np.logical_xor.accumulate(data == dialect.quote[0])
+        outside = ~odd_so_far(data == dialect.quote[0])
         ends = np.flatnonzero((data == dialect.line_end[0]) & outside).tolist()
         starts = [0, *(end + 1 for end in ends)]
         lines = [blob[start:end] for start, end in zip(starts, [*ends, len(blob)], strict=True)]
@@ -144,7 +145,7 @@ class _Scan:
             return
         newlines = data == _NEWLINE
         if self.dialect.quote:
-            outside = ~np.logical_xor.accumulate(data == self.dialect.quote[0])
+            outside = ~odd_so_far(data == self.dialect.quote[0])
             returns, newlines = returns & outside, newlines & outside
         if returns[:-1].any() and not newlines.any():
             self.line_end = self.last_byte = _RETURN
@@ -174,14 +175,14 @@ class _Scan:
         ends = np.flatnonzero(newlines)
         fields = None
         if delimiters is not None:
-            places = np.flatnonzero(delimiters)
-            before = places.searchsorted(ends)
+            before = count_before(delimiters, ends)
             fields = np.diff(before, prepend=0) + 1
+            count = int(np.count_nonzero(delimiters))
             if len(ends):
                 fields[0] += self.open_delimiters
-                self.open_delimiters = len(places) - int(before[-1])
+                self.open_delimiters = count - int(before[-1])
             else:
-                self.open_delimiters += len(places)
+                self.open_delimiters += count
         if len(ends):
             starts = np.empty(len(ends), np.int64)
             starts[0] = self.record_start
@@ -197,25 +198,23 @@ class _Scan:
 
     def _outside_quotes(self, position: int, data: Any) -> Any:
         quotes = data == self.dialect.quote[0]
-        inside = np.logical_xor.accumulate(quotes)
+        inside = odd_so_far(quotes)
         if self.inside_quotes:
             inside = ~inside
         # A quote opens a field, or is the second of a doubled one. Any other is an ordinary character
         # that would make all that follows look quoted.
-        openers = np.flatnonzero(quotes & inside)
-        before = data[openers - 1]
-        if len(openers) and openers[0] == 0:
-            before[0] = self.last_byte
-        allowed = (before == self.dialect.delimiter[0]) | (before == self.line_end) | (before == self.dialect.quote[0])
-        if not allowed.all():
-            place = position + int(openers[np.argmin(allowed)])
-            if place > 3 or self.content.read(0, place) != _BYTE_ORDER_MARK:
-                line = line_of(self.content, place, bytes([self.line_end]))
-                raise DataError(
-                    f"{self.content.name}, line {line}, has a quote inside a field that does not begin "
-                    "with one. Double it and put the field in quotes, or, when quotes are ordinary "
-                    "characters in this file, give the reader parameter `quote=''`."
-                )
+        wrong = quotes & inside
+        wrong[1:] &= ~(quotes | (data == self.dialect.delimiter[0]) | (data == self.line_end))[:-1]
+        wrong[0] &= self.last_byte not in (self.dialect.quote[0], self.dialect.delimiter[0], self.line_end)
+        first = int(np.argmax(wrong))
+        if wrong[first]:
+            place = position + first
+            line = line_of(self.content, place, bytes([self.line_end]))
+            raise DataError(
+                f"{self.content.name}, line {line}, has a quote inside a field that does not begin "
+                "with one. Double it and put the field in quotes, or, when quotes are ordinary "
+                "characters in this file, give the reader parameter `quote=''`."
+            )
         self.inside_quotes = bool(inside[-1])
         return ~inside
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from elasticcb.data.file_reader import FileReader
+from elasticcb.data.index_file import IndexCache, read_indexes, write_indexes
 from elasticcb.model.input_pipeline import FeedPipeline, Pipeline, Sources
 from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
-from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
-
-_PARAMETERS = "parameters.json"  # of the reader, and the names of the files in the order of the members
 
 
 class SourceCounts:
@@ -24,7 +21,7 @@ class SourceCounts:
     not like threads.
 
     What is found is kept in the job's folder, so that a master that takes the place of this one scans only files that
-    have changed.
+    have changed; and in the user's cache, for other jobs.
 
     Raises `DataError` when data that is no file can't be read; files tell that by `result`.
     """
@@ -63,37 +60,18 @@ class SourceCounts:
 
     def _scan(self, mode: str, pipeline: Pipeline) -> Sources:
         reader = self._readers[mode]
+        parameters = json.dumps(self._settings.data.reader_params, sort_keys=True, default=repr)
         # Only training is gone on with.
         keeps = self._settings.command is Command.TRAIN and bool(self._settings.directory)
         path = Path(self._settings.directory, RECOVERY_FOLDER, INDEX_FILE.format(mode=mode))
-        parameters = json.dumps(self._settings.data.reader_params, sort_keys=True, default=repr)
-        reader.known = _read(path, parameters) if keeps else {}
+        kept = read_indexes(path, parameters) if keeps else {}
+        cache = IndexCache(reader.names, f"{type(reader).__module__}.{type(reader).__qualname__}", parameters)
+        reader.known = {**cache.read(), **kept}
         sources = pipeline.sources()
-        if keeps and dict(reader.known) != dict(reader.indexes()):
-            _write(path, parameters, reader.indexes())
+        if keeps and kept != dict(reader.indexes()):
+            try:
+                write_indexes(path, parameters, reader.indexes())
+            except OSError as error:
+                logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)
+        cache.write(reader.indexes())
         return sources
-
-
-def _read(path: Path, parameters: str) -> dict[str, bytes]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            kept_parameters, files = json.loads(archive.read(_PARAMETERS))
-            if kept_parameters != parameters:
-                return {}
-            return {file: archive.read(str(number)) for number, file in enumerate(files)}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        logger.warning("%s can't be used; the data is scanned again: %s", path, error)
-        return {}
-
-
-def _write(path: Path, parameters: str, indexes: Mapping[str, bytes]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with durable.replacing(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
-            for number, index in enumerate(indexes.values()):
-                archive.writestr(str(number), index)
-            archive.writestr(_PARAMETERS, json.dumps([parameters, list(indexes)]))
-    except OSError as error:
-        logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)

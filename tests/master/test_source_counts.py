@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import random
 import textwrap
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elasticcb.data import content, text
+from elasticcb.data import content, index_file, text
 from elasticcb.errors import DataError
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import FeedPipeline, open_pipeline
@@ -95,6 +96,44 @@ def test_the_next_master_scans_changed_files_alone(
     assert counts_of(*job).result()["training"][1][1] == 2
 
 
+def test_the_next_job_scans_no_file_that_is_the_same(
+    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
+    settings, spec = job
+    scanned: list[str] = []
+    scan = text.index_records
+
+    def watched(content: Any, *given: Any, **named: Any) -> Any:
+        scanned.append(Path(content.name).name)
+        return scan(content, *given, **named)
+
+    monkeypatch.setattr(text, "index_records", watched)
+    expected = counts_of(settings, spec).result()
+    scanned.clear()
+
+    def next_job(name: str, **parameters: Any) -> JobSettings:
+        data = replace(settings.data, reader_params=parameters)
+        return replace(settings, directory=str(tmp_path / name), data=data)
+
+    counts = counts_of(next_job("second"), spec)
+    assert counts.result() == expected
+    assert not scanned
+    assert counts.find_index("training", str(tmp_path / "a.csv"))
+
+    before = (tmp_path / "b.csv").stat()
+    (tmp_path / "b.csv").write_bytes((tmp_path / "b.csv").read_bytes().replace(b"\n10\n11\n", b"\n10011\n"))
+    os.utime(tmp_path / "b.csv", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (tmp_path / "b.csv").stat().st_size == before.st_size
+    assert counts_of(next_job("third"), spec).result()["training"][1][1] == 99_999
+    assert scanned == ["b.csv"]
+
+    scanned.clear()
+    counts_of(next_job("fourth", skip_blank_lines=False), spec).result()
+    assert sorted(scanned) == ["a.csv", "a.csv", "b.csv"]
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_scan_that_is_stopped_reads_no_more(
     job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compress: bool
@@ -122,7 +161,7 @@ def test_a_scan_that_is_stopped_reads_no_more(
     stopped.set()
     with pytest.raises(DataError, match=r"c\.csv is not scanned any more, as the job ends"):
         counts.result()
-    assert max(reads) == 1 << 20
+    assert max(reads) == content.LocalFile.block_bytes
 
 
 def test_a_damaged_file_is_told_by_the_result(job: tuple[JobSettings, ModelSpec], tmp_path: Path) -> None:
