@@ -123,7 +123,7 @@ class Gradients:
     def recut(self, specs: Sequence[VariableSpec], partition: Sequence[Sequence[Slice]]) -> Gradients:
         """The same for servers of another partition."""
         before = self.partition
-        if before is None or before is partition:
+        if before is None or before == partition:
             return self
         return replace(
             self,

@@ -373,3 +373,26 @@ def test_generator_that_ends_before_its_steps_is_warned_about_as_by_keras(cluste
     for trainer in (Keras(), cluster):
         with pytest.warns(UserWarning, match="ran out of data"):
             trainer.fit(make(), generator(), steps_per_epoch=5, verbose=0)
+
+
+TRACES: list[None] = []
+
+
+@keras.saving.register_keras_serializable()
+class Traced(keras.Sequential):
+    def train_step(self, *args, **kwargs):
+        TRACES.append(None)
+        return super().train_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_step_is_traced_no_more_often_the_longer_the_training_is(servers):
+    traces = []
+    for epochs in (1, 4):
+        TRACES.clear()
+        model = Traced([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        with elasticcb.Cluster(num_workers=1, num_ps=servers, kind="inprocess", log_level="ERROR") as cluster:
+            cluster.fit(model, X, Y, batch_size=8, epochs=epochs, verbose=0)
+        traces.append(len(TRACES))
+    assert traces[0] == traces[1] > 0

@@ -177,7 +177,7 @@ class TensorFlowComputation(Computation):
 
     def _follow(self, weights: PlacedBlocks) -> None:
         """Takes weights by the servers that they are of; steps are compiled anew when these are others."""
-        if weights.partition is not self._partition:
+        if weights.partition != self._partition:
             if len(weights.partition) != len(self._partition):
                 count = len(weights.partition)
                 self._clipped = clippings(self._model, self._specs, self._capture.optimizers, count)
