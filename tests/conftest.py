@@ -35,6 +35,7 @@ SKIPS_IN_CI = {
     r"buildah runs nothing here": "a container may not be allowed to make another one",
     r"kubectl is not installed": "Debian's is too old to know these files",
     r"no file system can be mounted here": "a container may not be allowed to",
+    r"no control group can be made here": "a container may not be allowed to",
 }
 SKIPS_IN_CI[_TIME_IS_UP] = "deep tests run as far as an hour in all allows"
 if os.environ.get("ELASTICCB_TEST_KUBERNETES") != "required":

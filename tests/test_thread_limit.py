@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from elasticcb.process.cores import usable_cores
 from elasticcb.process.devices import limit_threads
 
 VARIABLE = "TF_NUM_INTRAOP_THREADS"
@@ -26,13 +27,11 @@ def limit_on(cores, sharing):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_threads_follow_the_affinity_of_the_process(sharing):
-    from loky import cpu_count
-
     cores = os.sched_getaffinity(0)
-    if cpu_count() < 2:
+    if usable_cores() < 2:
         pytest.skip("needs two cores")
     assert limit_on({min(cores)}, sharing) == 1
-    assert limit_on(cores, sharing) == cpu_count() // sharing
+    assert limit_on(cores, sharing) == usable_cores() // sharing
 
 
 def test_limit_of_the_user_goes_before():

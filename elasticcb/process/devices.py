@@ -6,6 +6,8 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from elasticcb.process.cores import usable_cores
+
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"  # TensorFlow reads it when it first computes
 
@@ -21,9 +23,7 @@ def limit_threads(environment: MutableMapping[str, str], sharing: int = 1) -> No
         sharing: how many processes share the cores.
     """
     if THREADS_VARIABLE not in environment:
-        from loky import cpu_count
-
-        environment[THREADS_VARIABLE] = str(max(1, cpu_count() // max(1, sharing)))
+        environment[THREADS_VARIABLE] = str(max(1, usable_cores() // max(1, sharing)))
 
 
 def visible_gpus() -> list[str]:

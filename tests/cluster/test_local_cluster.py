@@ -20,6 +20,7 @@ from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
+from elasticcb.process.cores import usable_cores
 from elasticcb.rpc import connection as connection_module
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS
@@ -47,12 +48,10 @@ def test_each_worker_gets_a_gpu_of_its_own_and_servers_none(tmp_path, monkeypatc
 
 
 def test_workers_share_the_cores_and_servers_leave_room_for_them(tmp_path, monkeypatch):
-    from loky import cpu_count
-
     monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     cluster = LocalCluster(str(tmp_path), settings=ClusterSettings(num_workers=1, num_ps=1))
     for role, sharing in (("worker", 1), ("ps", 2)):
-        assert int(environment(cluster, role, 0)["TF_NUM_INTRAOP_THREADS"]) == max(1, cpu_count() // sharing)
+        assert int(environment(cluster, role, 0)["TF_NUM_INTRAOP_THREADS"]) == max(1, usable_cores() // sharing)
 
 
 def test_processes_get_the_allocator_settings(tmp_path):
