@@ -3,21 +3,37 @@
 import datetime
 import json
 import logging
+import signal
 import time
 
 import pytest
 
+from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import FORMAT_VARIABLE, setup_logging
+from elasticcb.roles.master import _begin as begin_master
+from elasticcb.settings import Command, JobSettings
 
 
 @pytest.fixture
-def log_lines(tmp_path, monkeypatch):
+def own_loggers():
+    """The loggers are as they were, afterwards."""
+    loggers = [logging.getLogger(name) for name in ("elasticcb", "py.warnings")]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    yield
+    logging.captureWarnings(False)
+    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        for handler in each.handlers:
+            handler.close()
+        each.handlers[:], each.propagate = handlers, propagate
+        each.setLevel(level)
+
+
+@pytest.fixture
+def log_lines(tmp_path, monkeypatch, own_loggers):
     """Logs one line and an error, and gives what is in the file; this machine is far from Greenwich."""
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
     time.tzset()
-    loggers = [logging.getLogger(name) for name in ("elasticcb", "py.warnings")]
-    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
 
     def log():
         setup_logging("ps-1", "INFO", LogFile(str(tmp_path / "log")))
@@ -29,10 +45,6 @@ def log_lines(tmp_path, monkeypatch):
         return (tmp_path / "log").read_text().splitlines()
 
     yield log
-    logging.captureWarnings(False)
-    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        each.handlers[:], each.propagate = handlers, propagate
-        each.setLevel(level)
     monkeypatch.undo()
     time.tzset()
 
@@ -54,3 +66,17 @@ def test_lines_are_json_if_that_is_asked_for(log_lines, monkeypatch):
     assert is_now(first.pop("time"))
     assert first == {"role": "ps-1", "level": "INFO", "logger": "elasticcb.test", "message": "It begins"}
     assert "ValueError: no" in error["traceback"]
+
+
+@pytest.mark.parametrize("pod", ["job-x7k2p", ""])
+def test_the_log_of_a_master_in_a_pod_is_also_its_output(own_loggers, tmp_path, monkeypatch, capsys, pod):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    if pod:
+        monkeypatch.setenv(POD_NAME, pod)
+    else:
+        monkeypatch.delenv(POD_NAME, raising=False)
+    begin_master(JobSettings(command=Command.TRAIN, directory=str(tmp_path)))
+    logging.getLogger("elasticcb.test").info("It begins")
+    line = "master I elasticcb.test: It begins\n"
+    assert line in (tmp_path / "logs" / "master.log").read_text()
+    assert (line in capsys.readouterr().out) == bool(pod)
