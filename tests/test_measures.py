@@ -23,11 +23,13 @@ def test_what_a_process_counts_arrives_as_it_was() -> None:
     measures = Measures()
     measures.rows_looked_up, measures.recovery_files_failed = 7, 2
     measures.refused_calls = lambda: {"malformed": 3}
+    measures.certificate_expires = lambda: 1.8e9
     for _ in range(5):
         measures.histograms[PUSH].observe(0.02)
     measures.histograms[STALENESS].observe(2)
     stats = Stats.from_message(measures.to_message())
     assert (stats.rows_looked_up, stats.recovery_files_failed, stats.refused_calls) == (7, 2, {"malformed": 3})
+    assert stats.certificate_expires == 1.8e9
     assert stats.cpu_seconds > 0
     for name, histogram in measures.histograms.items():
         assert (stats.histograms[name].counts, stats.histograms[name].sum) == (histogram.counts, histogram.sum)

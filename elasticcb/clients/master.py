@@ -55,6 +55,7 @@ class MasterClient:
         self.job = 0  # the present one; they count from 1
         self.lost_workers: set[int] = set()
         self.measures = Measures()
+        self.measures.certificate_expires = access.certificate_expires
 
     def jobs(self) -> Iterator[JobSettings]:
         """The settings of one job after another, each when it begins; ends when no more will come.

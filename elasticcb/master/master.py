@@ -106,7 +106,8 @@ class Master:
         """The present job as it is now."""
         with self.desk.state() as state:
             settings, seen = state.settings, observe(state, self.refused_calls(), time.monotonic())
-        return replace(seen, free_disk_bytes=free_disk_bytes(settings))
+        expires = self.desk.access.certificate_expires()
+        return replace(seen, free_disk_bytes=free_disk_bytes(settings), certificate_expires=expires)
 
     def start(self) -> None:
         """Answers calls from now on."""

@@ -158,4 +158,5 @@ def _process(state: JobState, role: Role, index: int) -> ProcessSnapshot:
         straggler=member.id in state.paces.stragglers,
         cpu_seconds=None if stats is None else stats.cpu_seconds,
         resident_bytes=None if stats is None else stats.resident_bytes or None,
+        certificate_expires=0.0 if stats is None else stats.certificate_expires,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, product
@@ -93,12 +94,16 @@ def _processes(seen: JobSnapshot) -> Iterator[Metric]:
     yield _gauge("parameter_servers_restoring", "Servers whose part of the model nobody serves now.", restoring)
     cpu: dict[tuple[str, str], _Value] = {("master", "0"): seen.cpu_seconds}
     memory: dict[tuple[str, str], _Value] = {("master", "0"): seen.resident_bytes}
+    expiry = {("master", "0"): seen.certificate_expires}
     for process in seen.processes:
+        expiry[process.role, str(process.index)] = process.certificate_expires
         if process.cpu_seconds is not None:
             labels = process.role, str(process.index)
             cpu[labels], memory[labels] = process.cpu_seconds, process.resident_bytes or 0
     yield _counter("cpu_seconds", "Processor time of a process, since it started.", cpu, ("role", "index"))
     known = {labels: size for labels, size in memory.items() if size}
+    left = {labels: expires - time.time() for labels, expires in expiry.items() if expires}
+    yield _gauge("certificate_expiry_seconds", "Until the certificate of a process expires.", left, ("role", "index"))
     yield _gauge("resident_memory_bytes", "Memory of a process, what it shares included.", known, ("role", "index"))
 
 

@@ -39,6 +39,7 @@ class ProcessSnapshot:
     straggler: bool = False  # a worker that is much slower than the others
     cpu_seconds: float | None = None
     resident_bytes: int | None = None
+    certificate_expires: float = 0.0  # as below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ class JobSnapshot:
     processes: tuple[ProcessSnapshot, ...] = ()
     cpu_seconds: float = 0.0  # of the master
     resident_bytes: int = 0  # of the master; 0: not known
+    certificate_expires: float = 0.0  # that of the master, in seconds since the epoch; 0: it has none
     histograms: Mapping[str, Histogram] = field(default_factory=dict)  # of all processes, by name
     saved_model_path: str = ""  # "": nothing was exported
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them

@@ -69,12 +69,14 @@ class Stats:
         resident_bytes: of memory; 0: not known.
         recovery_files_failed: times that they could not be written.
         refused_calls: by the words of a `Refusal`.
+        certificate_expires: that of its TLS, in seconds since the epoch; 0: it has none.
     """
 
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
     rows_looked_up: int = 0
     recovery_files_failed: int = 0
+    certificate_expires: float = 0.0
     histograms: dict[str, Histogram] = field(default_factory=histograms)
     refused_calls: dict[str, int] = field(default_factory=dict)
 
@@ -83,7 +85,13 @@ class Stats:
         """Raises `WireError` for histograms of other kinds or ranges, and numbers that nothing can have."""
         counted = {
             name: getattr(message, name)
-            for name in ("cpu_seconds", "resident_bytes", "rows_looked_up", "recovery_files_failed")
+            for name in (
+                "cpu_seconds",
+                "resident_bytes",
+                "rows_looked_up",
+                "recovery_files_failed",
+                "certificate_expires",
+            )
         }
         numbers = [*counted.values(), *message.refused_calls.values()]
         if not all(0 <= number < math.inf for number in numbers):
@@ -113,6 +121,7 @@ class Measures:
         rows_looked_up: of embedding tables.
         recovery_files_failed: times that they could not be written.
         refused_calls: gives those that its server has refused, by reason in words.
+        certificate_expires: gives when that of its TLS does, in seconds since the epoch; 0: it has none.
     """
 
     def __init__(self) -> None:
@@ -120,6 +129,7 @@ class Measures:
         self.rows_looked_up = 0
         self.recovery_files_failed = 0
         self.refused_calls: Callable[[], Mapping[str, int]] = dict
+        self.certificate_expires: Callable[[], float] = float
 
     def to_message(self) -> pb.ProcessStats:
         return pb.ProcessStats(
@@ -133,6 +143,7 @@ class Measures:
                 if any(each.counts)
             ],
             refused_calls=self.refused_calls(),
+            certificate_expires=self.certificate_expires(),
         )
 
 

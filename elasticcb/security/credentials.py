@@ -27,6 +27,10 @@ class Access:
     tls: TLS | None = None
     term: tuple[str, int] | None = None
 
+    def certificate_expires(self) -> float:
+        """When this process's own does, in seconds since the epoch; 0: it has none."""
+        return 0.0 if self.tls is None else self.tls.certificate.expires
+
 
 OPEN = Access()  # to anybody
 

@@ -47,6 +47,10 @@ class Faults:
         file.write_text(json.dumps({"event": event, "action": action, "nth": nth}))
         return file.with_suffix(".done").exists
 
+    def shorten_certificates(self, seconds: float) -> None:
+        """Those that processes issue themselves expire after so many seconds."""
+        (self._folder / "certificate_seconds").write_text(str(seconds))
+
     @contextlib.contextmanager
     def network(self) -> Iterator[Network]:
         """Makes all connections of the job go by proxies in this process."""

@@ -66,6 +66,11 @@ def wait_for_role() -> None:
             _before(sys.modules[name], *beginning)
         else:
             sys.meta_path.insert(0, _Wrapped(name))
+    seconds = Path(os.environ["ELASTICCB_FAULTS"], "certificate_seconds")
+    if seconds.exists():
+        from elasticcb.security import certificates
+
+        certificates.LIFE_SECONDS = float(seconds.read_text())
 
 
 class _Wrapped:

@@ -41,7 +41,7 @@ def data(tmp_path):
 
 def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     flags = {"num_epochs": 2, "num_ps": 2, "evaluation_steps": 100, "output": data / "model", "metrics_port": 0}
-    flags |= {"checkpoint_dir": data / "checkpoints", "checkpoint_steps": 50}
+    flags |= {"checkpoint_dir": data / "checkpoints", "checkpoint_steps": 50, "host": "127.0.0.1"}
     job = start_job("train", *train_flags(data, "linear", **flags))
     metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
@@ -71,6 +71,7 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     for role, index in (("worker", "0"), ("worker", "1"), ("master", "0")):
         assert before.find("elasticcb_cpu_seconds_total", role=role, index=index) > 0
         assert before.find("elasticcb_resident_memory_bytes", role=role, index=index) > 1e6
+        assert before.find("elasticcb_certificate_expiry_seconds", role=role, index=index) > 29 * 86_400
     assert not unanswered(before)
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     table = page.partition("<!-- begin metrics -->")[2].partition("<!-- end metrics -->")[0]

@@ -5,6 +5,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from elasticcb.rpc.services import MASTER_METHODS
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import diagnose
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+from metrics_scrapes import Scrape
 
 
 @pytest.fixture
@@ -77,6 +79,43 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     assert len(written) > 5
     assert not [path for path, content in written.items() for secret in secrets if secret.encode() in content]
     assert not [secret for secret in secrets if secret in job.output]
+
+
+def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhile(data, start_job, faults):
+    life = 8.0
+    faults.shorten_certificates(life)
+    flags = {"num_epochs": 1_000, "host": "127.0.0.1", "checkpoint_interval": 1, "metrics_port": 0}
+    job = start_job("train", *train_flags(data, "linear", **flags, evaluation_steps=50))
+    metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
+    job.wait_for_line(r"Evaluation at version")
+    ca = data / "job" / "tls" / "ca.pem"
+    before = ca.read_bytes()
+
+    def seconds_left(role):
+        return Scrape(metrics).find("elasticcb_certificate_expiry_seconds", role=role, index="0")
+
+    time.sleep(life)  # all certificates that there were have expired
+    assert all(0 < seconds_left(role) < life for role in ("master", "worker", "ps"))
+    job.kill("ps")
+    job.wait_for_line(r"Parameter server 0 is back")
+    job.kill("worker", 1)
+    job.wait_for_line(r"Evaluation at version")
+    time.sleep(life)
+    job.master.kill()
+    job.wait_for_line(r"The master is back after")
+    job.wait_for_line(r"Evaluation at version")
+    assert 0 < seconds_left("ps") < life
+    assert ca.read_bytes() == before
+    stopped = run_command("stop", str(data / "job"), cwd=data)
+    assert stopped.returncode == 0, stopped.stderr
+    assert job.finish() == 130, job.output
+    assert number(job.output, "workers lost") == number(job.output, "parameter servers lost") == 1
+
+    resumed = start_job("resume", str(data / "job"))
+    resumed.wait_for_line(r"Evaluation at version")
+    assert ca.read_bytes() != before
+    resumed.interrupt()
+    assert resumed.finish() == 130, resumed.output
 
 
 def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job, monkeypatch):

@@ -1,5 +1,6 @@
 """The metrics of a real master, scraped by HTTP, without any process or driving thread."""
 
+import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -66,7 +67,8 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
 def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     def join(pid, pushes):
         worker = master.calls.register(Role.WORKER, 0, "", pid, "here").id
-        stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10)
+        expires = time.time() + 1000
+        stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10, certificate_expires=expires)
         for _ in range(pushes):
             stats.histograms[PUSH].observe(0.003)
         stats.refused_calls = {"malformed": 2}
@@ -78,6 +80,8 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     found = scrape(master)
     assert found["elasticcb_resident_memory_bytes", "0", "worker"] == 1000
     assert found["elasticcb_cpu_seconds_total", "0", "worker"] == 5
+    assert found["elasticcb_certificate_expiry_seconds", "0", "worker"] == pytest.approx(1000, abs=100)
+    assert ("elasticcb_certificate_expiry_seconds", "0", "master") not in found  # it has none
     master.desk.lost(first, "killed")
     found = scrape(master)
     assert ("elasticcb_resident_memory_bytes", "0", "worker") not in found
