@@ -76,7 +76,7 @@ def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int,
         return looking_up, updating
 
     run([unique_ids(random, vocabulary, batch) for _ in range(warm_up)])
-    created = table.statistics().created
+    before = len(table)
     lookups, updates, rows_of_batches = [], [], []
     for _ in range(windows):
         batches = [unique_ids(random, vocabulary, batch) for _ in range(50)]
@@ -85,15 +85,14 @@ def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int,
         lookups.append(rows / looking_up)
         updates.append(rows / updating)
         rows_of_batches.append(rows / len(batches))
-    statistics = table.statistics()
-    new = (statistics.created - created) / sum(rows * 50 for rows in rows_of_batches)
+    new = (len(table) - before) / sum(rows * 50 for rows in rows_of_batches)
     return [
         f"{median(rows_of_batches):,.0f}",
         f"{100 * new:.1f} %",
         f"{median(lookups) / 1e6:.1f} M",
         f"{median(updates) / 1e6:.1f} M",
-        f"{statistics.rows:,}",
-        f"{statistics.bytes / 2**20:,.0f}",
+        f"{len(table):,}",
+        f"{table.bytes / 2**20:,.0f}",
     ]
 
 

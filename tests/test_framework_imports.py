@@ -27,13 +27,15 @@ TENSORFLOW = {
     "model.metric_messages": "ragged and sparse outputs",
     "serialization.pickling": "variables, tensors and tf.functions as arguments",
     # Servers apply Keras's optimizers in compiled functions.
+    "ps.compiled_update": "compiles the update of dense weights",
     "ps.holder": "frees what TensorFlow keeps of variables that are gone",
     "ps.joined": "variables that one update runs over",
     "ps.optimizer_set": "reads slots without copies",
-    "ps.parameters": "compiles the update of dense weights",
+    "ps.parameters": "runs updates on the processor",
     "ps.row_update": "compiles the update of some rows",
     "ps.table_update": "compiles the update of an embedding table",
     "ps.tables": "draws the rows of new ids",
+    "ps.trained_part": "compiles the reading of weights, and runs updates",
 }  # fmt: skip
 # In these no module ever does.
 WITHOUT = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,29 +46,6 @@ class RowChange(NamedTuple):
     gradients: Array
 
 
-@dataclass(frozen=True)
-class TableStatistics:
-    """What a table holds and what became of ids.
-
-    Attributes:
-        rows, bytes: now; bytes with slots, counts and the index.
-        candidates: ids that were not asked for often enough yet.
-        lookups: ids looked up in training, as often as they were.
-        created, evicted: rows, so far.
-        refused: lookups in training of ids that got no row, since the table is full or they came too rarely.
-        dropped: gradients of ids without a row.
-    """
-
-    rows: int
-    bytes: int
-    candidates: int
-    lookups: int
-    created: int
-    evicted: int
-    refused: int
-    dropped: int
-
-
 class EmbeddingTable:
     """Rows by id.
 
@@ -78,6 +55,9 @@ class EmbeddingTable:
         slots: the initial row of each of the optimizer's slots, [dim], by name.
         limits: shared by all tables of the server; None: none.
         name: for messages.
+
+    Attributes:
+        evicted: rows, so far.
     """
 
     def __init__(
@@ -95,7 +75,7 @@ class EmbeddingTable:
         self._rows = TableRows(dim, dtype, slots)
         self._candidates = Candidates(self._limits.min_count)
         self._version = self._swept = 0
-        self._lookups = self._created = self._evicted = self._refused = self._dropped = 0
+        self.evicted = 0
         self._limits.tables.append(self)
 
     # -------------------------------------------------------------- training
@@ -103,7 +83,7 @@ class EmbeddingTable:
     def find(self, ids: Array) -> RowPlaces:
         """Which of `ids` (int64 [n]) have rows; for `lookup`."""
         places = self._rows.index.find(ids)
-        return RowPlaces(places, np.flatnonzero(places < 0), self._evicted)
+        return RowPlaces(places, np.flatnonzero(places < 0), self.evicted)
 
     def lookup(self, ids: Array, create: bool, found: RowPlaces | None = None, initial: Array | None = None) -> Array:
         """The rows of `ids` (int64 [n]), a new array [n, dim].
@@ -115,11 +95,9 @@ class EmbeddingTable:
 
         Raises `ElasticCBError` when the table is full.
         """
-        if found is None or found.evicted != self._evicted:  # by another table, which needed the memory
+        if found is None or found.evicted != self.evicted:  # by another table, which needed the memory
             found, initial = self.find(ids), None
         places, missing, _ = found
-        if create:
-            self._lookups += len(ids)
         if not len(missing):
             if create:
                 self._rows.count_hits(places)
@@ -131,7 +109,6 @@ class EmbeddingTable:
         present = places >= 0
         if create:
             self._rows.count_hits(places[present])
-            self._refused += len(ids) - np.count_nonzero(present)
         rows = np.empty((len(ids), self._rows.dim), self._rows.dtype)
         rows[missing] = initial
         rows[present] = self._rows.read(places[present])
@@ -149,7 +126,6 @@ class EmbeddingTable:
             if self._limits.remakes_rows:
                 self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
             present = places >= 0
-            self._dropped += len(ids) - np.count_nonzero(present)
             ids, gradients, places = ids[present], gradients[present], places[present]
         return RowChange(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
 
@@ -177,14 +153,13 @@ class EmbeddingTable:
         admitted = self._candidates.count(ids[missing], self._version)
         chosen = np.flatnonzero(admitted)
         present = places[places >= 0]
-        before = self._evicted
+        before = self.evicted
         room = self._limits.room(self, len(chosen), present)
-        if self._evicted != before:  # the others may have moved
+        if self.evicted != before:  # the others may have moved
             places[:] = self._rows.index.find(ids)
         chosen = chosen[:room]
         if len(chosen):
             places[missing[chosen]] = self._rows.add(ids[missing[chosen]], initial[chosen], self._version)
-            self._created += len(chosen)
 
     # -------------------------------------------------------------- limits
 
@@ -208,7 +183,7 @@ class EmbeddingTable:
     def evict(self, places: Array) -> None:
         """Removes rows; their ids have initial values again."""
         self._rows.remove(places)
-        self._evicted += len(places)
+        self.evicted += len(places)
 
     @property
     def candidates(self) -> Candidates:
@@ -278,8 +253,7 @@ class EmbeddingTable:
         own = self._rows
         self._rows, self._candidates = before._rows, before._candidates
         self._version, self._swept = before._version, before._swept
-        self._lookups, self._created, self._evicted = before._lookups, before._created, before._evicted
-        self._refused, self._dropped = before._refused, before._dropped
+        self.evicted = before.evicted
         leaving = np.flatnonzero(~keeps(self._rows.index.ids))
         if len(leaving):
             self._rows.remove(leaving)
@@ -341,15 +315,3 @@ class EmbeddingTable:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def statistics(self) -> TableStatistics:
-        return TableStatistics(
-            rows=len(self._rows),
-            bytes=self.bytes,
-            candidates=len(self._candidates),
-            lookups=self._lookups,
-            created=self._created,
-            evicted=self._evicted,
-            refused=self._refused,
-            dropped=self._dropped,
-        )

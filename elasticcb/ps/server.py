@@ -21,6 +21,8 @@ from elasticcb.settings import RECOVERY_FOLDER, JobSettings
 
 logger = logging.getLogger(__name__)
 
+_GRACE_SECONDS = 1.0  # for calls under way
+
 
 class PSServer:
     """Serves one part of the model, which the master brings with `Initialize`.
@@ -82,12 +84,12 @@ class PSServer:
     def start(self) -> None:
         self._server.start()
 
-    def put_down(self, grace_seconds: float = 1.0) -> None:
+    def put_down(self) -> None:
         """Answers no further call, and writes what the next server in this place will begin with."""
-        self._server.stop(grace_seconds)
+        self._server.stop(_GRACE_SECONDS)
         self._servicer.holder.write_down()
 
-    def stop(self, grace_seconds: float = 1.0) -> None:
+    def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)
         self._servicer.holder.close()
@@ -99,7 +101,7 @@ class PSServer:
             training=settings.training,
             make_optimizers=make_optimizers,
             access=self._access,
-            limits=TableLimits(table.memory_bytes, table.when_full.value, table.min_count, table.max_age),
+            limits=TableLimits(table.memory_bytes, table.when_full, table.min_count, table.max_age),
             recovery=(Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None,
             warn=self._warn,
             patience_seconds=settings.cluster.patience_seconds,

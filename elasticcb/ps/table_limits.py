@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.settings.choices import WhenFull
 
 Array = npt.NDArray[Any]
 
-ERROR, EVICT, INITIAL = "error", "evict", "initial"
-WHEN_FULL = (ERROR, EVICT, INITIAL)
 _EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
 
 
@@ -53,15 +52,14 @@ class TableLimits:
 
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
-        when_full: what becomes of a new id then: "error" ends the job; "evict" makes room, by the rows that were not
-            trained for the longest time; "initial" lets new ids keep their initial values, untrained. Counts of ids
-            without a row go in any case, those first that were not asked for for the longest time.
+        when_full: what becomes of a new id then. Counts of ids without a row go in any case, those first that were
+            not asked for for the longest time.
         min_count: an id gets a row from so many lookups in training on, and keeps its initial value until then.
         max_age: rows that were not trained for more versions than this go; 0: they stay.
     """
 
     memory_bytes: int = 0
-    when_full: str = ERROR
+    when_full: WhenFull = WhenFull.ERROR
     min_count: int = 1
     max_age: int = 0
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -85,7 +83,7 @@ class TableLimits:
             wanted = rows * table.row_bytes - (self.memory_bytes - self.bytes)
             self._evict(max(wanted, int(self.memory_bytes * _EVICTED_AT_ONCE)), table, keep)
             fitting = self._fitting(table, rows)
-        if fitting < rows and self.when_full != INITIAL:
+        if fitting < rows and self.when_full is not WhenFull.INITIAL:
             raise self._full(table, rows)
         return fitting
 
@@ -95,14 +93,14 @@ class TableLimits:
         Raises `ElasticCBError` when that is not all, and none may be left out.
         """
         fitting = self._fitting(table, rows)
-        if fitting < rows and (self.when_full == ERROR or not table.may_lose_rows):
+        if fitting < rows and (self.when_full is WhenFull.ERROR or not table.may_lose_rows):
             raise self._full(table, rows)
         return fitting
 
     @property
     def remakes_rows(self) -> bool:
         """Whether a row that was evicted is made again for a gradient: that takes the place of no other row."""
-        return self.min_count <= 1 and self.when_full == ERROR
+        return self.min_count <= 1 and self.when_full is WhenFull.ERROR
 
     def _fitting(self, table: Limited, rows: int) -> int:
         if not self.memory_bytes:
@@ -117,9 +115,9 @@ class TableLimits:
 
     def _advice(self) -> str:
         more = "Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps), or"
-        if self.when_full == EVICT:
+        if self.when_full is WhenFull.EVICT:
             return f"All rows that may go have gone. {more} make batches smaller."
-        return f"{more} choose another --embedding_when_full than {ERROR!r} ({EVICT!r} or {INITIAL!r})."
+        return f"{more} choose another --embedding_when_full than 'error' ('evict' or 'initial')."
 
     def _evict(self, wanted_bytes: int, table: Limited, keep: Array | None) -> None:
         """Frees `wanted_bytes`, or all that may go.
@@ -128,7 +126,7 @@ class TableLimits:
         get a row, however old the rows are that stay.
         """
         losing: list[Evictable] = [each.candidates for each in self.tables]
-        if self.when_full == EVICT:
+        if self.when_full is WhenFull.EVICT:
             losing += [each for each in self.tables if each.may_lose_rows]
         losing = [each for each in losing if len(each.used)]
         if not losing:

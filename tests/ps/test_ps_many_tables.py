@@ -12,7 +12,8 @@ import pytest
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.table_limits import EVICT, TableLimits
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.settings.choices import WhenFull
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_spec import TableSpec
@@ -102,14 +103,14 @@ def test_snapshot_outlives_an_update_of_several_tables():
 
 def test_rows_that_another_table_drives_out_meanwhile_are_made_again():
     specs = SPECS[:2]
-    limits = TableLimits(when_full=EVICT)
+    limits = TableLimits(when_full=WhenFull.EVICT)
     parameters = Parameters(specs, [], adagrad, {}, limits=limits)
     limits.memory_bytes = 40 * parameters.tables[0].row_bytes
     push(parameters, {0: np.arange(10), 1: np.arange(20)})
     push(parameters, {0: np.arange(10)})
     both = {0: np.arange(10, 30), 1: np.arange(20)}
     rows = parameters.tables.lookup(both, True)
-    assert parameters.tables[1].statistics().evicted
+    assert parameters.tables[1].evicted
     np.testing.assert_array_equal(rows[0], initial(0, both[0]))
     np.testing.assert_array_equal(rows[1], parameters.tables.lookup(both, False)[1])
     assert 0 < np.sum((rows[1] == initial(1, both[1])).all(axis=1)) < 20

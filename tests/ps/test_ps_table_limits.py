@@ -5,7 +5,8 @@ import pytest
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.table_limits import EVICT, INITIAL, WHEN_FULL, TableLimits
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.settings.choices import WhenFull
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
 
@@ -45,18 +46,18 @@ def test_full_table_raises_an_error_that_names_the_flags():
 
 
 def test_full_table_evicts_the_rows_that_were_not_trained_for_the_longest_time():
-    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT))
     train(table, range(5), 1)
     train(table, range(5, 10), 2)
     train(table, [0, 1, 2], 3)
     train(table, [20, 21], 4)
     assert ids_of(table) == [0, 1, 2, 5, 6, 7, 8, 9, 20, 21]
     assert values_of(table, [0, 3, 20]) == [2, 0, 1]
-    assert table.statistics().evicted == 2
+    assert table.evicted == 2
 
 
 def test_rows_of_the_same_batch_are_not_evicted_for_each_other():
-    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT))
     train(table, range(10), 1)
     train(table, [0, *range(30, 39)], 2)
     assert ids_of(table) == [0, *range(30, 39)]
@@ -64,23 +65,21 @@ def test_rows_of_the_same_batch_are_not_evicted_for_each_other():
 
 
 def test_batch_of_more_ids_than_may_be_held_is_an_error():
-    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT))
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT))
     with pytest.raises(ElasticCBError, match="All rows that may go have gone"):
         table.lookup(np.arange(11), True)
 
 
 def test_full_table_that_may_not_grow_leaves_new_ids_their_initial_values():
-    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=INITIAL))
+    table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.INITIAL))
     train(table, range(8), 1)
     train(table, [0, *range(20, 25)], 2)
     assert ids_of(table) == [*range(8), 20, 21]
     assert values_of(table, [0, 20, 22]) == [2, 1, 0]
-    statistics = table.statistics()
-    assert (statistics.refused, statistics.dropped) == (3, 3)
 
 
 def test_cap_is_that_of_all_tables_together():
-    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT)
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT)
     old, new = make_table(limits), make_table(limits)
     train(old, range(6), 1)
     train(new, range(4), 2)
@@ -90,7 +89,7 @@ def test_cap_is_that_of_all_tables_together():
 
 
 def test_rows_that_were_given_are_never_evicted():
-    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=EVICT, max_age=2)
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT, max_age=2)
     given, other = make_table(limits, initial_values=None), make_table(limits)
     given.load(TableState(np.arange(6), np.zeros((6, DIM), np.float32)), 0)
     for version in range(1, 20):
@@ -102,11 +101,11 @@ def test_rows_that_were_given_are_never_evicted():
 
 
 def test_evicting_costs_one_look_at_all_rows_for_many_new_ones():
-    table = make_table(TableLimits(memory_bytes=1600 * ROW_BYTES, when_full=EVICT))
+    table = make_table(TableLimits(memory_bytes=1600 * ROW_BYTES, when_full=WhenFull.EVICT))
     for version in range(16):
         train(table, range(version * 100, version * 100 + 100), version)
     train(table, [9999], 16)
-    assert table.statistics().rows == 1501
+    assert len(table) == 1501
     assert ids_of(table)[0] == 100
 
 
@@ -117,8 +116,7 @@ def test_id_gets_a_row_from_its_third_time_on():
         table.lookup(np.array([50]), False)  # an evaluation does not count
     assert ids_of(table) == [7]
     assert values_of(table, [7]) == [3]
-    statistics = table.statistics()
-    assert (statistics.candidates, statistics.refused, statistics.dropped) == (5, 7, 7)
+    assert len(table.candidates) == 5
 
 
 def test_rows_and_candidates_that_are_too_old_go():
@@ -128,12 +126,12 @@ def test_rows_and_candidates_that_are_too_old_go():
     for version in range(3, 16):
         train(table, [2], version)
     assert ids_of(table) == [2]
-    assert table.statistics().candidates == 0
+    assert len(table.candidates) == 0
     assert values_of(table, [1]) == [0]
 
 
 def test_snapshot_keeps_the_rows_that_are_evicted():
-    table = make_table(TableLimits(memory_bytes=4 * ROW_BYTES, when_full=EVICT))
+    table = make_table(TableLimits(memory_bytes=4 * ROW_BYTES, when_full=WhenFull.EVICT))
     train(table, range(4), 1)
     snapshot = table.snapshot()
     train(table, range(10, 14), 2)
@@ -141,7 +139,7 @@ def test_snapshot_keeps_the_rows_that_are_evicted():
     assert snapshot.lookup(np.array([0, 3, 10]))[:, 0].tolist() == [1, 1, 0]
 
 
-@pytest.mark.parametrize("when_full", [EVICT, INITIAL])
+@pytest.mark.parametrize("when_full", [WhenFull.EVICT, WhenFull.INITIAL])
 def test_checkpoint_of_more_rows_than_may_be_held_gives_the_newest(when_full):
     table = make_table(TableLimits(memory_bytes=3 * ROW_BYTES, when_full=when_full))
     rows = np.ones((5, DIM), np.float32)
@@ -155,7 +153,7 @@ def test_checkpoint_of_more_rows_than_may_be_held_is_an_error_where_a_full_table
         table.load(TableState(np.arange(5), np.ones((5, DIM), np.float32)), 0)
 
 
-@pytest.mark.parametrize("when_full", WHEN_FULL)
+@pytest.mark.parametrize("when_full", list(WhenFull))
 def test_candidates_make_room_for_rows(when_full):
     limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
     table = make_table(limits)
@@ -168,7 +166,7 @@ def test_candidates_make_room_for_rows(when_full):
     assert limits.bytes <= limits.memory_bytes
 
 
-@pytest.mark.parametrize("when_full", WHEN_FULL)
+@pytest.mark.parametrize("when_full", list(WhenFull))
 def test_counts_of_ids_without_a_row_stay_below_the_cap_where_no_row_is_ever_made(when_full):
     limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
     table = make_table(limits)
@@ -178,7 +176,7 @@ def test_counts_of_ids_without_a_row_stay_below_the_cap_where_no_row_is_ever_mad
 
 
 def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
-    table = make_table(TableLimits(memory_bytes=400 * ROW_BYTES, when_full=EVICT, min_count=3))
+    table = make_table(TableLimits(memory_bytes=400 * ROW_BYTES, when_full=WhenFull.EVICT, min_count=3))
     others = iter(range(1000, 10**9))
     for version in range(1, 300):
         rare = version % 10  # each of ten comes in every tenth batch
@@ -187,7 +185,7 @@ def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
         if version % 2:  # these become rows, and the table is full
             for _ in range(2):
                 table.lookup(np.array(once), True)
-    assert table.statistics().evicted > 1000
+    assert table.evicted > 1000
     assert set(range(10)) <= set(ids_of(table))
 
 
