@@ -28,11 +28,13 @@ import numpy as np
 from report import machine, publish
 
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, Command, JobSettings
+from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -96,10 +98,11 @@ class Pair:
             process = context.Process(target=serve, args=(there, workload, folder, replicas), daemon=True)
             process.start()
             self._started.append((process, here))
-        addresses = [pipe.recv() for _, pipe in self._started]
-        self._control = PSControl(PSClient(ServerGroup(addresses, self._specs, True)), "training")
+        servers = [ServerPlace(pipe.recv(), 0) for _, pipe in self._started]
+        places = Places(servers, even(len(servers)))
+        self._control = PSControl(PSClient(ServerGroup(places, self._specs, True)), "training")
         self._control.initialize(InitialModel([np.zeros(spec.shape, "f4") for spec in self._specs]))
-        self._client = PSClient(ServerGroup(addresses, self._specs, True), client_id=1)
+        self._client = PSClient(ServerGroup(places, self._specs, True), client_id=1)
         self._client.pull()
         self._step = self._make_step()
 

@@ -127,14 +127,16 @@ def main() -> None:
     address = pipe.recv()
 
     from elasticcb.clients.ps import PSClient
+    from elasticcb.clients.ps_places import Places, ServerPlace
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
+    from elasticcb.sharding.bucket_map import even
 
-    specs = specs_of(given.dim)
-    control = PSControl(PSClient(ServerGroup([address], specs, True)), "training")
+    specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], even(1))
+    control = PSControl(PSClient(ServerGroup(places, specs, True)), "training")
     control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
-    client = PSClient(ServerGroup([address], specs, True), client_id=1)
+    client = PSClient(ServerGroup(places, specs, True), client_id=1)
     client.pull()
     pusher = Pusher(client, rows, given.dim, given.ids)
     try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.sharding.bucket_map import even
 
 
 def client_of(
@@ -16,10 +18,17 @@ def client_of(
     client_id: int = 0,
     synchronous: bool = False,
     patience_seconds: float = 30.0,
+    ids: Any = (),
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
-    return PSClient(ServerGroup(addresses, specs, split, patience_seconds, **group), client_id, synchronous)
+    places = places_at(addresses, ids)
+    return PSClient(ServerGroup(places, specs, split, patience_seconds, **group), client_id, synchronous)
+
+
+def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:
+    servers = [ServerPlace(*each) for each in zip(addresses, ids or [0] * len(addresses), strict=True)]
+    return Places(servers, buckets or even(len(servers)))
 
 
 class TrainingControl(PSControl):

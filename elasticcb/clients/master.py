@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.clients.ps_link import Places
+from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
@@ -242,7 +242,7 @@ class MasterClient:
 def places_of(cluster: Any) -> Places:
     """The parameter servers in a `GetClusterResponse`."""
     buckets = BucketMap.from_bytes(len(cluster.ps_ids), cluster.buckets, cluster.map_version)
-    return Places(tuple(cluster.ps_addresses), tuple(cluster.ps_ids), buckets)
+    return Places(tuple(map(ServerPlace, cluster.ps_addresses, cluster.ps_ids)), buckets)
 
 
 class ProgressReporter:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
-from elasticcb.sharding.bucket_map import BucketMap
 
 # A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
 # gone is found out by gRPC's keepalive.
 _DEADLINE_SECONDS = 600.0
-
-
-class Places(NamedTuple):
-    """Which processes are the servers, and which rows of embedding tables they hold.
-
-    Attributes:
-        addresses, ids: by index.
-    """
-
-    addresses: Sequence[str]
-    ids: Sequence[int]
-    buckets: BucketMap
 
 
 class Link:

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elasticcb.clients.ps_link import Link, Places
+from elasticcb.clients.ps_link import Link
+from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
 
@@ -61,13 +61,11 @@ class ServerGroup:
     """The parameter servers of a job.
 
     Args:
-        addresses: of the servers, by index.
+        places: of the servers.
         specs: the model's weights.
         split: whether variables may be cut between servers.
         patience_seconds: how long one may be out of reach.
         access: to the job.
-        ids: of the servers' processes, by index.
-        buckets: which server holds which rows of embedding tables; None: the even map.
         find: by index, and the id of the process that gave no answer, the address and the id of the process that is
             the server now, "" and 0 when there is none in this place any more. It waits while a lost server is
             replaced; calls then go on with the new one. None: servers are not replaced.
@@ -82,13 +80,11 @@ class ServerGroup:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        places: Places,
         specs: Sequence[VariableSpec],
         split: bool,
         patience_seconds: float = 30.0,
         access: Access = OPEN,
-        ids: Sequence[int] = (),
-        buckets: BucketMap | None = None,
         find: Callable[[int, int], tuple[str, int]] | None = None,
         find_map: Callable[[int], Places] | None = None,
     ) -> None:
@@ -98,9 +94,9 @@ class ServerGroup:
         self._closed = False
         self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="ps-client")
         self._blocks_before: PlacedBlocks = PlacedBlocks((), ())
-        self.buckets = buckets or even(len(addresses))
+        self.buckets = places.buckets
         self.known: list[KnownServer] = []
-        self.follow(Places(addresses, ids or [0] * len(addresses), self.buckets))
+        self.follow(places)
 
     @property
     def links(self) -> list[Link]:
@@ -136,7 +132,7 @@ class ServerGroup:
         self.buckets = places.buckets
         known = {(server.index, server.link.address, server.link.id): server.link for server in self.known}
         links = []
-        for index, place in enumerate(zip(places.addresses, places.ids, strict=True)):
+        for index, place in enumerate(places.servers):
             links.append(known.pop((index, *place)) if (index, *place) in known else self.link(index, *place))
         parts = partition(self.specs, len(links), self.split)
         self.known = [KnownServer(index, *each) for index, each in enumerate(zip(parts, links, strict=True))]

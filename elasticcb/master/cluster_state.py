@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticcb.clients.ps_places import ServerPlace
     from elasticcb.sharding.bucket_map import BucketMap
     from elasticcb.sharding.partition import VariableSpec
-
-
-class ServerPlace(NamedTuple):
-    """Where the server in a place is, and which process that is."""
-
-    address: str
-    id: int
 
 
 @dataclass(frozen=True)

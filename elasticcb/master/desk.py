@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import JobFailedError
-from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.guarded import Guarded, Wake
 from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState

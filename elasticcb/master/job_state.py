@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import (
     ClusterLostError,
     ElasticCBError,
@@ -18,7 +19,6 @@ from elasticcb.errors import (
     UsageError,
 )
 from elasticcb.master.batch_log import BatchEvent
-from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.job_record import JobRecord
 from elasticcb.master.roster import Member, Role

@@ -17,12 +17,13 @@ from typing import Any
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, put_back
+from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.cluster_state import ServedCluster, ServerPlace
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds

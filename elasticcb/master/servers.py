@@ -13,16 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_link import Places
+from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, HandlerError
-from elasticcb.master.cluster_state import ServerPlace
 from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
 from elasticcb.master.roster import Role
-from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import VariableSpec
 
 logger = logging.getLogger(__name__)
@@ -77,13 +76,11 @@ class Servers:
         self._patience = desk.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(
-            [place.address for place in self._places],
+            Places(self._places, buckets or even(len(self._places))),
             variables,
             may_split,
             self._patience,
             replace(desk.access, term=(run, term)),
-            [place.id for place in self._places],
-            buckets,
             self._find,
         )
         self.control = PSControl(PSClient(servers, synchronous=self._synchronous), run)
@@ -137,8 +134,7 @@ class Servers:
             def carry_out() -> Moved:
                 moved = move.run(commit)
                 self._places = places[:servers]
-                addresses, ids = zip(*self._places, strict=True)
-                self.control.servers.follow(Places(addresses, ids, move.buckets))
+                self.control.servers.follow(Places(self._places, move.buckets))
                 desk.servers_have_moved(self._places, move.buckets)
                 with contextlib.suppress(
                     ConnectionLostError, HandlerError

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.clients.master import MasterClient
+from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.backend import Applied
@@ -52,12 +52,11 @@ class PlacedModel:
                 "must be built from the model's get_config() and build() alone, as keras.models.clone_model needs it."
             )
         servers = ServerGroup(
-            cluster.ps_addresses,
+            places_of(cluster),
             self._specs,
             cluster.split,
             settings.cluster.patience_seconds,
             client.access,
-            cluster.ps_ids,
             find=client.find_server,
         )
         self._ps = PSClient(servers, client.id)

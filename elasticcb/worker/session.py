@@ -182,13 +182,11 @@ class Session:
 def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
     settings, client = built.settings, built.client
     servers = ServerGroup(
-        cluster.ps_addresses,
+        places_of(cluster),
         _checked_variables(built, cluster),
         cluster.split,
         settings.cluster.patience_seconds,
         client.access,
-        cluster.ps_ids,
-        places_of(cluster).buckets,
         client.find_server,
         client.find_map,
     )

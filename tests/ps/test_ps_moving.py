@@ -8,9 +8,11 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from ps_clients import TrainingControl, client_of
+from ps_clients import TrainingControl, places_at
 
-from elasticcb.clients.ps_link import Link, Places
+from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_link import Link
+from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.resharding import ServerMove
@@ -51,7 +53,7 @@ class Servers:
         self._start(count)
         self.control = TrainingControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
         self.control.initialize(InitialModel(weights_of()))
-        self.places = Places([s.address for s in self.servers], self.ids, self.control.servers.buckets)
+        self.places = places_at([s.address for s in self.servers], self.ids, self.control.servers.buckets)
         self.clients = []
 
     @property
@@ -71,12 +73,11 @@ class Servers:
 
         def find(index, unreachable):
             with self.changed:
-                known = zip(self.places.addresses, self.places.ids, strict=True)
+                known = self.places.servers
                 return dict(enumerate(known)).get(index, ("", 0))
 
         places = self.places
-        given = {"ids": places.ids, "buckets": places.buckets, "find": find, "find_map": find_map}
-        client = client_of(places.addresses, SPECS, True, number, **given)
+        client = PSClient(ServerGroup(places, SPECS, True, find=find, find_map=find_map), number)
         self.clients.append(client)
         return client
 
@@ -89,7 +90,7 @@ class Servers:
         move = ServerMove(self.control, links, count, is_up=lambda worker: True)
         try:
             moved = move.run(commit)
-            places = Places([s.address for s in self.servers[:count]], self.ids[:count], move.buckets)
+            places = places_at([s.address for s in self.servers[:count]], self.ids[:count], move.buckets)
             self.control.follow(places)
             with self.changed:
                 self.places = places
@@ -308,7 +309,7 @@ def test_the_files_of_the_servers_before_serve_until_those_of_the_new_ones_are_w
     for index in range(3):  # lost before anything was written by the new map
         for folder in (tmp_path / "recovery").glob(f"ps-{index}-map-1"):
             (folder / "log.json").unlink(missing_ok=True)
-    servers.control.follow(Places([s.address for s in servers.servers], servers.ids, move.buckets))
+    servers.control.follow(places_at([s.address for s in servers.servers], servers.ids, move.buckets))
     for index, server in enumerate(servers.servers):
         restored = servers.control.restore(index, server.address, index + 1, 1, lambda: None, 0, None)
         assert restored.source == "its recovery files"
