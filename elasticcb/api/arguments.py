@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -81,13 +82,16 @@ def frequency(validation_freq: Any) -> int | tuple[int, ...]:
     return validation_freq
 
 
-def capped_epochs(epochs: int) -> int:
-    """`epochs` under `keras.config.max_epochs()`, with Keras's warning."""
+def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, int]:
+    """`epochs`, under `keras.config.max_epochs()` with Keras's warning, and `initial_epoch`, checked."""
+    epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
+    if initial_epoch < 0:
+        raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")
     limit = keras.config.max_epochs()
     if limit and limit < epochs:
         warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
-        return int(limit)
-    return epochs
+        epochs = int(limit)
+    return epochs, initial_epoch
 
 
 def with_keras_callbacks(

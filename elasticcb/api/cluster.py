@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import capped_epochs, cluster_settings, frequency, with_keras_callbacks
+from elasticcb.api.arguments import cluster_settings, epoch_range, frequency, with_keras_callbacks
 from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
@@ -213,9 +212,7 @@ class Cluster:
             RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         model._assert_compile_called("fit")
-        epochs, initial_epoch = capped_epochs(operator.index(epochs)), operator.index(initial_epoch)
-        if initial_epoch < 0:
-            raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")
+        epochs, initial_epoch = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
         with self._call("fit") as call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import datetime
 import errno
 import gzip
@@ -14,7 +15,7 @@ import socket
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -414,22 +415,16 @@ class _Raw(io.RawIOBase):
         return len(data)
 
 
-class _damage_named:
+@contextlib.contextmanager
+def _damage_named(name: str) -> Iterator[None]:
     """Turns the errors of decompression into a `DataError` that names the file."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        cause = error.__cause__ if isinstance(error, indexed_gzip.ZranError) else None
-        if isinstance(cause, DataError):
-            raise cause
-        known = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, indexed_gzip.ZranError)
-        if isinstance(error, known) and not isinstance(error, DataError):
-            raise DataError(
-                f"{self._name} can't be decompressed: {error}. It is damaged or was not copied to its end; write it "
-                "again."
-            ) from error
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, indexed_gzip.ZranError) as error:
+        if isinstance(error, indexed_gzip.ZranError) and isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
+        raise DataError(
+            f"{name} can't be decompressed: {error}. It is damaged or was not copied to its end; write it again."
+        ) from error

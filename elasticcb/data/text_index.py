@@ -165,13 +165,18 @@ class _Scan:
         data = np.frombuffer(block, np.uint8)
         newlines = data == self.line_end
         delimiters = data == self.dialect.delimiter[0] if self.dialect.delimiter else None
+        line_feeds = data == _NEWLINE
         if self.dialect.quote and (self.inside_quotes or self.dialect.quote in block):
-            outside = self.outside = self._outside_quotes(position, data)
+            outside = self._outside_quotes(position, data)
             newlines &= outside
+            line_feeds &= outside
             if delimiters is not None:
                 delimiters &= outside
-        if self.line_end == _RETURN and b"\n" in block:
-            self._refuse_mixed(position, data)
+        if self.line_end == _RETURN and line_feeds.any():
+            raise DataError(
+                f"{self.content.name} mixes two kinds of line ends: at its beginning lines end with a carriage return "
+                f"(CR), and byte {position + int(np.argmax(line_feeds))} is a line feed (LF). Write it with one kind."
+            )
         ends = np.flatnonzero(newlines)
         fields = None
         if delimiters is not None:
@@ -263,18 +268,6 @@ class _Scan:
         if self.has_header and number == 0:
             return f"{self.content.name}, the header (line {line})"
         return f"{self.content.name}, record {number - self.has_header} (line {line})"
-
-    def _refuse_mixed(self, position: int, data: Any) -> None:
-        newlines = data == _NEWLINE
-        if self.dialect.quote and self.dialect.quote[0] in data:
-            newlines &= self.outside
-        elif self.inside_quotes:
-            return
-        if newlines.any():
-            raise DataError(
-                f"{self.content.name} mixes two kinds of line ends: at its beginning lines end with a carriage return "
-                f"(CR), and byte {position + int(np.argmax(newlines))} is a line feed (LF). Write it with one kind."
-            )
 
 
 def line_of(content: Content, offset: int, line_end: bytes = b"\n") -> int:

@@ -80,6 +80,8 @@ class Embedding(keras.layers.Layer):
         self.supports_jit = False  # XLA can't search
         # The version at which each of `rows` was last trained by a job, int64 [n]; None: nobody knows.
         self.used: Array | None = None
+        self._embeddings: Any = None  # made by `build`, as `_ids`
+        self._ids: Any = None
         self._initial_values()  # to tell now what is wrong with the initializer
 
     built: bool

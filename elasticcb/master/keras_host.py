@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,64 +56,60 @@ class ModelHost:
         self.trains = settings.command is Command.TRAIN
         predicts = settings.command is Command.PREDICT
         self.collects_predictions = predicts and (spec is not None or bool(settings.output))
-        self.holds_predictions = False  # in callbacks on workers, until they end
         self.model: keras.Model = self.spec.build_model()
-        if settings.command is Command.TRAIN:
+        if self.trains:
             self.spec.require_trainable(self.model)
         self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
-        try:
-            self._prepare(settings)
-        except BaseException:
-            self.release()
-            raise
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.release)
+            mode = Mode.of(settings.command)
+            pipeline = open_pipeline(settings, self.spec, mode)
+            self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
+            pipelines: dict[str, Pipeline] = {mode: pipeline}
+            if mode is Mode.TRAINING and (settings.data.validation or self.spec.batch_source(Mode.EVALUATION)):
+                pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
+            self._counts = SourceCounts(settings, pipelines)
+            on_error.callback(self._counts.stop)  # the user may have interrupted the job
+            batch, updated = self._build(pipeline, mode)
+            self.sources: dict[str, Sources] = self._counts.result()
+            self.metrics.reset()
+            element = pipeline.element_spec
+            self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
+            self.tables = self._find_tables(settings, batch, mode, updated)
+            self.variables = variable_specs(self.model, updated, self.tables)
+            self.callbacks = Dispatcher(
+                job_callbacks(self.spec, settings),
+                Place.MASTER,
+                callback_params(settings, steps=self._batches(settings)),
+                self.model,
+                on_error=settings.training.callback_errors,
+                in_program=not settings.model.definition,
+            )
+            # In callbacks on workers, until they end.
+            self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)
+            if predicts:
+                self._check_predictions(settings, pipeline)
+            on_error.pop_all()
 
-    def _prepare(self, settings: JobSettings) -> None:
-        """Builds the model with its first batch."""
-        mode = Mode.of(settings.command)
-        pipeline = open_pipeline(settings, self.spec, mode)
-        self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
-        pipelines: dict[str, Pipeline] = {mode: pipeline}
-        if mode is Mode.TRAINING and (settings.data.validation or self.spec.batch_source(Mode.EVALUATION)):
-            pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
-        self._counts = SourceCounts(settings, pipelines)
+    def _build(self, pipeline: Pipeline, mode: Mode) -> tuple[Any, Mapping[int, int] | None]:
+        """Builds the model with its first batch; returns that, and which variables are updated by which optimizer."""
         try:
             batch = pipeline.first_batch()
-            updated = backend().build(self.spec, self.model, batch, mode)
+            return batch, backend().build(self.spec, self.model, batch, mode)
         except ElasticCBError:
             self._counts.result()  # damaged data is the better explanation
             raise
-        else:
-            self.sources: dict[str, Sources] = self._counts.result()
-        finally:
-            self._counts.stop()  # when the user has interrupted the job
-        self.metrics.reset()
-        element = pipeline.element_spec
-        self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
-        self.tables = self._find_tables(settings, batch, mode, updated)
-        self.variables = variable_specs(self.model, updated, self.tables)
-        self.callbacks = Dispatcher(
-            job_callbacks(self.spec, settings),
-            Place.MASTER,
-            callback_params(settings, steps=self._batches(settings)),
-            self.model,
-            on_error=settings.training.callback_errors,
-            in_program=not settings.model.definition,
-        )
-        if settings.command is Command.PREDICT:
-            callbacks = self.callbacks.callbacks
-            self.holds_predictions = holds_predictions(callbacks)
-            if not self.collects_predictions and not takes_predictions(callbacks):
-                raise ModelFileError(
-                    f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
-                    f"{self.spec.path} returns has an on_predict_batch_end. Add --output=FILE, such as "
-                    "--output=predictions.csv, or a callback such as elasticcb.callbacks.PredictionOutputsProcessor."
-                )
 
-        if settings.command is Command.PREDICT and settings.output:
-            self._check_output(settings, pipeline)
-
-    def _check_output(self, settings: JobSettings, pipeline: Pipeline) -> None:
-        """Raises `ModelFileError` when there is no row per record to write."""
+    def _check_predictions(self, settings: JobSettings, pipeline: Pipeline) -> None:
+        """Raises `ModelFileError` when nothing would take them, or there is no row per record to write."""
+        if not self.collects_predictions and not takes_predictions(self.callbacks.callbacks):
+            raise ModelFileError(
+                f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
+                f"{self.spec.path} returns has an on_predict_batch_end. Add --output=FILE, such as "
+                "--output=predictions.csv, or a callback such as elasticcb.callbacks.PredictionOutputsProcessor."
+            )
+        if not settings.output:
+            return
         if not pipeline.keeps_order:
             raise ModelFileError(
                 f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "

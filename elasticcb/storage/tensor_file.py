@@ -37,12 +37,11 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = path.open("wb")
         self._begins: dict[str, int] = {}  # byte in the file
         self._outlines: Mapping[str, Outline] = {}
 
     def __enter__(self) -> TensorFile:
-        self._file = self._path.open("wb")
         return self
 
     def __exit__(self, *error: object) -> None:

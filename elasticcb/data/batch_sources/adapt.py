@@ -72,9 +72,8 @@ def adapt(
         source = RecordSource(records, batch_size or _DEFAULT_BATCH_SIZE, **amount)
     elif isinstance(x, DatasetFactory) or (callable(x) and not isinstance(x, keras.utils.PyDataset)):
         _refuse("`dataset_fn`", y, sample_weight)
-        source = _of_factory(
-            x if isinstance(x, DatasetFactory) else DatasetFactory(x), steps, class_weight, purpose, folder
-        )
+        factory = x if isinstance(x, DatasetFactory) else DatasetFactory(x)
+        source = _of_factory(factory, steps, class_weight, purpose, folder)
     else:
         weights = {"sample_weight": sample_weight, "class_weight": class_weight}
         adapter = keras_data.get_data_adapter(
