@@ -45,7 +45,6 @@ class Dispatcher:
             dispatcher wants `on_train_end`.
         params: becomes `callback.params`; `worker_id` of a worker is part of it.
         model: becomes `callback.model`.
-        process: name of the process in errors; "master" or "worker N" when not given.
         on_error: what an error in a hook leads to.
         warn: takes `CallbackWarning`s: errors with `OnError.WARN`, and batch hooks that are slow.
         in_program: as for `hooks_at`.
@@ -61,7 +60,6 @@ class Dispatcher:
         place: Place,
         params: Mapping[str, Any],
         model: Any,
-        process: str = "",
         on_error: CallbackErrors = CallbackErrors.STOP,
         warn: Callable[[CallbackWarning], None] = lambda warning: None,
         in_program: bool = False,
@@ -73,7 +71,7 @@ class Dispatcher:
         self.model = model
         self.stop_reason = ""
         self._place = place
-        self._process = process or _process_name(place, self.params)
+        self._process = _process_name(place, self.params)
         self.warn = warn
         self._on_error = on_error
         self._times = HookTimes()

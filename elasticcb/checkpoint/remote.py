@@ -53,7 +53,7 @@ def put(url: str, folder: Path, keep_max: int) -> str:
                 raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
         whole = _versions(files, root)
         old = whole[:-keep_max] if keep_max else []
-        for name in [*old, *_not_whole(files, root, whole)]:
+        for name in [*old, *(name for name in _folders(files, root) if name not in whole)]:
             if name != folder.name:
                 _delete(files, posixpath.join(root, name, MANIFEST))
                 files.rm(posixpath.join(root, name), recursive=True)
@@ -119,10 +119,6 @@ def _versions(files: Any, root: str) -> list[str]:
     """The names of all whole versions, oldest first."""
     names = [name for name in _folders(files, root) if files.exists(posixpath.join(root, name, MANIFEST))]
     return sorted(names, key=lambda name: int(name.partition("-")[2]))
-
-
-def _not_whole(files: Any, root: str, whole: list[str]) -> list[str]:
-    return [name for name in _folders(files, root) if name not in whole]
 
 
 def _folders(files: Any, root: str) -> list[str]:

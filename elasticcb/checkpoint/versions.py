@@ -45,11 +45,6 @@ def begin_version(directory: str | Path, version: int) -> Path:
     return folder
 
 
-def abandon_version(folder: str | Path) -> None:
-    """Removes what `begin_version` made, and what is in it."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def finish_version(
     folder: str | Path,
     *,

@@ -12,7 +12,7 @@ from elasticcb.cli.follow import FollowSettings
 from elasticcb.cli.submission import SubmissionSettings
 from elasticcb.cluster.registry import backends
 from elasticcb.settings import Command, JobSettings
-from elasticcb.settings.definition import KUBERNETES, PANELS, Kind, Setting, settings_of
+from elasticcb.settings.definition import PANELS, Kind, Setting, settings_of
 
 
 def _with_clusters(option: Setting) -> Setting:
@@ -28,7 +28,6 @@ OPTIONS: tuple[Setting, ...] = (
     *settings_of(FollowSettings, "follow."),
     *settings_of(SubmissionSettings, "submission."),
 )
-KUBERNETES_OPTIONS = tuple(option for option in OPTIONS if option.panel == KUBERNETES)
 
 BY_NAME: dict[str, Setting] = {option.name: option for option in OPTIONS}
 BY_PATH: dict[str, Setting] = {option.path: option for option in OPTIONS}

@@ -6,12 +6,14 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.address import INDEX_HELP, MASTER_HELP, Address
 from elasticcb.cli.command import CONTEXT, role_options
 from elasticcb.cli.tls import access
 from elasticcb.cluster.role import RoleProcess
+from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import FILES
 
+_MASTER_HELP = "Where the master listens; `elasticcb master` prints it. Needed."
+_INDEX_HELP = "The place to take, counted from 0; -1: the master chooses."
 _HELP = {
     "worker": """Run one worker, which takes tasks from a master until there are no more.
 
@@ -32,10 +34,26 @@ _HELP = {
 }
 
 
+class Address(click.ParamType):
+    """`HOST:PORT`, checked for its form; an IPv6 host stands in brackets. `unix:FOLDER/NUMBER` as it is."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if is_folder(str(value)):
+            return str(value)
+        host, colon, port = str(value).strip().rpartition(":")
+        if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            self.fail(f"{value!r} is no address. Expected HOST:PORT, such as 10.0.0.1:50001.", param, ctx)
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            self.fail(f"{value!r} is ambiguous. Put an IPv6 host in brackets: [::1]:50001.", param, ctx)
+        return f"{host}:{port}"
+
+
 def _command(role: str) -> click.Command:
     @click.command(role, context_settings=CONTEXT, help=_HELP[role])
-    @click.option("--master", type=Address(), metavar="HOST:PORT", required=True, help=MASTER_HELP)
-    @click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=INDEX_HELP)
+    @click.option("--master", type=Address(), metavar="HOST:PORT", required=True, help=_MASTER_HELP)
+    @click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=_INDEX_HELP)
     @role_options(role)
     @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
     def run(**values: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.checkpoint.versions import abandon_version, begin_version, finish_version, prune, version_folder
+from elasticcb.checkpoint.versions import begin_version, finish_version, prune, version_folder
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_uploads import CheckpointUploads
@@ -119,7 +120,7 @@ class CheckpointWriter:
             )
         finally:
             for folder in begun:
-                abandon_version(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         return path, version
 
     @property

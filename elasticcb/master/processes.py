@@ -11,9 +11,6 @@ from elasticcb.master.roster import Consequence, LossDecision, Member, Role, Ros
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {Role.WORKER: "worker", Role.PS: "ps"}
-_ROLES = {name: role for role, name in _NAMES.items()}
-
 
 class Processes:
     """Starts what the roster misses, and tells the roster what ended. Not thread-safe.
@@ -46,7 +43,7 @@ class Processes:
         for role, index in self._roster.to_start():
             self._roster.requested(role, index)
             self._left_behind.discard((role, index))
-            self._backend.start(_NAMES[role], index, master_address)
+            self._backend.start(role.label, index, master_address)
 
     def take_over(self, running: Mapping[tuple[str, int], int | str]) -> None:
         """Compares the roster of another master, which was killed, with what runs, as `ClusterBackend.taken_over` says.
@@ -55,10 +52,10 @@ class Processes:
         """
         for role in Role:
             for member in self._roster.up(role):
-                if running.get((_NAMES[role], member.index)) not in (member.pid, member.host):
+                if running.get((role.label, member.index)) not in (member.pid, member.host):
                     self.lost(member.id, "it ended while there was no master")
         for role, index in self._roster.to_start():
-            if (_NAMES[role], index) in running:  # it has not registered yet, or was given up
+            if (role.label, index) in running:  # it has not registered yet, or was given up
                 self._roster.requested(role, index)
                 self._left_behind.add((role, index))
 
@@ -74,14 +71,14 @@ class Processes:
     def note_ended(self) -> None:
         """The job is over: those that ended are gone, and nobody takes their places."""
         for exit in self._backend.poll():
-            member = self._roster.at(_ROLES[exit.role], exit.index)
+            member = self._roster.at(Role.of(exit.role), exit.index)
             if member is not None:
                 self._roster.lost(member.id, exit.reason)
                 logger.warning("%s ended after its last task, without a goodbye: %s", member, exit.reason)
 
     def replace(self, member: Member, reason: str) -> None:
         """Ends a process that hangs; another takes its place. Raises `JobFailedError` when none can."""
-        self._backend.kill(_NAMES[member.role], member.index)
+        self._backend.kill(member.role.label, member.index)
         self.lost(member.id, reason)
 
     def where(self, worker: int) -> str:
@@ -114,10 +111,10 @@ class Processes:
         """Has another number of workers, or of parameter servers, from now on."""
         for index in self._roster.resize(role, size):
             if self._backend.watches:  # else it is refused when it comes
-                self._backend.kill(_NAMES[role], index)
+                self._backend.kill(role.label, index)
 
     def _ended(self, exit: Exit) -> None:
-        role = _ROLES[exit.role]
+        role = Role.of(exit.role)
         member = self._roster.at(role, exit.index)
         place = role, exit.index
         if exit.failed and self._roster.is_requested(*place) and place not in self._left_behind:
@@ -132,7 +129,7 @@ class Processes:
         """Says which processes wait, and why, when that has changed."""
         waiting: dict[str, list[str]] = {}
         for (role, index), reason in sorted(self._backend.pending().items()):
-            waiting.setdefault(reason, []).append(f"{_ROLES[role].value} {index}")
+            waiting.setdefault(reason, []).append(f"{Role.of(role).value} {index}")
         told = {reason: ", ".join(names) for reason, names in waiting.items()}
         for reason, names in told.items():
             if self._told_pending.get(reason) != names:
@@ -155,5 +152,5 @@ class Processes:
         self._say(decision.reason)
 
     def _last_words(self, role: Role, index: int) -> str:
-        tail = self._backend.log_tail(_NAMES[role], index)
+        tail = self._backend.log_tail(role.label, index)
         return f"\nThe last lines of its log:\n{tail}" if tail else ""

@@ -21,8 +21,12 @@ class Role(str, Enum):
 
     @property
     def label(self) -> str:
-        """As machines read it: "worker", "ps"."""
+        """As machines read it, and cluster backends: "worker", "ps"."""
         return self.name.lower()
+
+    @classmethod
+    def of(cls, label: str) -> Role:
+        return cls[label.upper()]
 
 
 class PlaceState(str, Enum):
@@ -66,6 +70,24 @@ class Member:
         return f"{self.role.value} {self.index} (id {self.id}, pid {self.pid} on {self.host})"
 
 
+@dataclass(slots=True)
+class _Present:
+    """A member that is up.
+
+    Attributes:
+        seen: when it gave the last sign of life.
+        job: that it registered for last.
+        idle: it is done with that job.
+        released: it is to leave, since fewer are needed.
+    """
+
+    member: Member
+    seen: float
+    job: int
+    idle: bool = False
+    released: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class LossDecision:
     """What to do about a loss, and why. `index` is the place of the process."""
@@ -106,19 +128,15 @@ class Roster:
         self._places = {
             (role, index): PlaceState.PLANNED for role, size in self._sizes.items() for index in range(size)
         }
-        self._up: dict[int, Member] = {}
-        self._at: dict[tuple[Role, int], int] = {}  # place -> id of the member that is up
-        self._seen: dict[int, float] = {}
+        self._up: dict[int, _Present] = {}
+        self._at: dict[tuple[Role, int], _Present] = {}  # by place, those that are up
         self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
         self.next_id = 1
         self._restarts = dict.fromkeys(Role, 0)
         self._lost = dict.fromkeys(Role, 0)
         self._replaced = dict.fromkeys(Role, 0)
         self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
-        self._ready: dict[int, int] = {}  # by id, the job that the member registered for last
-        self._idle: set[int] = set()  # those that are done with that job
         self.lost_workers: list[int] = []
-        self._released: set[int] = set()  # ids of those that are to leave, since fewer are needed
 
     # ------------------------------------------------------------ what is heard
 
@@ -144,22 +162,19 @@ class Roster:
             )
         place = (role, index)
         if place in self._at:
-            present = self._up[self._at[place]]
-            if (present.address, present.pid, present.host) == (address, pid, host):
-                self._seen[present.id] = now
-                self._begin(present.id, job)
-                return present
+            present = self._at[place]
+            member = present.member
+            if (member.address, member.pid, member.host) == (address, pid, host):
+                present.seen, present.job, present.idle = now, job, False
+                return member
             raise UsageError(
-                f"Process {pid} on {host} wants to be {role.value} {index}, which {present} is already. "
+                f"Process {pid} on {host} wants to be {role.value} {index}, which {member} is already. "
                 "Give it another number, or stop that one first."
             )
         member = Member(self.next_id, role, index, address, pid, host)
         self.next_id += 1
-        self._up[member.id] = member
-        self._at[place] = member.id
-        self._seen[member.id] = now
+        self._add(_Present(member, now, job))
         self._places[place] = PlaceState.UP
-        self._begin(member.id, job)
         if place in self._vacated:
             self._vacated.remove(place)
             self._replaced[role] += 1
@@ -169,13 +184,13 @@ class Roster:
         """A process gave a sign of life; refused when it is unknown, lost, or has left."""
         if id not in self._up:
             return Sighting(False, self._why_unknown(id))
-        self._seen[id] = max(now, self._seen[id])
+        self._up[id].seen = max(now, self._up[id].seen)
         return Sighting(True, "up")
 
     def idle(self, id: int) -> None:
         """A process says that it is done with its job, and waits for the next."""
         if id in self._up:
-            self._idle.add(id)
+            self._up[id].idle = True
 
     def left(self, id: int) -> Sighting:
         """A process says goodbye; nobody takes its place."""
@@ -222,7 +237,7 @@ class Roster:
         """The process that was started for a place is gone, whether it had registered or not; as `lost`."""
         place = (role, index)
         if place in self._at:
-            return self.lost(self._at[place], reason, taken_away)
+            return self.lost(self._at[place].member.id, reason, taken_away)
         if not self.is_requested(role, index):
             state = self._places[place].value if place in self._places else "not part of this job"
             return LossDecision(Consequence.IGNORE, role, index, f"{role.value} {index} is {state}")
@@ -230,11 +245,12 @@ class Roster:
 
     def silent(self, now: float, silence_seconds: float) -> list[Member]:
         """Members that were not seen for `silence_seconds` or more."""
-        return [member for id, member in self._up.items() if now - self._seen[id] >= silence_seconds]
+        return [present.member for present in self._up.values() if now - present.seen >= silence_seconds]
 
     def forgive(self, now: float) -> None:
         """Nobody counts as silent up to now."""
-        self._seen = dict.fromkeys(self._seen, now)
+        for present in self._up.values():
+            present.seen = now
 
     # ------------------------------------------------------------ what is planned
 
@@ -253,8 +269,8 @@ class Roster:
         Those beyond it that are up are `released`: they leave when they have put down their work.
         """
         before, self._sizes[role] = self._sizes[role], size
-        self._released -= {member.id for member in self.up(role)}
-        self._released |= {member.id for member in self.up(role) if member.index >= size}
+        for present in self._of(role):
+            present.released = present.member.index >= size
         for index in range(before, size):
             self._places.setdefault((role, index), PlaceState.PLANNED)
         unwanted = []
@@ -269,11 +285,11 @@ class Roster:
 
     def released(self, id: int) -> bool:
         """Whether a process is to leave."""
-        return id in self._released
+        return id in self._up and self._up[id].released
 
     def leaving(self, role: Role) -> bool:
         """Whether one that is to leave is still there."""
-        return any(member.id in self._released for member in self.up(role))
+        return any(present.released for present in self._of(role))
 
     # ------------------------------------------------------------ what it knows
 
@@ -283,43 +299,43 @@ class Roster:
 
     def member(self, id: int) -> Member | None:
         """The member with this id if it is up."""
-        return self._up.get(id)
+        return self._up[id].member if id in self._up else None
 
     def is_up(self, id: int, role: Role) -> bool:
         """Whether the member with this id is up, and of that role."""
-        return id in self._up and self._up[id].role is role
+        return id in self._up and self._up[id].member.role is role
 
     def at(self, role: Role, index: int) -> Member | None:
         """The member that is up in a place."""
-        id = self._at.get((role, index))
-        return None if id is None else self._up[id]
+        present = self._at.get((role, index))
+        return None if present is None else present.member
 
     def up(self, role: Role) -> list[Member]:
         """The members of a role that are up, by place."""
-        return sorted((m for m in self._up.values() if m.role is role), key=lambda member: member.index)
+        return [present.member for present in self._of(role)]
 
     def find(self, id: int) -> Member | None:
         """The member with this id, whether it is up or gone."""
-        return self._up[id] if id in self._up else self._gone.get(id, (None,))[0]
+        return self._up[id].member if id in self._up else self._gone.get(id, (None,))[0]
 
     def complete(self, role: Role, job: int = 1) -> bool:
         """Whether every place of the role is taken, by a process that is ready for the job."""
         size = self._sizes[role]
-        return len([each for each in self.up(role) if self._ready[each.id] == job and each.index < size]) == size
+        return len([each for each in self._of(role) if each.job == job and each.member.index < size]) == size
 
     def job_of(self, id: int) -> int:
         """The job that a member registered for last; 0 when it is not up."""
-        return self._ready.get(id, 0)
+        return self._up[id].job if id in self._up else 0
 
     def busy(self, role: Role) -> list[Member]:
         """The members of a role that are up, and not done with their job."""
-        return [member for member in self.up(role) if member.id not in self._idle]
+        return [present.member for present in self._of(role) if not present.idle]
 
     def any_left(self, role: Role, job: int) -> bool:
         """Whether a member of a role is expected, or is up and not done with `job`."""
         if any(other is role and state in _EXPECTED for (other, _), state in self._places.items()):
             return True
-        return any(member.id not in self._idle or self._ready[member.id] != job for member in self.up(role))
+        return any(not present.idle or present.job != job for present in self._of(role))
 
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
@@ -352,12 +368,13 @@ class Roster:
             "sizes": {role.value: size for role, size in self._sizes.items()},
             "places": [[role.value, index, state.value] for (role, index), state in self._places.items()],
             "up": [
-                [m.id, m.role.value, m.index, m.address, m.pid, m.host, self._ready[m.id], m.id in self._idle]
-                for m in self._up.values()
+                [m.id, m.role.value, m.index, m.address, m.pid, m.host, present.job, present.idle]
+                for present in self._up.values()
+                for m in (present.member,)
             ],
             "counts": [[self._restarts[role], self._lost[role], self._replaced[role]] for role in Role],
             "vacated": sorted([role.value, index] for role, index in self._vacated),
-            "released": sorted(self._released),
+            "released": sorted(id for id, present in self._up.items() if present.released),
             "lost_workers": list(self.lost_workers),
             "next_id": self.next_id,
         }
@@ -371,22 +388,23 @@ class Roster:
                 self._places[place] = PlaceState.PLANNED
         for id, role, index, address, pid, host, job, idle in saved["up"]:
             member = Member(id, Role(role), index, address, pid, host)
-            self._up[id], self._at[member.role, index], self._seen[id] = member, id, now
-            self._begin(id, job)
-            if idle:
-                self._idle.add(id)
+            self._add(_Present(member, now, job, idle, id in saved["released"]))
         for role, counts in zip(Role, saved["counts"], strict=True):
             self._restarts[role], self._lost[role], self._replaced[role] = counts
         self._vacated = {(Role(role), index) for role, index in saved["vacated"]}
-        self._released = set(saved["released"])
         self.lost_workers = list(saved["lost_workers"])
         self.next_id = saved["next_id"]
 
     # ------------------------------------------------------------
 
-    def _begin(self, id: int, job: int) -> None:
-        self._ready[id] = job
-        self._idle.discard(id)
+    def _add(self, present: _Present) -> None:
+        member = present.member
+        self._up[member.id] = self._at[member.role, member.index] = present
+
+    def _of(self, role: Role) -> list[_Present]:
+        """Those of a role that are up, by place."""
+        found = (present for present in self._up.values() if present.member.role is role)
+        return sorted(found, key=lambda present: present.member.index)
 
     def _has_no_place(self, role: Role, index: int) -> bool:
         return index >= self._sizes[role]
@@ -441,13 +459,12 @@ class Roster:
         )
 
     def _remove(self, id: int, reason: str) -> Member | None:
-        member = self._up.pop(id, None)
-        if member is not None:
-            del self._at[member.role, member.index]
-            del self._seen[id], self._ready[id]
-            self._idle.discard(id)
-            self._released.discard(id)
-            self._gone[id] = (member, reason)
+        present = self._up.pop(id, None)
+        if present is None:
+            return None
+        member = present.member
+        del self._at[member.role, member.index]
+        self._gone[id] = (member, reason)
         return member
 
     def _why_unknown(self, id: int) -> str:

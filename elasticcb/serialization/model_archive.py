@@ -60,12 +60,8 @@ def save_model(model: keras.layers.Layer) -> bytes:
     return buffer.getvalue()
 
 
-def restore_model(data: bytes, compile: bool = True) -> Any:
-    """The model that `save_model` saved, with initial weights.
-
-    Args:
-        compile: False leaves it uncompiled, to predict with.
-    """
+def restore_model(data: bytes) -> Any:
+    """The model that `save_model` saved, with initial weights."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         saved = pickling.loads(archive.read("model"))
         written = saved["written"]
@@ -78,7 +74,7 @@ def restore_model(data: bytes, compile: bool = True) -> Any:
             if str(number) in saved["learned"]:
                 _restore_layer(archive, f"layers/{number}", layer)
         _set_trainable(model, layers, saved["frozen"])
-        if compile and saved["compile"] is not None:
+        if saved["compile"] is not None:
             with keras.saving.custom_object_scope(keras_config.names(written)):
                 _compile(model, saved["compile"], saved["attributes"])
     return model

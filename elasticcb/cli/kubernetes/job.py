@@ -65,13 +65,6 @@ class KubernetesJob:
             lines.append(PodLine(name, labels[ROLE_LABEL], *place, pod["spec"].get("nodeName", ""), found))
         return sorted(lines, key=lambda each: (_ROLES.index(each.role), each.index, each.number))
 
-    def running(self, role: str, index: int = 0) -> str:
-        """The name of the pod that runs in a place. Raises `UsageError` when there is none."""
-        for pod in self.pods():
-            if (pod.role, pod.index, pod.verdict.fate) == (role, index, Fate.RUNNING):
-                return pod.name
-        raise UsageError(f"No pod of {role} {index} of the job {self.name} runs; the job is {self.state}.")
-
     def newest(self, role: str, index: int = 0) -> str:
         """The name of the last pod in a place, whether it runs or has ended; "" if there is none."""
         pods = [pod for pod in self.pods() if (pod.role, pod.index) == (role, index)]
@@ -87,7 +80,10 @@ class KubernetesJob:
 
     def run_beside_master(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Runs an `elasticcb` command in the master's pod: its exit code, and what it wrote."""
-        pod = self.running("master")
+        running = (each.name for each in self.pods() if (each.role, each.verdict.fate) == ("master", Fate.RUNNING))
+        pod = next(running, None)
+        if pod is None:
+            raise UsageError(f"No master of the job {self.name} runs; the job is {self.state}.")
         containers = self.api.read("Pod", pod)["spec"]["containers"]
         (command,) = (each["command"] for each in containers if each["name"] == CONTAINER)
         return self.api.execute(pod, CONTAINER, [*command, *arguments])

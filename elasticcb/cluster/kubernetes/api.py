@@ -113,43 +113,41 @@ class KubernetesAPI:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         more = {"dry_run": "All"} if dry_run else {}
         with self._told(f"make the {kind} {name}"):
-            return self._json(self._maker(kind)(self.namespace, manifest, **self._options(), **more))
+            return self._json(self._method("create", kind)(self.namespace, manifest, **self._options(), **more))
 
     def read(self, kind: str, name: str) -> dict[str, Any]:
         with self._told(f"read the {kind} {name}"):
-            reader = getattr(self._of(kind), f"read_namespaced_{_SNAKE[kind]}")
-            return self._json(reader(name, self.namespace, **self._options()))
+            return self._json(self._method("read", kind)(name, self.namespace, **self._options()))
 
     def list(self, kind: str, selector: str = "", fields: str = "") -> dict[str, Any]:
         with self._told(f"list {kind}s"):
-            lister = getattr(self._of(kind), f"list_namespaced_{_SNAKE[kind]}")
-            return self._json(lister(self.namespace, label_selector=selector, field_selector=fields, **self._options()))
+            wanted = {"label_selector": selector, "field_selector": fields}
+            return self._json(self._method("list", kind)(self.namespace, **wanted, **self._options()))
 
     def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
         with self._told(f"change the {kind} {name}"):
-            patcher = getattr(self._of(kind), f"patch_namespaced_{_SNAKE[kind]}")
-            return self._json(patcher(name, self.namespace, patch, **self._options()))
+            return self._json(self._method("patch", kind)(name, self.namespace, patch, **self._options()))
 
     def delete(self, kind: str, name: str, grace_seconds: int | None = None) -> bool:
         """Whether there was one. What it owns goes with it."""
         more: dict[str, Any] = {} if grace_seconds is None else {"grace_period_seconds": grace_seconds}
         try:
             with self._told(f"delete the {kind} {name}"):
-                deleter = getattr(self._of(kind), f"delete_namespaced_{_SNAKE[kind]}")
-                deleter(name, self.namespace, propagation_policy="Background", **self._options(), **more)
+                remove = self._method("delete", kind)
+                remove(name, self.namespace, propagation_policy="Background", **self._options(), **more)
         except KubernetesError as error:
             if error.status != 404:
                 raise
             return False
         return True
 
-    def delete_pods(self, selector: str, fields: str = "", grace_seconds: int = 1) -> None:
+    def delete_pods(self, selector: str, fields: str = "") -> None:
         with self._told("delete pods"):
             self._core.delete_collection_namespaced_pod(
                 self.namespace,
                 label_selector=selector,
                 field_selector=fields,
-                grace_period_seconds=grace_seconds,
+                grace_period_seconds=1,
                 **self._options(),
             )
 
@@ -306,11 +304,8 @@ class KubernetesAPI:
             what = f"Kubernetes did not {doing} in the {where}: {message or error.reason or f'HTTP status {status}'}."
         return KubernetesError(what, status, hopeless)
 
-    def _of(self, kind: str) -> Any:
-        return self._batch if kind == "Job" else self._core
-
-    def _maker(self, kind: str) -> Any:
-        return getattr(self._of(kind), f"create_namespaced_{_SNAKE[kind]}")
+    def _method(self, verb: str, kind: str) -> Any:
+        return getattr(self._batch if kind == "Job" else self._core, f"{verb}_namespaced_{kind.lower()}")
 
     def _options(self) -> dict[str, Any]:
         return {"_request_timeout": _SECONDS, "_preload_content": False}
@@ -318,15 +313,6 @@ class KubernetesAPI:
     def _json(self, answer: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(answer.data)
         return found
-
-
-_SNAKE = {
-    "Pod": "pod",
-    "Job": "job",
-    "Service": "service",
-    "Secret": "secret",
-    "Event": "event",
-}
 
 
 def _message(error: Any) -> str:

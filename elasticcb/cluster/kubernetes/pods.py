@@ -254,7 +254,7 @@ class PodPlan:
             "image": self.settings.image,
             "command": list(_COMMAND),
             "args": list(arguments),
-            "env": self._environment(role),
+            "env": self._environment(),
             "envFrom": [{"secretRef": {"name": name}} for name in parse_secrets(self.settings.env_from_secret)],
             "resources": resources(self.settings, role, ooms),
             "volumeMounts": list(mounts),
@@ -302,7 +302,7 @@ class PodPlan:
             probes["readinessProbe"] = check | {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}
         return probes
 
-    def _environment(self, role: str) -> list[dict[str, Any]]:
+    def _environment(self) -> list[dict[str, Any]]:
         own = parse_envs(self.settings.envs)
         secrets = {self.token_variable: TOKEN_KEY, **{name: _VARIABLE_KEY + name for name in own}}
         variables: list[dict[str, Any]] = [
