@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 
 import grpc
@@ -309,6 +310,22 @@ def test_large_messages_go_whole_over_a_link():
     link.close()
     listener.close()
     servers.stop(1.0)
+
+
+@pytest.mark.parametrize("announced", [2**40, 2**63, 2**64 - 1])  # more than the memory, and than an array can have
+def test_a_link_by_which_too_many_bytes_are_announced_ends_without_a_traceback(announced, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    listener, ended = Listener(), threading.Event()
+    servers = ServerLinks(lambda method, data: data)
+    assert servers.connect(listener.name, b"k" * 16, ended.set)
+    link = listener.accept(b"k" * 16, lambda: True)
+    link._socket.sendall(struct.pack("<QB", announced, 4) + b"Echo, and what is not as much")
+    link._socket.shutdown(socket.SHUT_WR)
+    assert ended.wait(10)
+    assert not raised
+    listener.close()
+    link.close()
 
 
 def test_threads_that_share_a_connection_get_their_own_answers(connect):

@@ -163,7 +163,7 @@ class ServerLinks:
                 start = _REQUEST.size + length
                 received = _rest(link, received, start + size)
                 link.sendall(self._answer(received[_REQUEST.size : start].decode(), received[start:]))
-        except (OSError, struct.error, UnicodeDecodeError, MemoryError) as error:
+        except (OSError, struct.error, UnicodeDecodeError) as error:
             logger.debug("A client of this machine is gone: %s", error)
         finally:
             with self._lock:
@@ -205,7 +205,10 @@ def _rest(link: socket.socket, received: bytes, size: int) -> bytes:
         return received
     if position > size:
         raise OSError(f"{position} bytes came instead of {size}")
-    buffer = np.empty(size, np.uint8)  # touched as the bytes come, however many were announced
+    try:
+        buffer = np.empty(size, np.uint8)  # touched as the bytes come, however many were announced
+    except (ValueError, MemoryError):
+        raise OSError(f"{size} bytes were announced") from None
     view = buffer.data
     view[:position] = received
     while position < size:

@@ -1,7 +1,7 @@
-"""Broken messages on the wire, to every servicer: a master with its health service, and two parameter servers, in
-processes of their own.
+"""Broken messages on the wire, to every servicer: a master with its health service and its service of batches, and two
+parameter servers, in processes of their own, which listen as those of a job do.
 
-    python tests/fuzzing/fuzz.py --minutes=10 [--seed=0]
+    python tests/fuzzing/fuzz.py --minutes=10 [--seed=0] [--listen=unix|tls|tcp]
 
 Calls as they should be are changed at random: bytes, lengths, values of the header, names, dtypes and shapes of arrays;
 they go by gRPC, by the links of clients on this machine, and by shared memory. A server must refuse each with a status
@@ -32,31 +32,42 @@ import psutil
 import health_calls
 import master_calls
 import server_calls
+from elasticcb.data.batch_sources.service import DataService
+from elasticcb.security.credentials import Access
+from elasticcb.security.tls import TLS, TLSFiles, make_ca
 
 _REPORT_SECONDS = 30.0
 _JOB_SECONDS = 0.5
 
 
-def serve(kind: str, folder: Path, found: Any) -> None:
+def serve(kind: str, folder: Path, host: str, found: Any) -> None:
     """The process that is to hold out; it tells its addresses, and ends with the one that sends."""
     logging.disable()
+    access = access_in(folder)
     if kind == "master":
-        with master_calls.serving() as master:
+        data = DataService()
+        with master_calls.serving(host, access, data) as master:
             master_calls.begin_job(master)
-            found.put([master.address, master.health_address])
+            found.put([master.address, master.health_address, master_calls.endless_batches(data)])
             while True:
                 time.sleep(_JOB_SECONDS)
                 master_calls.begin_job(master)
-    with server_calls.serving(folder / "job") as addresses:
+    with server_calls.serving(folder / "job", host, access) as addresses:
         found.put(addresses)
         while True:
             signal.pause()
 
 
-def start(kind: str, folder: Path) -> tuple[psutil.Process, list[str]]:
+def access_in(folder: Path) -> Access:
+    """A token; and TLS where the folder has a CA."""
+    ca = folder / "tls" / "ca.pem"
+    return Access("fuzz", TLS.load(TLSFiles(str(ca))) if ca.exists() else None)
+
+
+def start(kind: str, folder: Path, host: str) -> tuple[psutil.Process, list[Any]]:
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    process = context.Process(target=serve, args=(kind, folder, found), daemon=True)
+    process = context.Process(target=serve, args=(kind, folder, host, found), daemon=True)
     process.start()
     return psutil.Process(process.pid), found.get(timeout=300)
 
@@ -65,15 +76,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--listen", choices=["unix", "tls", "tcp"], default="unix")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        master, (address, health) = start("master", folder)
-        servers, addresses = start("servers", folder)
+        host = f"unix:{folder}" if arguments.listen == "unix" else "127.0.0.1"  # the folder is 0700
+        if arguments.listen == "tls":
+            make_ca(name)
+        access = access_in(folder)
+        master, (address, health, source) = start("master", folder, host)
+        servers, addresses = start("servers", folder, host)
         fuzzers: dict[str, Any] = {
-            "master": master_calls.MasterFuzzer(arguments.seed, address),
+            "master": master_calls.MasterFuzzer(arguments.seed, address, access),
+            "batches at its port": master_calls.BatchesFuzzer(arguments.seed, address, source, access),
             "health service of the master": health_calls.HealthFuzzer(arguments.seed, health),
-            "parameter servers": server_calls.ServerFuzzer(arguments.seed, addresses, folder / "checkpoint"),
+            "parameter servers": server_calls.ServerFuzzer(arguments.seed, addresses, folder / "checkpoint", access),
         }
         begun = time.monotonic()
         told = begun
@@ -82,8 +99,8 @@ def main() -> int:
                 fuzzer.run(100)
             if time.monotonic() - told > _REPORT_SECONDS:
                 told = time.monotonic()
-                tell(told - begun, fuzzers, [master, master, servers])
-        tell(time.monotonic() - begun, fuzzers, [master, master, servers])
+                tell(told - begun, fuzzers, [master, master, master, servers])
+        tell(time.monotonic() - begun, fuzzers, [master, master, master, servers])
         serves = all(fuzzer.still_serves() for fuzzer in fuzzers.values())
     surprises = sorted(surprise for fuzzer in fuzzers.values() for surprise in fuzzer.surprises)
     print("still serve" if serves else "do not serve any more")

@@ -1,32 +1,40 @@
-"""Broken calls to a master."""
+"""Broken calls to a master, and to the service of batches at its port."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
 
 import grpc
+import numpy as np
 
 from elasticcb.cluster.external import ExternalCluster
+from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import NEXT_BATCH
+from elasticcb.rpc.tensors import Frame, encode_frame
+from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
-from mutations import ALLOWED, change_one_value, changed_bytes
+from mutations import ALLOWED, change_one_value, changed_bytes, changed_frame
 
 _WAITING = {"GetSettings", "GetCluster", "GetTask", "Scale"}  # long polls
 _TENSOR = pb.Tensor(dtype="float32", shape=[2], content=b"\0" * 8, name="x")
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Master]:
-    """A master without a job."""
-    cluster = ClusterSettings(num_workers=4, num_ps=1, health_port=0)
-    master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
+def serving(host: str = "", access: Access = OPEN, data: DataService | None = None) -> Iterator[Master]:
+    """A master without a job, which serves `data`, too."""
+    cluster = ClusterSettings(num_workers=4, num_ps=1, health_port=0, host=host)
+    master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None, access)
+    if data is not None:
+        master.add(data.frames())
     master.start()
     try:
         yield master
@@ -58,9 +66,9 @@ class MasterFuzzer:
         surprises: calls that were answered by a status that is not `ALLOWED`: (method, status, words).
     """
 
-    def __init__(self, seed: int, address: str) -> None:
+    def __init__(self, seed: int, address: str, access: Access = OPEN) -> None:
         self._random = random.Random(seed)
-        self._connection = Connection(address, "the master")
+        self._connection = Connection(address, "the master", access=access)
         self._job = 0
         self.codes: Counter[str] = Counter()
         self.surprises: set[tuple[str, str, str]] = set()
@@ -135,6 +143,58 @@ class MasterFuzzer:
     def still_serves(self) -> bool:
         """Whether it answers a call as it should be."""
         return self._present_job() > 0
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def endless_batches(data: DataService) -> int:
+    """Has `data` serve them; under which number."""
+    passes = (itertools.repeat([np.zeros((4, 3), np.float32)]) for _ in itertools.count())
+    return data.register(passes, lambda batch: batch, by_epoch=True)
+
+
+class BatchesFuzzer:
+    """Sends broken calls for the batches that a process of the caller serves at the master's port.
+
+    Args:
+        source: the number of `endless_batches`.
+
+    Attributes:
+        codes, surprises: as those of `MasterFuzzer`.
+    """
+
+    def __init__(self, seed: int, address: str, source: int, access: Access = OPEN) -> None:
+        self._random = random.Random(seed)
+        self._connection = Connection(address, "the master", access=access)
+        self._source, self._number = source, 0
+        self.codes: Counter[str] = Counter()
+        self.surprises: set[tuple[str, str, str]] = set()
+
+    def run(self, messages: int) -> None:
+        for _ in range(messages):
+            self._number += 1
+            frame = self._request()
+            broken = self._random.random() < 0.8
+            data = changed_frame(frame, pb.NextBatchRequest, self._random) if broken else encode_frame(frame)
+            call = self._connection.channel.unary_unary(NEXT_BATCH.path)
+            try:
+                call(data, timeout=30.0, metadata=self._connection.metadata)
+                code, words = grpc.StatusCode.OK, ""
+            except grpc.RpcError as error:
+                code, words = error.code(), error.details()
+            self.codes[code.name] += 1
+            if code not in ALLOWED or (code is not grpc.StatusCode.OK and not words):
+                self.surprises.add(("Next", code.name, words.split("\n")[0][:200]))
+
+    def _request(self) -> Frame[pb.NextBatchRequest]:
+        header = pb.NextBatchRequest(source=self._source, epoch=0, reader=1, number=self._number)
+        return Frame(header, {"x": np.zeros(3, np.float32)} if self._random.random() < 0.3 else {})
+
+    def still_serves(self) -> bool:
+        """Whether a new reader gets a batch."""
+        header = pb.NextBatchRequest(source=self._source, epoch=0, reader=2**60, number=0)
+        return len(self._connection.call(NEXT_BATCH, Frame(header, {})).header.arrays) > 0
 
     def close(self) -> None:
         self._connection.close()

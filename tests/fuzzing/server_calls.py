@@ -19,6 +19,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
+from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
@@ -40,7 +41,7 @@ VALUES = [*initial_values(), np.zeros((0, 4), np.float32)]
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[list[str]]:
+def serving(folder: Path, host: str = "127.0.0.1", access: Access = OPEN) -> Iterator[list[str]]:
     """Two servers, each the other's neighbour, which write recovery files; their addresses."""
     settings = JobSettings(
         command=Command.TRAIN,
@@ -50,7 +51,7 @@ def serving(folder: Path) -> Iterator[list[str]]:
         checkpoint=CheckpointSettings(interval_seconds=1.0),
         cluster=ClusterSettings(num_ps=2, ps_replicas=1),
     )
-    servers = [PSServer(settings, alone(sgd)) for _ in range(2)]
+    servers = [PSServer(settings, alone(sgd), host, access=access) for _ in range(2)]
     for server in servers:
         server.start()
     try:
@@ -79,10 +80,10 @@ class ServerFuzzer:
         surprises: calls that were answered by a status that is not `ALLOWED`: (method, status, words).
     """
 
-    def __init__(self, seed: int, addresses: Sequence[str], folder: Path) -> None:
+    def __init__(self, seed: int, addresses: Sequence[str], folder: Path, access: Access = OPEN) -> None:
         self._random = random.Random(seed)
         self._addresses, self._folder = addresses, folder
-        self._connections = [Connection(address, "the server", 5.0) for address in addresses]
+        self._connections = [Connection(address, "the server", 5.0, access) for address in addresses]
         self._memories = [connection.transport_of(PS_METHODS["Exchange"]).memory for connection in self._connections]
         self.codes: Counter[str] = Counter()
         self.surprises: set[tuple[str, str, str]] = set()
