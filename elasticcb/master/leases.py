@@ -66,6 +66,11 @@ class Leases:
         """`worker`, which holds a lease, has progressed."""
         self._progress_at[worker] = self._now
 
+    def renew(self) -> None:
+        """All that are out begin anew: nobody could progress up to now."""
+        for worker in self._held:
+            self.progress(worker)
+
     def still(self, worker: int, computing: float) -> Answer:
         """The answer to a report of `worker`, which holds a lease, without progress.
 

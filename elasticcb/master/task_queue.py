@@ -241,9 +241,16 @@ class TaskQueue(QueueState):
         self.results_kept(worker)
         return tasks
 
-    def expire(self, now: float) -> list[Lease]:
-        """Takes back the leases of workers that made no progress for `lease_seconds`; answers those."""
+    def expire(self, now: float, waiting: bool = False) -> list[Lease]:
+        """Takes back the leases of workers that made no progress for `lease_seconds`; answers those.
+
+        Args:
+            waiting: the workers wait for a parameter server that is lost, so that none can make progress: leases begin
+                anew instead.
+        """
         self._doing.tell_time(now)
+        if waiting:
+            self._doing.renew()
         error = f"no progress for {self._settings.lease_seconds:g} s"
         hung = self._doing.overdue()
         return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER, error)]

@@ -163,6 +163,20 @@ def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
     assert len(state_of(master).queue.leases()) == 1
 
 
+def test_a_worker_keeps_its_task_while_a_server_is_lost(lines):
+    master = make_master(lines)
+    server = master.calls.register(Role.PS, 0, "here:1", 2, "here").id
+    worker = join(master)
+    state_of(master).queue = make_queue(lease_seconds=1e-9)
+    master.calls.get_task(worker, (), 0.0)
+    master.desk.lost(server, "killed")
+    master.desk.tend()
+    assert len(state_of(master).queue.leases()) == 1
+    master.calls.register(Role.PS, 0, "here:2", 3, "here")
+    master.desk.tend()
+    assert state_of(master).queue.leases() == []
+
+
 def hold_long_batch(master):
     """A worker reports that it has been in its first batch for longer than its lease."""
     state_of(master).queue = make_queue(lease_seconds=1.0)

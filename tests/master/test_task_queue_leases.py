@@ -193,6 +193,14 @@ def test_all_workers_that_hang_lose_their_leases():
     assert queue.expire(60.0) == leases
 
 
+def test_workers_that_wait_for_a_lost_server_keep_their_leases():
+    queue = make_queue()
+    lease = take(queue)
+    assert queue.expire(400.0, waiting=True) == []
+    assert queue.expire(459.9) == []
+    assert queue.expire(460.0) == [lease]
+
+
 def test_evaluation_progress_keeps_the_lease_alive():
     queue = make_queue()
     queue.add_evaluation(1, [("v", 20)])
