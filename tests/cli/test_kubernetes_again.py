@@ -19,12 +19,14 @@ PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1")
 def test_what_kubernetes_has_added_is_left_out():
     added = {"uid": "1", "resourceVersion": "5", "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": []}
     secret, service, job = PLAN.secret("word", {}), PLAN.service(), PLAN.master_job(["train"])
-    names = PLAN.server_names()
-    for manifest in (secret, service, names, job):
+    names, lease = PLAN.server_names(), PLAN.lease()
+    for manifest in (secret, service, names, lease, job):
         expected = json.loads(json.dumps(manifest))
         found = manifest | {"metadata": manifest["metadata"] | added, "status": {}}
         if manifest is service:
             found["spec"] = manifest["spec"] | {"clusterIP": "10.0.0.7", "clusterIPs": ["10.0.0.7"]}
+        if manifest is lease:
+            found["spec"] = manifest["spec"] | {"holderIdentity": "job-x", "renewTime": "2026-01-01T00:00:00.000000Z"}
         if manifest is names:
             found["spec"] = manifest["spec"] | {"clusterIPs": ["None"]}
         if manifest is job:

@@ -48,8 +48,8 @@ def test_a_job_is_written_as_manifests_that_hold_its_flags_and_its_secrets(writt
         job_name="census", num_workers=3, model_params="a=1;b=x", cluster_spec="spec.yaml", namespace="training",
         volume="claim_name=data,mount_path=/data", output="/data/model", job_dir="/data/job",
     )  # fmt: skip
-    assert list(found) == ["Secret", "Service", "Job"]
-    assert [each["metadata"]["name"] for each in found.values()] == ["census", "census-ps", "census"]
+    assert list(found) == ["Secret", "Service", "Lease", "Job"]
+    assert [each["metadata"]["name"] for each in found.values()] == ["census", "census-ps", "census", "census"]
     assert {each["metadata"]["namespace"] for each in found.values()} == {"training"}
     config = in_secret(found, "job.yaml")
     assert config["model_params"] == {"a": 1, "b": "x"}

@@ -53,6 +53,7 @@ def manifests():
         PLAN.secret("word", {"ca.pem": b"x"}),
         PLAN.service(),
         PLAN.server_names(),
+        PLAN.lease(),
         PLAN.master_job(["train"]),
     ]
 

@@ -17,7 +17,7 @@ import yaml
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
-from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL
 from jobs import linear_data, number, write_model_file
 
@@ -257,6 +257,44 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert "The job job was deleted" in failed.output
 
 
+def test_a_master_that_lost_its_lease_ends_at_once_and_none_acts_while_another_pod_may(api, folder, start_job):
+    def lease():
+        return api.read("Lease", "job")["spec"]
+
+    def masters():
+        return api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"]
+
+    job = start_job("train", *linear_flags(api, folder, epochs=1000))
+    job.wait_for_line(r"epoch \d+/.*workers 1/1")
+    (first,) = (pod["metadata"]["name"] for pod in masters())
+    assert lease()["holderIdentity"] == first
+    before = lease()["renewTime"]
+    wait_until(lambda: lease()["renewTime"] != before)
+    # As a master does that was started while this one was cut off; its node does not tell of its end.
+    while True:
+        try:
+            version = api.read("Lease", "job")["metadata"]["resourceVersion"]
+            spec = {"holderIdentity": "job-elsewhere", "leaseDurationSeconds": 25}
+            api.patch("Lease", "job", {"metadata": {"resourceVersion": version}, "spec": spec})
+            break
+        except KubernetesError:  # it was renewed meanwhile
+            time.sleep(0.1)
+    taken = time.monotonic()
+    job.wait_for_line(r"This master has lost its Lease, so that another one may act")
+    job.wait_for_line(r"The master in the pod job-elsewhere may still act; this one waits for its end")
+    assert lease()["holderIdentity"] == "job-elsewhere"
+    wait_until(lambda: lease()["holderIdentity"] != "job-elsewhere")
+    assert time.monotonic() - taken >= 25
+    job.wait_for_line(r"epoch \d+/.*workers 1/1")
+    second = lease()["holderIdentity"]
+    assert second not in ("job-elsewhere", first)
+    assert second in [pod["metadata"]["name"] for pod in masters()]
+    assert main(["stop", "job", f"--namespace={api.namespace}"]) == 0
+    wait_until(lambda: not lease()["holderIdentity"])
+    api.delete("Job", "job")
+    assert job.finish() == 1
+
+
 def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_back(api, folder, start_job, classes):
     low, high = classes
     cores = os.cpu_count() or 1
@@ -341,7 +379,7 @@ def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api,
 
 def test_a_dry_run_has_all_checked_and_makes_nothing(api, folder, capsys):
     assert main(["train", *linear_flags(api, folder, 1), "--dry_run"]) == 0
-    said = "Kubernetes takes the job job: Secret, Service, Job. Nothing was started."
+    said = "Kubernetes takes the job job: Secret, Service, Lease, Job. Nothing was started."
     assert said in capsys.readouterr().err
     assert not api.list("Job")["items"]
 

@@ -25,7 +25,7 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    objects = [(kind, job.name) for kind in ("Secret", "Service")]
+    objects = [(kind, job.name) for kind in ("Secret", "Service", "Lease")]
     objects += [("Service", names_of_servers(job.name)), ("Job", job.name)]
     before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]
@@ -69,7 +69,9 @@ def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
     metadata["labels"] = _own(metadata["labels"])
     manifest: dict[str, Any] = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": metadata}
     manifest |= {key: found[key] for key in ("type", "data") if key in found}
-    if "spec" in found:
+    if found["kind"] == "Lease":  # that nobody holds
+        manifest["spec"] = {"leaseDurationSeconds": found["spec"]["leaseDurationSeconds"]}
+    elif "spec" in found:
         spec = manifest["spec"] = dict(found["spec"])
         for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIPs",):
             spec.pop(key, None)

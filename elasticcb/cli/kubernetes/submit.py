@@ -112,6 +112,7 @@ def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory:
         plan.secret(token, files),
         plan.service(),
         plan.server_names(),
+        plan.lease(),
         plan.master_job([*arguments, f"--port={PORT}", *names], *ports),
     ]
 

@@ -36,6 +36,7 @@ MASTER_RIGHTS = (
     Right("get", "pods/log"),
     Right("list", "events"),
     Right("get", "services"),
+    *(Right(verb, "leases", "coordination.k8s.io") for verb in ("get", "patch")),
 )
 
 
@@ -95,6 +96,7 @@ class KubernetesAPI:
         self._client = client.ApiClient(configuration)
         self._core = client.CoreV1Api(self._client)
         self._batch = client.BatchV1Api(self._client)
+        self._coordination = client.CoordinationV1Api(self._client)
 
     def version(self) -> tuple[int, int]:
         """Of the API server, as (1, 31); (0, 0) when it does not tell."""
@@ -305,7 +307,8 @@ class KubernetesAPI:
         return KubernetesError(what, status, hopeless)
 
     def _method(self, verb: str, kind: str) -> Any:
-        return getattr(self._batch if kind == "Job" else self._core, f"{verb}_namespaced_{kind.lower()}")
+        group = {"Job": self._batch, "Lease": self._coordination}.get(kind, self._core)
+        return getattr(group, f"{verb}_namespaced_{kind.lower()}")
 
     def _options(self) -> dict[str, Any]:
         return {"_request_timeout": _SECONDS, "_preload_content": False}

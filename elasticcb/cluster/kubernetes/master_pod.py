@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.lease import MasterLease, held
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
 from elasticcb.errors import (
     GO_ON,
@@ -73,6 +74,11 @@ def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
     own = api.read("Pod", os.environ[POD_NAME])
     job = own["metadata"]["labels"][JOB_LABEL]
     _check_not_failed(api, job, own["metadata"]["name"])
+    with held(MasterLease(api, job, own["metadata"]["name"]), _say):
+        _run(settings, run, own)
+
+
+def _run(settings: JobSettings, run: Callable[[bool, float], None], own: Mapping[str, Any]) -> None:
     owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
     before = own["metadata"].get("annotations", {}).get(RESUMES, "")
     resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"], before)

@@ -39,6 +39,7 @@ TOKEN_KEY = "token"  # in the job's Secret
 _VARIABLE_KEY = "env."  # before the name of a variable, likewise
 FAILED_CODES = (1, 2)  # exit codes of a master that another would not do better than
 GO_ON_CODE = 75
+LEASE_SECONDS = 60  # after which another master may act, though the one that holds the Lease did not give it up
 _USER = 1000
 _START_SECONDS = 600  # for a master to listen, on the busiest node
 _DEAF_SECONDS = 180  # after which a master that answers nothing is killed
@@ -182,6 +183,15 @@ class PodPlan:
             "metadata": self._metadata("secret"),
             "type": "Opaque",
             "data": {name: base64.b64encode(content).decode() for name, content in contents.items()},
+        }
+
+    def lease(self) -> dict[str, Any]:
+        """What the job's master must hold; nobody has it yet."""
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": self._metadata("master"),
+            "spec": {"leaseDurationSeconds": LEASE_SECONDS},
         }
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:

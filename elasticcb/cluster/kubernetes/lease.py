@@ -1,0 +1,180 @@
+"""The right to act as the master of a job on Kubernetes: a Lease. One pod at a time holds it,
+and renews it beside its work.
+
+The leader election of the official client keeps its record in a ConfigMap, and goes by the clocks of both machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from elasticcb.cluster.kubernetes.api import KubernetesError
+from elasticcb.cluster.kubernetes.pods import LEASE_SECONDS
+from elasticcb.errors import GO_ON
+
+logger = logging.getLogger(__name__)
+
+_RENEW_SECONDS = 5.0
+_GIVE_UP_SECONDS = 45.0  # without having renewed it, after which its holder acts no more
+_LOOK_SECONDS = 1.0
+_JOIN_SECONDS = 10.0
+
+
+class LeaseAPI(Protocol):
+    def read(self, kind: str, name: str) -> dict[str, Any]: ...
+
+    def patch(self, kind: str, name: str, patch: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class MasterLease:
+    """A job's Lease, as one of its masters sees it.
+
+    Args:
+        name: of the job.
+        holder: the pod that this process runs in. Its container before this one has ended.
+        clock: gives seconds.
+    """
+
+    def __init__(self, api: LeaseAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.holder = holder
+        self._api, self._name, self._clock = api, name, clock
+        self._version = ""  # that was seen last
+        self._seen = self._renewed = 0.0  # when that was; when it was last known to be held
+
+    def take_if_free(self) -> str:
+        """Takes it if nobody holds it, or its holder has ended or has not renewed it for so long as it lasts; the
+        holder, who has it still or anew."""
+        asked = self._clock()
+        found = self._api.read("Lease", self._name)
+        if found["metadata"]["resourceVersion"] != self._version:
+            self._version, self._seen = found["metadata"]["resourceVersion"], self._clock()  # not before it was written
+        spec = found.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        lasts = spec.get("leaseDurationSeconds") or LEASE_SECONDS
+        if holder not in ("", self.holder) and asked - self._seen < lasts and not self._has_ended(holder):
+            return str(holder)
+        now = _now()
+        took = {"holderIdentity": self.holder, "leaseDurationSeconds": LEASE_SECONDS, "acquireTime": now}
+        changes = int(spec.get("leaseTransitions") or 0) + (holder != self.holder)
+        try:
+            self._write({**took, "renewTime": now, "leaseTransitions": changes})
+        except KubernetesError as error:
+            if error.status != 409:
+                raise
+            return str(holder)  # another was quicker
+        self._renewed = asked
+        return self.holder
+
+    def renew(self) -> bool:
+        """Whether it is held still; false for ever once another has it, or it could not be renewed in time.
+
+        Raises `KubernetesError` when that can't be told now.
+        """
+        asked = self._clock()
+        if self.is_late:
+            return False
+        try:
+            self._write({"renewTime": _now()})
+        except KubernetesError as error:
+            if error.status not in (404, 409):
+                raise
+            found = self._api.read("Lease", self._name) if error.status == 409 else {}
+            if found.get("spec", {}).get("holderIdentity") != self.holder:
+                return False
+            self._version = found["metadata"]["resourceVersion"]  # somebody has changed something else of it
+            self._write({"renewTime": _now()})
+        self._renewed = asked
+        return True
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was not renewed in time."""
+        return self._clock() - self._renewed > _GIVE_UP_SECONDS
+
+    def release(self) -> None:
+        """Lets others have it at once."""
+        try:
+            if self.renew():
+                self._write({"holderIdentity": ""})
+        except KubernetesError as error:
+            logger.info("The Lease %s is not given up: %s", self._name, error)
+
+    def _write(self, spec: dict[str, Any]) -> None:
+        """Only if nobody has written since: otherwise raises `KubernetesError` with status 409."""
+        patch = {"metadata": {"resourceVersion": self._version}, "spec": spec}
+        self._version = self._api.patch("Lease", self._name, patch)["metadata"]["resourceVersion"]
+
+    def _has_ended(self, pod: str) -> bool:
+        """Whether its node has told that its containers ended. One that is deleted may still run on a node that is
+        cut off."""
+        try:
+            status = self._api.read("Pod", pod)["status"]
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return False
+        containers = status.get("containerStatuses") or ()
+        return bool(containers) and all("terminated" in each.get("state", {}) for each in containers)
+
+
+@contextlib.contextmanager
+def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """Within it, no other master of the job acts.
+
+    When another one has the Lease, or it can't be renewed in time, this process ends at once, as if it were killed: its
+    files and processes are another master's.
+
+    Args:
+        say: shows a line to the user.
+        end: ends this process with an exit code.
+    """
+    told = ""
+    while (holder := lease.take_if_free()) != lease.holder:
+        if holder != told:
+            say(f"The master in the pod {holder} may still act; this one waits for its end.")
+            told = holder
+        time.sleep(_LOOK_SECONDS)
+    over = threading.Event()
+
+    def lose() -> None:
+        if not over.is_set():
+            over.set()
+            say("This master has lost its Lease, so that another one may act. The next pod goes on with the job.")
+            end(GO_ON)
+
+    threads = [threading.Thread(target=run, args=(lease, over, lose), daemon=True) for run in (_renew, _watch)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        threads[0].join(_JOIN_SECONDS)
+        lease.release()
+
+
+def _renew(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
+    while not over.wait(_RENEW_SECONDS):
+        try:
+            if not lease.renew():
+                lose()
+        except KubernetesError as error:
+            logger.warning("The Lease of this master can't be renewed, which is tried again: %s", error)
+
+
+def _watch(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
+    """Beside `_renew`, which may itself wait for an answer."""
+    while not over.wait(_LOOK_SECONDS):
+        if lease.is_late:
+            lose()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
