@@ -57,9 +57,8 @@ def _other_array(array: np.ndarray, generator: random.Random) -> np.ndarray:
     kind = generator.randrange(5)
     flat = array.reshape(-1)
     if kind == 0 and flat.size:
-        flat[generator.randrange(flat.size)] = (
-            generator.choice((np.nan, np.inf, 1e38)) if array.dtype.kind == "f" else generator.choice((-1, 0))
-        )
+        wrong = generator.choice((np.nan, np.inf, 1e38) if array.dtype.kind == "f" else (-1, 0))
+        flat[generator.randrange(flat.size)] = np.array(wrong).astype(array.dtype)  # -1 of unsigned: the largest
         return array
     if kind == 1:
         return array.astype(dtype_of(generator.choice(("int8", "float64", "bfloat16", "bool", "complex64"))))
