@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import pickle
 import socket
 import ssl
 import stat
@@ -334,6 +335,16 @@ def test_the_ca_of_a_job_is_enough_for_a_process(tmp_path):
     copied = TLS.load(files).at("/etc/elasticcb")
     assert copied.files.flags == ["--tls_ca=/etc/elasticcb/ca.pem"]
     assert copied.contents == {"ca.pem": Path(files.tls_ca).read_bytes()}
+
+
+def test_a_key_stays_in_its_process_when_others_are_given_the_ca(tmp_path):
+    own = TLS.load(make_ca(str(tmp_path)))
+    sent = pickle.dumps(own)
+    assert own.certificate.key not in sent
+    other = pickle.loads(sent).at(str(tmp_path / "there"))
+    assert other.contents == own.contents
+    assert other.certificate.key not in {own.certificate.key, b""}
+    assert other.certificate.ca == own.certificate.ca
 
 
 def test_one_file_without_the_others_is_refused():

@@ -7,7 +7,6 @@ asking it once more: gRPC itself only says that it can't connect.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import socket
@@ -123,10 +122,11 @@ class TLS:
 
     def at(self, folder: str) -> TLS:
         """The same, of copies of the files in `folder`."""
-        moved = copy.copy(self)
         paths: dict[str, Any] = {name: f"{folder}/{FILES[name]}" for name in self._contents}
-        moved.files = replace(self.files, **paths)
-        return moved
+        return TLS(replace(self.files, **paths), self._contents)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TLS, (self.files, self._contents)  # a process that unpickles it issues itself a certificate
 
     def _renew(self) -> None:
         if not self.files.are_own:
