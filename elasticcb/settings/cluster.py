@@ -22,8 +22,8 @@ class NetworkOptions(Section):
         unit="ADDRESS",
         pattern=r"[^/\s]+",
         expected="an address like 0.0.0.0, without a port",
-        default_text="a folder of Unix sockets; 127.0.0.1 with --port, --tls or --cluster=external; with "
-        "--cluster=ray its node's",
+        default_text="a folder of Unix sockets; 127.0.0.1 with --port, --tls, --tls_ca or --cluster=external; "
+        "with --cluster=ray its node's",
         roles=("ps",),
     )
     port: int = setting(
@@ -54,12 +54,13 @@ class NetworkOptions(Section):
     )
     tls: bool = setting(
         False,
-        "Use TLS on one machine, too, where processes otherwise have Unix sockets. Processes with ports use it unless "
-        "told otherwise, by a CA that is made for the job (in `tls` in its folder).",
+        "Use TLS also between processes of one machine, which otherwise have Unix sockets. Processes with ports use it "
+        "unless --insecure is given, with a CA that is made for the job (in `tls` in its folder).",
     )
     insecure: bool = setting(
         False,
-        "Do without TLS: who can read the network, or take the port of a process that has died, gets the job's token.",
+        "Turn TLS off: whoever can read the network, or takes the port of a process that has died, gets the job's "
+        "token.",
         roles=("ps", "worker"),
     )
     tls_cert: str = setting(
@@ -73,8 +74,8 @@ class NetworkOptions(Section):
     )
     tls_ca: str = setting(
         "",
-        "PEM file with the CA that has signed the certificates of all processes. One that holds the CA's key, too, is "
-        "enough: each process issues itself a certificate.",
+        "PEM file with the CA that has signed the certificates of all processes. A file that also holds the CA's key "
+        "is enough: each process issues its own certificate.",
         kind=Kind.FILE,
         roles=("ps", "worker"),
     )
