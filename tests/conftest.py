@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -105,3 +106,21 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"Real data sets are not at {folder}; ELASTICCB_SHARED_DATA can name their folder.")
     return folder
+
+
+@pytest.fixture
+def another_user():
+    """Runs a function in a process of another user, which it gives one end of a pipe; gives the other end."""
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    processes, context = [], multiprocessing.get_context("spawn")
+
+    def run(function, *args):
+        pipe, other = context.Pipe()
+        processes.append(context.Process(target=function, args=(*args, other)))
+        processes[-1].start()
+        return pipe
+
+    yield run
+    for process in processes:
+        process.join()

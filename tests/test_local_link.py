@@ -386,24 +386,6 @@ def listen_as_another_user(name, pipe):
         pipe.send(connected.recv(16))
 
 
-@pytest.fixture
-def another_user():
-    """Runs a function in a process of another user, which it gives one end of a pipe; gives the other end."""
-    if os.getuid():
-        pytest.skip("only root can become another user")
-    processes = []
-
-    def run(function, *args):
-        pipe, other = CONTEXT.Pipe()
-        processes.append(CONTEXT.Process(target=function, args=(*args, other)))
-        processes[-1].start()
-        return pipe
-
-    yield run
-    for process in processes:
-        process.join()
-
-
 def test_another_user_who_knows_name_and_key_gets_no_link(another_user, monkeypatch):
     monkeypatch.setattr("elasticcb.rpc.unix_socket._HANDSHAKE_SECONDS", 0.5)
     listener, key = Listener(), b"k" * 16

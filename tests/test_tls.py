@@ -106,22 +106,22 @@ def test_processes_with_certificates_of_one_ca_talk_to_each_other(call, tmp_path
 
 
 def test_the_certificates_of_a_job_serve_at_any_address(call, tmp_path):
-    tls = TLS.load(make_ca(str(tmp_path)))
+    tls = make_ca(str(tmp_path))
     assert call(tls, tls) == 7
     assert call(tls, tls, host="localhost") == 7
 
 
 def test_the_ca_of_a_job_is_readable_by_its_owner_alone(tmp_path):
-    files = make_ca(str(tmp_path))
+    files = make_ca(str(tmp_path)).files
     before = files.read()
-    assert make_ca(str(tmp_path)) == files == TLSFiles(str(tmp_path / "tls" / "ca.pem"))
+    assert make_ca(str(tmp_path)).files == files == TLSFiles(str(tmp_path / "tls" / "ca.pem"))
     assert files.read() != before
     assert stat.S_IMODE((tmp_path / "tls").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "tls" / "ca.pem").stat().st_mode) == 0o600
 
 
 def test_a_certificate_of_one_job_is_of_no_use_in_another(call, tmp_path, never_again):
-    tls = [TLS.load(make_ca(str(tmp_path / name))) for name in ("a", "b")]
+    tls = [make_ca(str(tmp_path / name)) for name in ("a", "b")]
     with pytest.raises(TLSError, match=r"the echo server at .* its certificate is refused: .*"):
         call(*tls)
 
@@ -213,7 +213,7 @@ def wait_for_end(certificate):
 
 
 def test_a_certificate_is_renewed_before_it_expires_and_nobody_is_cut_off(tmp_path, short_life, serve):
-    files = make_ca(str(tmp_path))
+    files = make_ca(str(tmp_path)).files
     server, first = serve(TLS.load(files)), TLS.load(files)
     connection = server.connect(first)
     before = first.certificate
@@ -233,7 +233,7 @@ def test_a_certificate_is_renewed_before_it_expires_and_nobody_is_cut_off(tmp_pa
 
 
 def test_a_call_under_way_does_not_end_with_the_certificate_that_it_began_with(tmp_path, short_life, serve):
-    tls = TLS.load(make_ca(str(tmp_path)))
+    tls = make_ca(str(tmp_path))
     server = serve(tls)
     connection = server.connect(tls)
     server.open.clear()
@@ -321,7 +321,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path, name):
     ],
 )
 def test_a_ca_without_its_key_issues_nothing(tmp_path, content, words):
-    files = make_ca(str(tmp_path))
+    files = make_ca(str(tmp_path)).files
     path = Path(files.tls_ca)
     path.write_bytes(content(path.read_bytes()))
     with pytest.raises(UsageError, match=rf"tls_ca: {path} is no CA that can issue a certificate: {words}\."):
@@ -329,7 +329,7 @@ def test_a_ca_without_its_key_issues_nothing(tmp_path, content, words):
 
 
 def test_the_ca_of_a_job_is_enough_for_a_process(tmp_path):
-    files = make_ca(str(tmp_path))
+    files = make_ca(str(tmp_path)).files
     assert tls_files({"tls_ca": files.tls_ca}) == files
     assert files.flags == [f"--tls_ca={files.tls_ca}"]
     copied = TLS.load(files).at("/etc/elasticcb")
@@ -338,7 +338,7 @@ def test_the_ca_of_a_job_is_enough_for_a_process(tmp_path):
 
 
 def test_a_key_stays_in_its_process_when_others_are_given_the_ca(tmp_path):
-    own = TLS.load(make_ca(str(tmp_path)))
+    own = make_ca(str(tmp_path))
     sent = pickle.dumps(own)
     assert own.certificate.key not in sent
     other = pickle.loads(sent).at(str(tmp_path / "there"))
@@ -358,6 +358,6 @@ def test_one_file_without_the_others_is_refused():
 
 
 def test_keys_are_not_shown(tmp_path):
-    tls = TLS.load(make_ca(str(tmp_path)))
+    tls = make_ca(str(tmp_path))
     assert "PRIVATE" not in repr(Access("secret", tls))
     assert "secret" not in repr(Access("secret", tls))

@@ -11,10 +11,10 @@ from typing import Any
 
 from elasticcb.errors import UsageError
 from elasticcb.master.journal import Journal
+from elasticcb.security.private_folder import make_private
 from elasticcb.settings import JOURNAL_FILE
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.writable import make_private
 
 _FIT_FILE = "fit.json"  # what a fit was begun with; it marks a folder as one of ours
 

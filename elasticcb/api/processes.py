@@ -13,9 +13,9 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
+from elasticcb.security.private_folder import make_private
 from elasticcb.settings import ClusterSettings
 from elasticcb.storage.temporary import TemporaryFolder
-from elasticcb.storage.writable import make_private
 
 logger = logging.getLogger(__name__)
 

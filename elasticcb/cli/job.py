@@ -20,9 +20,9 @@ from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
+from elasticcb.security.private_folder import make_private
 from elasticcb.settings import Command, JobSettings
 from elasticcb.settings.checks import completed
-from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer

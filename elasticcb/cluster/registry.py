@@ -113,5 +113,5 @@ def _tls(context: BackendContext) -> TLS | None:
         if cluster.insecure:
             context.say(_INSECURE)
             return None
-        files = make_ca(context.directory)
+        return make_ca(context.directory)
     return TLS.load(files)

@@ -31,6 +31,7 @@ from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
 from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
+from elasticcb.security.private_folder import make_private
 from elasticcb.security.socket_folder import host_of, remove_folder
 from elasticcb.settings import (
     JOB_FILE,
@@ -43,7 +44,6 @@ from elasticcb.settings import (
 )
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.writable import make_private
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -108,8 +108,8 @@ def running_cluster(
     """
     folder = Path(settings.directory)
     with contextlib.ExitStack() as until_end:
-        until_end.enter_context(FolderLock(folder, wait_seconds=_OLD_MASTER_SECONDS))
         make_private(folder)
+        until_end.enter_context(FolderLock(folder, wait_seconds=_OLD_MASTER_SECONDS))
         durable.drop_unfinished(folder)
         until_end.enter_context(native_messages_to(_begin(settings)))
         context = BackendContext(

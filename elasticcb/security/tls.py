@@ -20,6 +20,7 @@ from typing import Any
 
 from elasticcb.errors import UsageError
 from elasticcb.security import certificates
+from elasticcb.security.private_folder import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -185,20 +186,21 @@ class TLS:
             return "it does not speak TLS. All processes of a job must do so, or all of them have --insecure"
 
 
-def make_ca(job: str) -> TLSFiles:
+def make_ca(job: str) -> TLS:
     """Makes a CA, in `tls` in the job's folder, which its owner alone can read; one that is there is replaced.
 
-    Raises `UsageError` when the file can't be written.
+    Raises `UsageError` when the file can't be written, or the folder is another user's.
     """
     path = Path(job).absolute() / _FOLDER / FILES["tls_ca"]
+    content = certificates.make_ca()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent, by_link=False)
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(certificates.make_ca())
+            file.write(content)
     except OSError as error:
         raise UsageError(f"The CA of the job can't be written to {path}: {error}.") from error
-    return TLSFiles(str(path))
+    return TLS(TLSFiles(str(path)), {"tls_ca": content})
 
 
 def tls_files(values: Mapping[str, str]) -> TLSFiles | None:

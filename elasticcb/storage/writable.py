@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
-
-
-def make_private(folder: Path) -> None:
-    """Makes a folder, or one that is there, its owner's alone, as far as this process may.
-
-    One that is there for all users (as /tmp) stays so. Raises `OSError` when it can't be made.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = folder.stat().st_mode
-    if mode & 0o077 and not mode & stat.S_ISVTX:
-        with contextlib.suppress(OSError):  # another user's
-            folder.chmod(0o700)
 
 
 def problem_of_folder(path: Path) -> str:

@@ -204,7 +204,7 @@ def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
         return ["--insecure"], {}
     files = tls_files({each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""})
     with tempfile.TemporaryDirectory() as folder:
-        tls = TLS.load(files or make_ca(folder))
+        tls = make_ca(folder) if files is None else TLS.load(files)
     return tls.at(FILES).files.flags, tls.contents
 
 

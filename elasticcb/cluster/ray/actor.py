@@ -12,6 +12,7 @@ from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE
 from elasticcb.process.log_files import last_lines
+from elasticcb.security.private_folder import make_private
 from elasticcb.security.tls import TLS
 from elasticcb.storage.temporary import TemporaryFolder
 
@@ -56,7 +57,8 @@ class PlaceOnNode:
             marker: a file in it that the master has made.
             threads: for TensorFlow to compute with.
 
-        Raises `OSError` when the folder, or the process, can't be made.
+        Raises `OSError` when the folder, or the process, can't be made, and `UsageError` when the folder is another
+        user's.
         """
         if self._launched is not None:
             return self._launched
@@ -65,7 +67,7 @@ class PlaceOnNode:
         node = ray.util.get_node_ip_address()
         sees_job = Path(directory, marker).exists()
         logs = Path(directory, "logs")
-        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(Path(directory))
         logs.mkdir(exist_ok=True)
         self._log = logs / f"{process.role}-{process.index}.log"
         access = replace(process.access, tls=self._own_tls(process.access.tls))
