@@ -132,3 +132,34 @@ def test_a_file_that_can_not_be_renamed_goes_on(log, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", refuse)
     write(log, *["a line"] * 20)
     assert (tmp_path / "ps-0.log").read_text() == "a line\n" * 20
+
+
+def test_a_file_that_can_not_be_renamed_is_not_tried_at_each_line(log, monkeypatch):
+    tried = []
+
+    def refuse(*names):
+        tried.append(names)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    write(log, *["a line"] * 20)
+    assert len(tried) == 1
+
+
+def test_a_forked_child_does_not_take_the_file_of_its_parent(log, tmp_path):
+    write(log, "a line that is longer than that")
+    child = os.fork()
+    if child == 0:
+        write(log, "of the child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["ps-0.log"]
+
+
+def test_a_process_goes_on_in_the_new_file_that_another_of_its_place_has_begun(log, tmp_path):
+    write(log, "one")
+    (tmp_path / "ps-0.log").rename(tmp_path / "ps-0.log.1")
+    (tmp_path / "ps-0.log").write_text("two\n")
+    write(log, "three")
+    assert (tmp_path / "ps-0.log").read_text() == "two\nthree\n"
+    assert (tmp_path / "ps-0.log.1").read_text() == "one\n"

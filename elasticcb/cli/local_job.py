@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.clients.running_master import has_ended, running_master
+from elasticcb.clients.running_master import MASTER_FILE, has_ended, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
 from elasticcb.settings import JOB_FILE, STATUS_FILE
@@ -55,12 +55,13 @@ def stop_job(folder: Path, seconds: float) -> str:
     give_up = time.monotonic() + seconds
     told = False
     while True:
+        asked = _published_at(folder)
         with master_of(folder) as master:
             pid, host = master.stop()
         if not told:
             print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
             told = True
-        while not (gone := has_ended(folder)) and time.monotonic() < give_up:
+        while not (gone := has_ended(folder)) and _published_at(folder) in (asked, 0) and time.monotonic() < give_up:
             time.sleep(_LOOK_SECONDS)
         ended = how_it_ended(folder) if gone else None
         if ended is not None:
@@ -74,6 +75,14 @@ def stop_job(folder: Path, seconds: float) -> str:
     if ended["phase"] == "failed":
         raise JobFailedError(f"The job in {folder} has failed: {ended['error']}")
     return "The job was done before it was asked." if ended["phase"] == "done" else str(ended["error"])
+
+
+def _published_at(folder: Path) -> int:
+    """When the master of a job has told where it is: another one does so again; 0: there is none, or it is about to
+    end."""
+    with contextlib.suppress(OSError):
+        return (folder / MASTER_FILE).stat().st_mtime_ns
+    return 0
 
 
 def how_it_ended(folder: Path) -> dict[str, Any] | None:

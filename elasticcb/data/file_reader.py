@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from elasticcb.data.content import File, is_remote, open_file, seek_points_of
+from elasticcb.data.content import File, Identity, is_remote, open_file, seek_points_of
 from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range
@@ -63,6 +64,7 @@ class FileReader(Reader):
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Any] = OrderedDict()
         self._indexes: dict[str, bytes] = {}  # those made here, of all files with records
+        self.identities: dict[str, Identity] = {}  # of the same files
         self._stopped = threading.Event()
 
     @abstractmethod
@@ -178,11 +180,13 @@ class FileReader(Reader):
 
     def _survey(self, name: str) -> tuple[int, str]:
         file = _StoppableFile(open_file(name), self._stopped)
-        index = FileIndex.from_bytes(self.known[name]) if name in self.known else None
+        index = None
+        with contextlib.suppress(Exception):  # there is none, or its file was damaged: the data is scanned
+            index = FileIndex.from_bytes(self.known[name])
         if index is None or not index.identity.matches(file.identity):
             index = self._scanned(file)
         if index.count:
-            self._indexes[name] = index.to_bytes()
+            self._indexes[name], self.identities[name] = index.to_bytes(), index.identity
         return index.count, index.layout
 
     def _scanned(self, file: File) -> FileIndex:

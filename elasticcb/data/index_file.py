@@ -7,21 +7,26 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
+import stat
+import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from elasticcb.data.content import is_remote
-from elasticcb.data.file_index import FileIndex
+from elasticcb.data.content import Identity, is_remote
 from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
-_PARAMETERS = "parameters.json"  # of the reader, and the names of the files in the order of the members
+_PARAMETERS = "parameters.json"  # a digest of the reader's, and the names of the files in the order of the members
 _FORMAT = 1  # of what the cache holds; an index of another release's is not found
+_NAME = re.compile(r"[0-9a-f]{64}\.zip")  # of files in the cache
 _LEAST_BYTES = 64 << 20  # of data: less is scanned as fast as its index is read
 _CACHE_BYTES = 2 << 30
+_UNFINISHED_SECONDS = 3600.0  # longer than any index is written
 
 
 def read_indexes(path: Path, parameters: str) -> dict[str, bytes]:
@@ -29,12 +34,12 @@ def read_indexes(path: Path, parameters: str) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(path) as archive:
             kept_parameters, files = json.loads(archive.read(_PARAMETERS))
-            if kept_parameters != parameters:
+            if kept_parameters != _digest(parameters):
                 return {}
             return {file: archive.read(str(number)) for number, file in enumerate(files)}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive has zipfile raise a dozen kinds
         logger.warning("%s can't be used; the data is scanned again: %s", path, error)
         return {}
 
@@ -43,13 +48,21 @@ def write_indexes(path: Path, parameters: str, indexes: Mapping[str, bytes]) -> 
     """Writes indexes, as `FileIndex.to_bytes`, by file. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with durable.replacing(path) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
+        unfinished.chmod(durable.PRIVATE)
         for number, index in enumerate(indexes.values()):
             archive.writestr(str(number), index)
-        archive.writestr(_PARAMETERS, json.dumps([parameters, list(indexes)]))
+        archive.writestr(_PARAMETERS, json.dumps([_digest(parameters), list(indexes)]))
+
+
+def _digest(*parts: Any) -> str:
+    """Stands for what may hold passwords: it is only compared."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class IndexCache:
     """The user's cache, by which a job needs no scan of data that an earlier job has scanned.
+
+    It is not used where another user can write to its folder.
 
     An index in it holds while the file is the same on the same machine: inode, size, and both times of its last change,
     since programs can set one of them. Remote files need a version (an ETag, for example).
@@ -64,9 +77,8 @@ class IndexCache:
         self._parameters = parameters
         self._keys = {file: _key(file) for file in files}
         names = sorted(file if is_remote(file) else os.path.abspath(file) for file in files)
-        digest = hashlib.sha256(json.dumps([_FORMAT, reader, parameters, names]).encode())
         folder = _folder()
-        self._path = None if folder is None else folder / f"{digest.hexdigest()}.zip"
+        self._path = None if folder is None else folder / f"{_digest(_FORMAT, reader, parameters, names)}.zip"
         self._found: dict[str, bytes] = {}
 
     def read(self) -> dict[str, bytes]:
@@ -79,14 +91,21 @@ class IndexCache:
         self._found = {file: kept[key] for file, key in self._keys.items() if key in kept}
         return dict(self._found)
 
-    def write(self, indexes: Mapping[str, bytes]) -> None:
-        """Keeps what a scan has found after `read`, if the data are so large that it is worth it."""
-        if self._path is None or dict(indexes) == self._found:
+    def write(self, indexes: Mapping[str, bytes], identities: Mapping[str, Identity]) -> None:
+        """Keeps what a scan has found after `read`, if the data are so large that it is worth it.
+
+        Args:
+            indexes, identities: by file.
+        """
+        large = sum(identity.size for identity in identities.values()) >= _LEAST_BYTES
+        if self._path is None or not large or dict(indexes) == self._found:
             return
-        unchanged = {file: index for file, index in indexes.items() if self._keys.get(file) == _key(file) != ""}
-        identities = {file: FileIndex.from_bytes(index).identity for file, index in unchanged.items()}
-        kept = {self._keys[file]: unchanged[file] for file, identity in identities.items() if identity.version}
-        if sum(identity.size for identity in identities.values()) < _LEAST_BYTES or not kept:
+        kept = {
+            self._keys[file]: index
+            for file, index in indexes.items()
+            if identities[file].version and self._keys.get(file) == _key(file) != ""
+        }
+        if not kept or sum(map(len, kept.values())) > _CACHE_BYTES:
             return
         try:
             write_indexes(self._path, self._parameters, kept)
@@ -98,26 +117,47 @@ class IndexCache:
 def _key(file: str) -> str:
     """What a file and its state are found by in the cache; "": it is not there."""
     if is_remote(file):
-        return file
+        return _digest(file)
     try:
         status = os.stat(file)
     except OSError:
         return ""
     state = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return f"{file} {socket.gethostname()} {' '.join(map(str, state))}"
+    return _digest(file, socket.gethostname(), *state)
 
 
 def _folder() -> Path | None:
     with contextlib.suppress(RuntimeError):  # there is no home
         base = os.environ.get("XDG_CACHE_HOME", "")
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "elasticcb" / "indexes"
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "elasticcb" / "indexes"
+        if all(_is_own(each) for each in (folder, folder.parent)):
+            return folder
+        logger.info("Other users can write to %s; indexes of data are not kept there", folder)
     return None
 
 
+def _is_own(folder: Path) -> bool:
+    """Whether only this user can write to a folder, or it is not there yet."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
 def _remove_oldest(folder: Path) -> None:
-    """Those used longest ago, until the others fit."""
-    room = _CACHE_BYTES
-    for path in sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_mtime, reverse=True):
-        room -= path.stat().st_size
+    """Those used longest ago, until the others fit; and what killed jobs have left. Several jobs may do so at once."""
+    room, found = _CACHE_BYTES, []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if _NAME.fullmatch(path.name):
+                found.append((status.st_mtime, status.st_size, path))
+            elif path.name.startswith(durable.TEMPORARY) and status.st_mtime < time.time() - _UNFINISHED_SECONDS:
+                path.unlink(missing_ok=True)
+    for _, size, path in sorted(found, reverse=True):
+        room -= size
         if room < 0:
             path.unlink(missing_ok=True)

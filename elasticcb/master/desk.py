@@ -200,9 +200,8 @@ class Desk:
             state.raise_error()
             if state.queue is not None:
                 self._raise_failure(state)
-                waiting = not state.roster.complete(Role.PS, state.number)
                 # A thread without progress may stand at a breakpoint; nobody could end it anyway.
-                for lease in state.queue.expire(time.monotonic(), waiting) if self.backend.separate else ():
+                for lease in state.queue.expire(time.monotonic(), state.lacks_servers) if self.backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     member = state.roster.member(lease.worker)
                     if member is not None:

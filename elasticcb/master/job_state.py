@@ -146,7 +146,12 @@ class JobState(JobRecord):
     def serves(self, map_version: int) -> bool:
         """Whether all servers hold the model, by a map of at least this version."""
         known = self.cluster is not None and self.cluster.map_version >= map_version
-        return known and not any(index < self.servers_in_use for index in self.lost_ps)
+        return known and not self.lacks_servers
+
+    @property
+    def lacks_servers(self) -> bool:
+        """Whether a part of the model is with no server, since the one that held it was lost."""
+        return any(index < self.servers_in_use for index in self.lost_ps)
 
     def worker_lost(self, worker: int) -> None:
         """Its tasks go back."""

@@ -64,6 +64,7 @@ class PredictionOutput:
         try:
             path.write_bytes(pb.ReportTaskRequest(outputs=to_outputs(outputs)).SerializeToString())
         except OSError as error:
+            path.unlink(missing_ok=True)
             raise self._not_kept(error) from error
         return path
 

@@ -65,13 +65,16 @@ class SourceCounts:
         keeps = self._settings.command is Command.TRAIN and bool(self._settings.directory)
         path = Path(self._settings.directory, RECOVERY_FOLDER, INDEX_FILE.format(mode=mode))
         kept = read_indexes(path, parameters) if keeps else {}
-        cache = IndexCache(reader.names, f"{type(reader).__module__}.{type(reader).__qualname__}", parameters)
-        reader.known = {**cache.read(), **kept}
+        # A reader that the user's code makes depends on more than its parameters.
+        custom = isinstance(pipeline, FeedPipeline) and pipeline.has_custom_reader
+        cache = None if custom else IndexCache(reader.names, type(reader).__qualname__, parameters)
+        reader.known = kept if cache is None else {**cache.read(), **kept}
         sources = pipeline.sources()
         if keeps and kept != dict(reader.indexes()):
             try:
                 write_indexes(path, parameters, reader.indexes())
             except OSError as error:
                 logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)
-        cache.write(reader.indexes())
+        if cache is not None:
+            cache.write(reader.indexes(), reader.identities)
         return sources

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TextIO
 
 _LOOK_SECONDS = 5.0  # between looks at what is printed, which no handler sees
+_RETRY_SECONDS = 60.0  # after a file could not be renamed
 _SWITCH_SECONDS = 0.05  # in which a process changes from one file to the next
 
 
@@ -30,6 +31,8 @@ class LogFile(RotatingFileHandler):
         super().__init__(file, encoding="utf-8", errors="backslashreplace")
         self._descriptors = set(descriptors)
         self._closed_for_good = threading.Event()
+        self._stays_until = 0.0  # of `time.monotonic`
+        self._pid = os.getpid()
 
     def limit(self, max_bytes: int, kept: int) -> None:
         """A file of `max_bytes` is full (0: never); the last `kept` ones before it stay."""
@@ -58,18 +61,33 @@ class LogFile(RotatingFileHandler):
         super().close()
 
     def shouldRollover(self, record: logging.LogRecord | None = None) -> bool:
-        try:  # of what has the name: another process of this place may have begun a new file
-            return 0 < self.maxBytes <= os.stat(self.baseFilename).st_size
-        except OSError:
+        if os.getpid() != self._pid or time.monotonic() < self._stays_until:
+            return False  # a child of this process goes on in the file that it was given
+        if self.stream is None or self.maxBytes <= 0:
             return False
+        return not self._is_present() or os.fstat(self.stream.fileno()).st_size >= self.maxBytes
 
     def doRollover(self) -> None:
         try:
-            super().doRollover()
+            if self._is_present():
+                super().doRollover()
+            else:
+                before, self.stream = self.stream, self._open()
+                if before is not None:
+                    before.close()
         except OSError:  # it can't be renamed: the old one goes on
+            self._stays_until = time.monotonic() + _RETRY_SECONDS
             self.stream = self.stream or self._open()
         for descriptor in self._descriptors:
             self._lead_here(descriptor)
+
+    def _is_present(self) -> bool:
+        """Whether the file still has its name: another process of this place may have begun a new one."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.stream is not None and os.path.samestat(
+                os.fstat(self.stream.fileno()), os.stat(self.baseFilename)
+            )
+        return False
 
     def _lead_here(self, descriptor: int) -> None:
         if self.stream is not None:

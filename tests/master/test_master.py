@@ -7,9 +7,11 @@ import pytest
 from master_state import state_of
 
 from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.journal import Journal
@@ -166,15 +168,19 @@ def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
 def test_a_worker_keeps_its_task_while_a_server_is_lost(lines):
     master = make_master(lines)
     server = master.calls.register(Role.PS, 0, "here:1", 2, "here").id
-    worker = join(master)
-    state_of(master).queue = make_queue(lease_seconds=1e-9)
+    worker, state = join(master), state_of(master)
+    state.queue = make_queue(lease_seconds=1e-9)
+    state.cluster = ServedCluster([ServerPlace("here:1", server)], [], False)
     master.calls.get_task(worker, (), 0.0)
     master.desk.lost(server, "killed")
     master.desk.tend()
-    assert len(state_of(master).queue.leases()) == 1
-    master.calls.register(Role.PS, 0, "here:2", 3, "here")
+    assert len(state.queue.leases()) == 1
+    later = master.calls.register(Role.PS, 0, "here:2", 3, "here").id
     master.desk.tend()
-    assert state_of(master).queue.leases() == []
+    assert len(state.queue.leases()) == 1  # the model is not with it yet
+    state.server_is_back(0, ServerPlace("here:2", later))
+    master.desk.tend()
+    assert state.queue.leases() == []
 
 
 def hold_long_batch(master):

@@ -134,6 +134,28 @@ def test_the_next_job_scans_no_file_that_is_the_same(
     assert sorted(scanned) == ["a.csv", "a.csv", "b.csv"]
 
 
+def test_a_reader_of_the_users_own_scans_its_files_again(
+    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
+    settings, _ = job
+    (tmp_path / "blank.csv").write_text("1\n\n" * 1000)
+    for skip, records in ((False, 1999), (True, 1000)):
+        reader = f"""
+    from elasticcb.data import TextReader
+
+    def custom_data_reader(data_origin):
+        return TextReader([data_origin], skip_blank_lines={skip})
+"""
+        (tmp_path / f"own_{skip}.py").write_text(textwrap.dedent(MODEL + reader))
+        model = ModelSettings(zoo=str(tmp_path), definition=f"own_{skip}.custom_model")
+        own = replace(settings, directory=str(tmp_path / f"own-{skip}"), model=model)
+        blank = str(tmp_path / "blank.csv")
+        own = replace(own, data=DataSettings(training=blank, validation=blank))
+        assert counts_of(own, ModelSpec(model)).result()["training"][0][1] == records
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_scan_that_is_stopped_reads_no_more(
     job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compress: bool
