@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -21,7 +22,7 @@ class API:
 
     def __init__(self):
         self.spec, self.version, self.pods = {"leaseDurationSeconds": 60}, 1, {}
-        self.is_away = False
+        self.is_away = self.is_deleted = False
         self.before_patch = self.before_answer = lambda: None
 
     def read(self, kind, name):
@@ -47,6 +48,8 @@ class API:
     def _check(self):
         if self.is_away:
             raise KubernetesError("no answer")
+        if self.is_deleted:
+            raise KubernetesError("no such Lease", 404)
 
 
 @pytest.fixture
@@ -157,6 +160,16 @@ def test_it_is_held_on_when_somebody_else_changes_something_else_of_it(api, cloc
     assert not lease.renew()
 
 
+def test_one_that_was_deleted_is_not_lost_before_it_is_late(api, clock):
+    lease = MasterLease(api, "job", "a", clock)
+    lease.take_if_free()
+    api.is_deleted = True
+    with pytest.raises(KubernetesError):
+        lease.renew()
+    clock.now += 46.0
+    assert not lease.renew()
+
+
 def test_one_that_is_given_up_is_free_and_another_s_is_left_alone(api, clock):
     first, second = (MasterLease(api, "job", name, clock) for name in "ab")
     first.take_if_free()
@@ -224,6 +237,41 @@ def test_a_call_that_hangs_does_not_keep_a_process_from_ending(api, quick, ended
     with held(MasterLease(api, "job", "a"), [].append, ended):
         api.before_patch = lambda: time.sleep(30)
         assert ended.there.wait(20)
+
+
+def fail(text):
+    raise BrokenPipeError
+
+
+def hang(text):
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("say", [fail, hang])
+def test_a_process_ends_also_if_it_can_not_say_why(api, quick, ended, monkeypatch, say):
+    monkeypatch.setattr(lease_module, "_SAY_SECONDS", 0.1)
+    monkeypatch.setattr(lease_module, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # a process that ends shows none
+    with held(MasterLease(api, "job", "a"), say, ended):
+        api.write(holderIdentity="b")
+        assert ended.there.wait(20)
+    assert set(ended) == {GO_ON}
+
+
+def test_it_is_renewed_after_an_answer_that_is_not_one_of_the_api_server(api, quick, ended):
+    def refuse_once():
+        api.before_patch = lambda: None
+        return json.loads("<html>")
+
+    with held(MasterLease(api, "job", "a"), [].append, ended):
+        before = api.version
+        api.before_patch = refuse_once
+        for _ in range(500):
+            if api.version > before + 2:
+                break
+            time.sleep(0.01)
+        assert api.version > before + 2
+    assert not ended
 
 
 def test_one_that_waits_says_so_once_and_begins_when_the_other_has_ended(api, quick, ended):

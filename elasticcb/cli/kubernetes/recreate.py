@@ -9,7 +9,7 @@ from typing import Any
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.submit import create_all
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, names_of_servers
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, lease_with, names_of_servers
 from elasticcb.errors import UsageError
 
 _GONE_SECONDS = 90.0  # for pods to end
@@ -25,10 +25,11 @@ def make_again(job: KubernetesJob) -> None:
         KubernetesError: the API server refused it.
     """
     api = job.api
-    objects = [(kind, job.name) for kind in ("Secret", "Service", "Lease")]
-    objects += [("Service", names_of_servers(job.name)), ("Job", job.name)]
+    objects = [("Service", job.name), ("Secret", job.name), ("Service", names_of_servers(job.name)), ("Job", job.name)]
     before = [api.read(kind, name) for kind, name in objects]
     manifests = [as_submitted(each) for each in before]
+    manifests.insert(0, lease_with(manifests[0]["metadata"]))
+    objects.append(("Lease", job.name))
     annotations = manifests[-1]["spec"]["template"]["metadata"].setdefault("annotations", {})
     annotations[RESUMES] = before[-1]["metadata"]["uid"]
     api.delete("Job", job.name)
@@ -69,9 +70,7 @@ def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
     metadata["labels"] = _own(metadata["labels"])
     manifest: dict[str, Any] = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": metadata}
     manifest |= {key: found[key] for key in ("type", "data") if key in found}
-    if found["kind"] == "Lease":  # that nobody holds
-        manifest["spec"] = {"leaseDurationSeconds": found["spec"]["leaseDurationSeconds"]}
-    elif "spec" in found:
+    if "spec" in found:
         spec = manifest["spec"] = dict(found["spec"])
         for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIPs",):
             spec.pop(key, None)

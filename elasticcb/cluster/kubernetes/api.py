@@ -30,11 +30,15 @@ class Right(NamedTuple):
     group: str = ""
 
 
-# Of a master, to its processes; deploy/kubernetes/role.yaml grants them.
-MASTER_RIGHTS = (
+# Of a master, to its processes.
+PROCESS_RIGHTS = (
     *(Right(verb, "pods") for verb in ("get", "list", "watch", "create", "delete", "deletecollection")),
     Right("get", "pods/log"),
     Right("list", "events"),
+)
+# Of a master in a pod; deploy/kubernetes/role.yaml grants them.
+MASTER_RIGHTS = (
+    *PROCESS_RIGHTS,
     Right("get", "services"),
     *(Right(verb, "leases", "coordination.k8s.io") for verb in ("get", "patch")),
 )
@@ -314,7 +318,15 @@ class KubernetesAPI:
         return {"_request_timeout": _SECONDS, "_preload_content": False}
 
     def _json(self, answer: Any) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(answer.data)
+        try:
+            found = json.loads(answer.data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise KubernetesError(
+                f"What answers at {self.server} is not the API server of Kubernetes: its answer is no JSON object. "
+                "Look whether a proxy is in between."
+            )
         return found
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, Given, MasterRun
 from elasticcb.cluster.kubernetes import checks
-from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.api import PROCESS_RIGHTS, KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import safe_name
 from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod
@@ -142,7 +142,7 @@ class KubernetesCluster(ClusterBackend):
         if self._submitted:
             self._find_earlier()
         else:
-            check_rights(self._api)
+            check_rights(self._api, PROCESS_RIGHTS)
             certificates = {} if self.access.tls is None else self.access.tls.contents
             self._api.create(self._plan.secret(self.access.token, certificates))
         for name, run in (("pods", self._watch), ("kubernetes", self._carry_out)):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from elasticcb.cluster.kubernetes.api import KubernetesError
 from elasticcb.cluster.kubernetes.pods import LEASE_SECONDS
-from elasticcb.errors import GO_ON
+from elasticcb.errors import GO_ON, describe
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ _RENEW_SECONDS = 5.0
 _GIVE_UP_SECONDS = 45.0  # without having renewed it, after which its holder acts no more
 _LOOK_SECONDS = 1.0
 _JOIN_SECONDS = 10.0
+_SAY_SECONDS = 1.0  # at most, before this process ends
 
 
 class LeaseAPI(Protocol):
@@ -83,9 +84,9 @@ class MasterLease:
         try:
             self._write({"renewTime": _now()})
         except KubernetesError as error:
-            if error.status not in (404, 409):
+            if error.status != 409:  # nobody else can take one that was deleted, with its job, before it is late
                 raise
-            found = self._api.read("Lease", self._name) if error.status == 409 else {}
+            found = self._api.read("Lease", self._name)
             if found.get("spec", {}).get("holderIdentity") != self.holder:
                 return False
             self._version = found["metadata"]["resourceVersion"]  # somebody has changed something else of it
@@ -146,8 +147,14 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
     def lose() -> None:
         if not over.is_set():
             over.set()
-            say("This master has lost its Lease, so that another one may act. The next pod goes on with the job.")
-            end(GO_ON)
+            at_latest = threading.Timer(_SAY_SECONDS, end, [GO_ON])  # nobody may read what it says
+            at_latest.daemon = True
+            at_latest.start()
+            try:
+                say("This master has lost its Lease, so that another one may act. The next pod goes on with the job.")
+            finally:
+                at_latest.cancel()
+                end(GO_ON)
 
     threads = [threading.Thread(target=run, args=(lease, over, lose), daemon=True) for run in (_renew, _watch)]
     for thread in threads:
@@ -165,8 +172,8 @@ def _renew(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) 
         try:
             if not lease.renew():
                 lose()
-        except KubernetesError as error:
-            logger.warning("The Lease of this master can't be renewed, which is tried again: %s", error)
+        except Exception as error:  # also an answer of something that is not the API server
+            logger.warning("The Lease of this master can't be renewed, which is tried again: %s", describe(error))
 
 
 def _watch(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
+from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError, Right
 from elasticcb.cluster.kubernetes.lease import MasterLease, held
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
 from elasticcb.errors import (
@@ -34,9 +34,9 @@ def runs_in_pod() -> bool:
     return POD_NAME in os.environ
 
 
-def check_rights(api: KubernetesAPI) -> None:
+def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
     """Raises `UsageError` when this process may not do what a master must."""
-    missing = api.missing_rights(MASTER_RIGHTS)
+    missing = api.missing_rights(rights)
     if missing:
         wanted = ", ".join(f"{right.verb} {right.resource}" for right in missing)
         raise UsageError(
@@ -70,7 +70,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
 
 def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
     api = KubernetesAPI(settings.cluster.kubernetes.namespace)
-    check_rights(api)
+    check_rights(api, MASTER_RIGHTS)
     own = api.read("Pod", os.environ[POD_NAME])
     job = own["metadata"]["labels"][JOB_LABEL]
     _check_not_failed(api, job, own["metadata"]["name"])

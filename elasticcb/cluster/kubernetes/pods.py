@@ -187,12 +187,7 @@ class PodPlan:
 
     def lease(self) -> dict[str, Any]:
         """What the job's master must hold; nobody has it yet."""
-        return {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": self._metadata("master"),
-            "spec": {"leaseDurationSeconds": LEASE_SECONDS},
-        }
+        return lease_with(self._metadata("master"))
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:
         """What befell the job, for those who look at what its pods belong to.
@@ -326,6 +321,16 @@ class PodPlan:
 
     def _priority(self, role: str) -> Priority:
         return parse_priority(getattr(self.settings, f"{role}_pod_priority"))
+
+
+def lease_with(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the master of a job must hold; nobody has it yet."""
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": metadata,
+        "spec": {"leaseDurationSeconds": LEASE_SECONDS},
+    }
 
 
 def names_of_servers(job: str) -> str:
