@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import datetime
 import gc
 import pickle
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,7 @@ from elasticcb.rpc.server import Server
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security import certificates
+from elasticcb.security import tls as tls_module
 from elasticcb.security.certificates import NAME
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS, TLSFiles, _context, diagnose, make_ca, tls_files
@@ -194,7 +197,7 @@ def shown_by(address, tls, name=NAME):
         context.wrap_socket(connection, server_hostname=name) as tunnel,
     ):
         pem = ssl.DER_cert_to_PEM_cert(tunnel.getpeercert(binary_form=True))
-    return pem, certificates.expiry_of(pem.encode())
+    return pem, certificates.validity_of(pem.encode(), b"")[1]
 
 
 @pytest.fixture
@@ -253,7 +256,7 @@ def test_a_call_under_way_does_not_end_with_the_certificate_that_it_began_with(t
 
 
 def test_files_of_ones_own_are_read_again_when_they_have_changed(tmp_path, monkeypatch, serve):
-    monkeypatch.setattr("elasticcb.security.tls._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(tls_module, "_LOOK_SECONDS", 0.0)
     ca = CA(tmp_path)
     files = ca.issue("own", days=1.0)
     tls = TLS.load(files)
@@ -267,6 +270,76 @@ def test_files_of_ones_own_are_read_again_when_they_have_changed(tmp_path, monke
     assert tls.certificate.expires - before.expires == pytest.approx(4 * 86_400)
     assert shown_by(server.address, tls, "127.0.0.1")[1] == tls.certificate.expires
     assert server.ask(server.connect(tls)) == 7
+
+
+@pytest.fixture
+def set_back(monkeypatch):
+    """Sets the clock back by some seconds, for this process's code; OpenSSL's is right."""
+
+    def set_back(seconds):
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, zone=None):
+                return datetime.datetime.now(zone) - datetime.timedelta(seconds=seconds)
+
+        now = time.time
+        monkeypatch.setattr(tls_module, "time", SimpleNamespace(time=lambda: now() - seconds))
+        monkeypatch.setattr(certificates, "datetime", SimpleNamespace(**(vars(datetime) | {"datetime": Clock})))
+
+    return set_back
+
+
+def test_a_certificate_of_a_process_whose_clock_was_ahead_is_replaced(tmp_path, set_back):
+    tls = make_ca(str(tmp_path))
+    before = tls.certificate
+    set_back(86_400)
+    assert tls.certificate.begins == pytest.approx(before.begins - 86_400, abs=60)
+    assert tls.certificate is tls.certificate
+    ca = certificates.validity_of(before.ca, b"")
+    assert ca[0] < time.time() - 86_400
+
+
+@pytest.fixture
+def ca_for(monkeypatch, tmp_path):
+    """Makes a CA with its key, as users may have one, that is valid for some days; always in the same file."""
+
+    def make(days):
+        monkeypatch.setattr(certificates, "_CA_LIFE", datetime.timedelta(days=days))
+        (tmp_path / "own.pem").write_bytes(certificates.make_ca())
+        return TLSFiles(str(tmp_path / "own.pem"))
+
+    return make
+
+
+def days_left(tls):
+    return (tls.certificate.expires - time.time()) / 86_400
+
+
+def test_a_certificate_ends_with_its_ca_and_another_is_issued_when_that_is_replaced(ca_for, monkeypatch, serve):
+    monkeypatch.setattr(tls_module, "_LOOK_SECONDS", 0.0)
+    tls = TLS.load(ca_for(days=5))
+    server = serve(tls)
+    before = tls.certificate
+    assert days_left(tls) == pytest.approx(5, abs=0.01)
+    assert shown_by(server.address, tls)[1] == before.expires
+    assert tls.certificate is before
+    files = ca_for(days=300)
+    assert days_left(tls) == pytest.approx(30, abs=0.01)
+    assert server.ask(server.connect(TLS.load(files))) == 7
+    Path(files.tls_ca).unlink()
+    assert tls.certificate is tls.certificate
+
+
+def test_a_ca_that_has_expired_issues_nothing(ca_for):
+    with pytest.raises(UsageError, match=r"own.pem is no CA that can issue a certificate: it has expired\."):
+        TLS.load(ca_for(days=0))
+
+
+def test_a_certificate_of_ones_own_ends_with_the_ca_that_has_signed_it(tmp_path, ca_for):
+    files = CA(tmp_path).issue(days=20.0)
+    with Path(files.tls_ca).open("ab") as file:
+        file.write(Path(ca_for(days=2).tls_ca).read_bytes())  # another one that is trusted
+    assert days_left(TLS.load(files)) == pytest.approx(10, abs=0.1)
 
 
 # ---------------------------------------------------------------- a process's own files
@@ -335,6 +408,16 @@ def test_the_ca_of_a_job_is_enough_for_a_process(tmp_path):
     copied = TLS.load(files).at("/etc/elasticcb")
     assert copied.files.flags == ["--tls_ca=/etc/elasticcb/ca.pem"]
     assert copied.contents == {"ca.pem": Path(files.tls_ca).read_bytes()}
+
+
+@pytest.mark.parametrize("are_own", [False, True])
+def test_copies_of_the_files_are_of_the_same_certificate(tmp_path, monkeypatch, are_own):
+    tls = TLS.load(CA(tmp_path).issue()) if are_own else make_ca(str(tmp_path))
+    before = tls.files
+    monkeypatch.setattr(tls_module, "_check", lambda *args: pytest.fail("it was checked again"))
+    assert tls.at("/etc/elasticcb").certificate is tls.certificate
+    assert tls.at("/etc/elasticcb").files.tls_ca == "/etc/elasticcb/ca.pem"
+    assert tls.files == before
 
 
 def test_a_key_stays_in_its_process_when_others_are_given_the_ca(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.x509 import Certificate
 
 NAME = "elasticcb-job"  # that all certificates are for, wherever their processes listen
 LIFE_SECONDS = 30 * 86_400.0  # of a certificate
@@ -20,7 +22,9 @@ def make_ca() -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _signed(f"{NAME} CA", key, key, _CA_LIFE, signs=True)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    life = (now - _CA_LIFE, now + _CA_LIFE)  # also for those whose clocks are behind
+    certificate = _signed(f"{NAME} CA", key, key, life, signs=True)
     return certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
@@ -30,7 +34,7 @@ def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     Args:
         ca: of a job, as `make_ca` gives it.
 
-    Raises `ValueError` for a CA that can't be read, or has no key.
+    Raises `ValueError` for a CA that can't be read, has no key, or has expired.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -45,26 +49,63 @@ def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     except (TypeError, ValueError):
         raise ValueError("it holds no key, or one with a password") from None
     key = ec.generate_private_key(ec.SECP256R1())
-    life = datetime.timedelta(seconds=LIFE_SECONDS)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    end = min(now + datetime.timedelta(seconds=LIFE_SECONDS), ca_certificate.not_valid_after_utc)
+    if end <= now:
+        raise ValueError("it has expired")
+    life = (now - _CLOCKS_DIFFER, end)
     certificate = _signed(NAME, key, ca_key, life, signs=False, issuer=ca_certificate.subject)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return certificate, private, ca_certificate.public_bytes(Encoding.PEM)
 
 
-def expiry_of(certificate: bytes) -> float:
-    """When the first certificate of a PEM file expires: seconds since the epoch."""
+def validity_of(certificate: bytes, ca: bytes) -> tuple[float, float]:
+    """From when until when a certificate is taken, as seconds since the epoch: it ends with the CA that has signed it.
+
+    Args:
+        certificate: PEM; those that follow are between it and the CA.
+        ca: PEM, with those that are trusted.
+
+    Raises `ValueError` when there is no certificate.
+    """
     from cryptography import x509
 
-    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+    first, *others = x509.load_pem_x509_certificates(certificate)
+    with contextlib.suppress(ValueError):  # OpenSSL says what is wrong with them
+        others += x509.load_pem_x509_certificates(ca)
+    return first.not_valid_before_utc.timestamp(), _end_of(first, others)
+
+
+def _end_of(certificate: Certificate, others: list[Certificate]) -> float:
+    """When it expires, or the last of the CAs among `others` by which it is known."""
+    end = certificate.not_valid_after_utc.timestamp()
+    signed_by = [each for each in others if each != certificate and _has_signed(each, certificate)]
+    return min(end, max((_end_of(each, [it for it in others if it != each]) for each in signed_by), default=end))
+
+
+def _has_signed(ca: Certificate, certificate: Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True
 
 
 def _signed(
-    name: str, key: EllipticCurvePrivateKey, ca_key: Any, life: datetime.timedelta, signs: bool, issuer: Any = None
+    name: str,
+    key: EllipticCurvePrivateKey,
+    ca_key: Any,
+    life: tuple[datetime.datetime, datetime.datetime],
+    signs: bool,
+    issuer: Any = None,
 ) -> bytes:
     """A certificate as PEM.
 
     Args:
         key: whose certificate it is.
+        life: its begin and end.
         signs: whether it is that of a CA.
         issuer: the name of the CA; None: `name`.
     """
@@ -73,7 +114,6 @@ def _signed(
     from cryptography.hazmat.primitives.serialization import Encoding
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-    now = datetime.datetime.now(datetime.timezone.utc)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     usage = x509.KeyUsage(
         digital_signature=not signs,
@@ -88,7 +128,7 @@ def _signed(
     )
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject)
     builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(now - _CLOCKS_DIFFER).not_valid_after(now + life)
+    builder = builder.not_valid_before(life[0]).not_valid_after(life[1])
     of_ca = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     builder = builder.add_extension(of_ca, critical=False)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

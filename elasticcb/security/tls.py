@@ -70,20 +70,22 @@ class Certificate:
     """What a process shows to others, and by what it knows them; all PEM.
 
     Attributes:
-        expires: seconds since the epoch.
+        begins, expires: seconds since the epoch, between which the others take it.
     """
 
     cert: bytes = field(repr=False)
     key: bytes = field(repr=False)
     ca: bytes = field(repr=False)
+    begins: float
     expires: float
 
 
 class TLS:
     """The certificate of this process, which is renewed.
 
-    A certificate that it issues itself is replaced when less than a third of its life is left; files of the user's own
-    are read again when they have changed.
+    The files are read again from time to time, and what others have put there is used. A certificate that this process
+    issues itself is replaced when less than a third of its life is left, or when its life has not begun: the clock was
+    wrong.
 
     Args:
         files: where `contents` is from.
@@ -95,8 +97,7 @@ class TLS:
     def __init__(self, files: TLSFiles, contents: Mapping[str, bytes]) -> None:
         self.files, self._contents = files, dict(contents)
         self._certificate = self._make(self._contents)
-        _check(files, self._certificate)
-        self._look_at = self._next_look()
+        self._looked, self._look_at = self._times_of_looks()
 
     @classmethod
     def load(cls, files: TLSFiles) -> TLS:
@@ -111,9 +112,9 @@ class TLS:
     @property
     def certificate(self) -> Certificate:
         """The present one: another object when it was renewed."""
-        if time.time() >= self._look_at:
-            self._renew()
-            self._look_at = self._next_look()
+        if not self._looked <= time.time() < self._look_at:
+            self._look()
+            self._looked, self._look_at = self._times_of_looks()
         return self._certificate
 
     @property
@@ -124,29 +125,43 @@ class TLS:
     def at(self, folder: str) -> TLS:
         """The same, of copies of the files in `folder`."""
         paths: dict[str, Any] = {name: f"{folder}/{FILES[name]}" for name in self._contents}
-        return TLS(replace(self.files, **paths), self._contents)
+        other = object.__new__(TLS)  # with the same certificate
+        vars(other).update(vars(self), files=replace(self.files, **paths))
+        return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TLS, (self.files, self._contents)  # a process that unpickles it issues itself a certificate
 
-    def _renew(self) -> None:
-        if not self.files.are_own:
-            self._certificate = self._make(self._contents)
-            logger.info("This process has a new certificate")
-            return
+    def _look(self) -> None:
+        contents = self._contents
         try:
             contents = self.files.read()
-            if contents != self._contents:
-                renewed = self._make(contents)
-                _check(self.files, renewed)
-                self._certificate, self._contents = renewed, contents
-                logger.info("%s is a new certificate", self.files.tls_cert)
-        except (UsageError, OSError) as error:  # they may be half replaced
+        except UsageError as error:
+            level = logging.WARNING if self.files.are_own else logging.DEBUG  # the CA that it has read is enough
+            logger.log(level, "The certificate is not renewed: %s", error)
+        now, before, replaced = time.time(), self._certificate, contents != self._contents
+        if not replaced and (self.files.are_own or before.begins <= now < self._renew_at):
+            return
+        try:
+            renewed = self._make(contents)
+        except (UsageError, OSError) as error:  # the files may be half replaced
             logger.warning("The certificate is not renewed: %s", error)
+            return
+        if replaced or now < before.begins or renewed.expires > before.expires:  # the CA itself may end
+            self._certificate, self._contents = renewed, contents
+            logger.info("This process has a new certificate")
 
-    def _next_look(self) -> float:
-        if self.files.are_own:
-            return time.time() + _LOOK_SECONDS
+    def _times_of_looks(self) -> tuple[float, float]:
+        """Now, and when the next one is due."""
+        now = time.time()
+        next_look = now + _LOOK_SECONDS
+        if not self.files.are_own and now < self._renew_at:
+            next_look = min(next_look, self._renew_at)
+        return now, next_look
+
+    @property
+    def _renew_at(self) -> float:
+        """When a process issues itself the next certificate."""
         return self._certificate.expires - certificates.LIFE_SECONDS / 3
 
     def _make(self, contents: Mapping[str, bytes]) -> Certificate:
@@ -163,12 +178,14 @@ class TLS:
                     "tls_cert and tls_key, too."
                 ) from None
         try:
-            expires = certificates.expiry_of(cert)
+            begins, expires = certificates.validity_of(cert, ca)
         except ValueError:
             raise UsageError(
                 f"tls_cert: {self.files.tls_cert} holds no certificate. Expected a PEM file with that of this process."
             ) from None
-        return Certificate(cert, key, ca, expires)
+        made = Certificate(cert, key, ca, begins, expires)
+        _check(self.files, made)
+        return made
 
     def diagnose(self, host: str, connection: socket.socket) -> str:
         """Why a server does not talk to this process, as far as TLS is the reason; else ""."""
