@@ -21,14 +21,15 @@ class ExternalCluster(ClusterBackend):
         say: shows a line to the user.
         directory: the job's. It gets a file with the token, which its owner alone can read, unless the user has chosen
             the token.
+        made_ca: the file of the CA was made for this job, and is not the user's own.
     """
 
     name = "external"
     summary = "you start the processes, anywhere"
     watches = False
 
-    def __init__(self, say: Callable[[str], None], directory: str = "") -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], directory: str = "", made_ca: bool = False) -> None:
+        self._say, self._made_ca = say, made_ca
         self._folder = Path(directory)
         self._file = self._folder / _TOKEN_FILE
         self._written = False
@@ -36,7 +37,7 @@ class ExternalCluster(ClusterBackend):
 
     @classmethod
     def make(cls, context: BackendContext) -> ExternalCluster:
-        return cls(context.say, context.directory)
+        return cls(context.say, context.directory, not context.settings.tls_ca)
 
     def start(self, role: str, index: int, master_address: str) -> None:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
@@ -47,10 +48,8 @@ class ExternalCluster(ClusterBackend):
         self._say(f"Waiting for: {TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}")
 
     def _tell_what_to_copy(self) -> None:
-        tls = self.access.tls
         files = [self._file] if self._written else []
-        if tls is not None and not tls.files.are_own:
-            files.append(Path(tls.files.tls_ca).parent)
+        files += [ca.parent for ca in self._ca_of_job()]
         if not files:
             return
         folder, names = shlex.quote(str(self._folder)), shlex.join(map(str, files))
@@ -59,6 +58,10 @@ class ExternalCluster(ClusterBackend):
             f"ssh MACHINE mkdir -pm 700 {folder} && scp -pr {names} MACHINE:{folder}/"
         )
         self._say("Give `elasticcb ps` there --host=ADDRESS, too: that of the machine, which the others reach.")
+
+    def _ca_of_job(self) -> list[Path]:
+        tls = self.access.tls
+        return [Path(tls.files.tls_ca)] if tls is not None and self._made_ca else []
 
     def _where_token_is(self) -> str:
         """For a shell. The token itself is shown to nobody."""
@@ -77,5 +80,6 @@ class ExternalCluster(ClusterBackend):
 
     def stop(self, grace_seconds: float) -> None:
         """The processes leave by themselves when the master says that the job is over, or is gone."""
-        if self._written:
-            self._file.unlink(missing_ok=True)
+        secrets = [self._file] if self._written else []
+        for file in (*secrets, *self._ca_of_job()):  # another run has others
+            file.unlink(missing_ok=True)

@@ -1,14 +1,23 @@
 """What a master tells people who start its processes."""
 
+from pathlib import Path
+
 import pytest
 
 from elasticcb.cluster.base import BackendContext
 from elasticcb.cluster.registry import make_backend
+from elasticcb.security.tls import make_ca
 from elasticcb.settings import ClusterSettings
 
 
 @pytest.fixture
-def lines_of(tmp_path, monkeypatch):
+def backends():
+    """Those that were started."""
+    return []
+
+
+@pytest.fixture
+def lines_of(tmp_path, monkeypatch, backends):
     """What is shown when a server and a worker are wanted."""
     monkeypatch.delenv("ELASTICCB_JOB_TOKEN", raising=False)
 
@@ -19,6 +28,7 @@ def lines_of(tmp_path, monkeypatch):
         for role in ("ps", "worker"):
             backend.start(role, 0, "10.0.0.1:50001")
         assert not [line for line in lines if backend.access.token in line]
+        backends.append(backend)
         return lines
 
     return start
@@ -52,3 +62,18 @@ def test_without_tls_only_the_token_is_to_be_copied(lines_of, tmp_path):
     assert server.endswith("--insecure")
     assert worker.endswith("--insecure")
     assert not (tmp_path / "tls").exists()
+
+
+def test_nothing_is_left_of_a_job_by_which_processes_of_another_run_would_be_refused(lines_of, backends, tmp_path):
+    lines_of()
+    backends[0].stop(0.0)
+    assert [each for each in tmp_path.rglob("*") if not each.is_dir()] == []
+
+
+def test_a_ca_of_the_users_own_is_neither_copied_into_the_job_nor_removed(lines_of, backends, tmp_path):
+    own = make_ca(str(tmp_path / "own")).files.tls_ca
+    copied, *_, worker = lines_of(tls_ca=own)
+    assert f"scp -pr {tmp_path}/token MACHINE:" in copied
+    assert worker.endswith(f"--tls_ca={own}")
+    backends[0].stop(0.0)
+    assert Path(own).is_file()
