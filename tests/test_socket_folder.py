@@ -135,6 +135,10 @@ def test_a_link_is_no_folder(folder, tmp_path):
     assert why_unsafe(f"unix:{link}")
 
 
+def test_what_can_be_no_path_is_no_folder():
+    assert "is no folder" in why_unsafe("unix:/tmp/a\0b")
+
+
 def test_only_what_was_made_for_sockets_is_removed(tmp_path, folder):
     other = tmp_path / "other"
     other.mkdir(0o700)

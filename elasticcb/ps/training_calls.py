@@ -119,6 +119,8 @@ class TrainingCalls:
     def apply(self, frame: Frame[pb.ApplyRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
         parameters = model.parameters
+        if not request.pushes:
+            raise WireError("Apply names no push.")
         if request.version > parameters.version:  # else it is a retry of what was done
             names = [PushName(push.worker_id, push.sequence) for push in request.pushes]
             missing = [name for name in names if name not in model.staged]

@@ -81,6 +81,8 @@ def why_unsafe(host: str) -> str:
         found = os.lstat(folder)
     except OSError as error:
         return f"{folder} is gone ({error.strerror})"
+    except ValueError as error:
+        return f"{folder!r} is no folder ({error})"
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return ""
     return f"{folder} is not a folder that only the user of this process can enter"

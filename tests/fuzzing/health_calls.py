@@ -49,7 +49,10 @@ class HealthFuzzer:
         except grpc.RpcError as error:
             code, words = error.code(), error.details()
         self.codes[code.name] += 1
-        if code not in ALLOWED and (method == "Check" or code is not grpc.StatusCode.UNIMPLEMENTED):
+        other = {grpc.StatusCode.UNIMPLEMENTED} if method != "Check" else set()
+        if "max_age" in words:  # so long a connection may last
+            other.add(grpc.StatusCode.UNAVAILABLE)
+        if code not in ALLOWED | other:
             self.surprises.add((method, code.name, words.split("\n")[0][:200]))
 
     def still_serves(self) -> bool:

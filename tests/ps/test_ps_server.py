@@ -273,6 +273,12 @@ def test_a_synchronous_push_that_is_not_staged_is_refused_by_the_second_server(c
         two.push(gradients(0, CUT), 1, sequence=1)
 
 
+def test_an_update_of_no_push_is_refused(cluster):
+    two = cluster(num_ps=2, specs=CUT, use_async=False)
+    with pytest.raises(WireError, match="names no push"):
+        two.call(1, "Apply", Frame(pb.ApplyRequest(version=1), {}))
+
+
 def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     two = cluster(num_ps=2, specs=CUT)
     for index in (0, 1):
