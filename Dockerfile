@@ -25,6 +25,8 @@ ARG TENSORFLOW=cpu
 ARG TENSORFLOW_VERSION=2.21.0
 ARG EXTRAS=kubernetes,s3
 COPY --from=wheels /wheels /wheels
+# All packages with their hashes, for the versions and extras above; `make locks` makes these files.
+COPY deploy/image /locks
 # Wheels of tensorflow for other machines than x86_64 are for the CPU alone.
 # hadolint ignore=DL3013
 RUN case "${TENSORFLOW}-$(uname -m)" in \
@@ -33,6 +35,7 @@ RUN case "${TENSORFLOW}-$(uname -m)" in \
         gpu-x86_64) tensorflow="tensorflow[and-cuda]==${TENSORFLOW_VERSION}" ;; \
         *) echo "TENSORFLOW=${TENSORFLOW} on $(uname -m): expected cpu, or gpu on x86_64" >&2; exit 2 ;; \
     esac \
+    && python -m pip install --no-cache-dir --require-hashes --requirement="/locks/${TENSORFLOW}.lock" \
     && python -m pip install --no-cache-dir "${tensorflow}" "$(ls /wheels/*.whl)[${EXTRAS}]"
 
 # The user of all pods, who may write to /tmp alone.

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-deep lint bench clean
+.PHONY: train test test-deep lint locks bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
@@ -39,6 +39,16 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# With tensorflow-cpu in place of tensorflow, as the Dockerfile has it.
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --python-version=3.10 \
+	--custom-compile-command="make locks" --extra=kubernetes --extra=s3 pyproject.toml
+TENSORFLOW := $(shell sed -n 's/^ARG TENSORFLOW_VERSION=//p' Dockerfile | head -n 1)
+
+locks: $(VENV)/.installed-test  ## what the Dockerfile installs, with hashes, as the package indexes have it today
+	echo 'tensorflow-cpu==$(TENSORFLOW); platform_machine == "x86_64"' \
+		| $(LOCK) --no-emit-package=tensorflow --output-file=deploy/image/cpu.lock -
+	echo 'tensorflow[and-cuda]==$(TENSORFLOW)' | $(LOCK) --output-file=deploy/image/gpu.lock -
 
 bench: $(VENV)/.installed-bench  ## compares throughput with Keras and ParameterServerStrategy; FLAGS="--quick" for less
 	$(BIN)/python benchmarks/throughput.py --into=docs/benchmarks.md $(FLAGS)

@@ -7,6 +7,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 try:
@@ -58,6 +59,24 @@ def test_every_requirement_has_an_upper_bound_and_takes_what_is_installed():
     for requirement in running:
         with contextlib.suppress(PackageNotFoundError):
             assert version(requirement.name) in requirement.specifier, str(requirement)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_locks_have_what_is_required_with_its_hashes(kind):
+    given, text = arguments(), (ROOT / "deploy" / "image" / f"{kind}.lock").read_text(encoding="utf-8")
+    locked: dict[str, list[str]] = {}
+    for name, one, rest in re.findall(
+        r"^([\w.-]+)(?:\[[\w,-]+\])?==(\S+)(.*(?:\n    --hash=sha256:.*)+)", text, re.MULTILINE
+    ):
+        assert "--hash=sha256:" in rest
+        locked.setdefault(name.lower(), []).append(one)
+    assert len(locked) == len(set(re.findall(r"^([\w.-]+)[=\[]", text, re.MULTILINE)))
+    extras = [each for extra in given["EXTRAS"].split(",") for each in PROJECT["optional-dependencies"][extra]]
+    for requirement in map(Requirement, [*PROJECT["dependencies"], *extras]):
+        name = "tensorflow-cpu" if (kind, requirement.name) == ("cpu", "tensorflow") else requirement.name
+        versions = locked[name.lower().replace("_", "-")]
+        assert any(each in requirement.specifier for each in versions), f"{requirement}: {versions}; run `make locks`"
+    assert locked["tensorflow-cpu" if kind == "cpu" else "tensorflow"] == [given["TENSORFLOW_VERSION"]]
 
 
 def test_documentation_names_each_build_argument_with_its_default():
