@@ -26,6 +26,8 @@ class ReadingCalls:
 
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory
+        if "\0" in directory:
+            raise WireError(f"Save names {directory!r}, which is no path.")
         with self._holder.lock:
             model = self._holder.present()
             if frame.header.hold:

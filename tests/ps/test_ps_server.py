@@ -279,6 +279,11 @@ def test_an_update_of_no_push_is_refused(cluster):
         two.call(1, "Apply", Frame(pb.ApplyRequest(version=1), {}))
 
 
+def test_a_checkpoint_at_what_is_no_path_is_refused(cluster):
+    with pytest.raises(WireError, match="is no path"):
+        cluster(specs=CUT).call(0, "Save", Frame(pb.SaveRequest(directory="a\0b"), {}))
+
+
 def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     two = cluster(num_ps=2, specs=CUT)
     for index in (0, 1):
