@@ -44,7 +44,7 @@ class Address(click.ParamType):
             return str(value)
         host, colon, port = str(value).strip().rpartition(":")
         if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-            self.fail(f"{value!r} is no address. Expected HOST:PORT, such as 10.0.0.1:50001.", param, ctx)
+            self.fail(f"{value!r} is not an address. Expected HOST:PORT, such as 10.0.0.1:50001.", param, ctx)
         if ":" in host and not (host.startswith("[") and host.endswith("]")):
             self.fail(f"{value!r} is ambiguous. Put an IPv6 host in brackets: [::1]:50001.", param, ctx)
         return f"{host}:{port}"

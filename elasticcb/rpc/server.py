@@ -63,7 +63,7 @@ class Server:
             raise ConnectionLostError(f"Can't listen on {address_of(host, port)}: {error}.") from error
         except RuntimeError as error:
             raise ConnectionLostError(
-                f"Can't listen on {host}:{port}: another process holds the port, or {host} is no address of this "
+                f"Can't listen on {host}:{port}: another process holds the port, or {host} is not an address of this "
                 "machine. Choose another port, or 0 for any that is free."
             ) from error
         self.address = address_of(host, self.port)

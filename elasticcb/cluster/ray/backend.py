@@ -45,7 +45,7 @@ def check_ray(address: str) -> None:
             "with `ray job submit`."
         )
     if address not in ("", "auto") and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):\d{1,5}", address):
-        raise UsageError(f"{given} is no address of a Ray cluster. Expected HOST:PORT, such as 10.0.0.1:6379.")
+        raise UsageError(f"{given} is not the address of a Ray cluster. Expected HOST:PORT, such as 10.0.0.1:6379.")
     if importlib.util.find_spec("ray") is None:
         raise UsageError(
             "To run on Ray takes the package ray, which is not installed. Run `pip install 'elasticcb[ray]'` here and "
