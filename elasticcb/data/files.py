@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
-from elasticcb.data.content import COMPRESSIONS, is_remote
+from elasticcb.data.content import is_remote
+from elasticcb.data.decompression import COMPRESSIONS
 from elasticcb.errors import DataError
 
 logger = logging.getLogger(__name__)
