@@ -16,7 +16,7 @@ from elasticcb.settings import (
     RecoveryOptions,
     TrainingSettings,
 )
-from elasticcb.settings.arguments import Arguments
+from elasticcb.settings.arguments import GROUPS, Arguments, in_a_program
 from elasticcb.settings.checks import completed, problems_of
 from elasticcb.settings.definition import settings_of
 
@@ -78,6 +78,28 @@ def test_contradictions_are_told_by_the_names_of_arguments():
     assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be with use_async=False: in synchronous mode all")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("or add --ps_replicas=1.", "or add RecoveryOptions.ps_replicas=1."),
+        (
+            "Allow more (--embedding_memory_bytes), or more servers (--num_ps)",
+            "(EmbeddingOptions.memory_bytes), or more servers (num_ps)",
+        ),
+        ("(--use_async=false) can't", "(use_async=False) can't"),
+        ("It goes on: --callback_errors=warn.", "It goes on: callback_errors='warn'."),
+        ("--checkpoint_dir=/data/points/", "checkpoint_dir='/data/points/'"),
+        ("No argument: --model_def, --no_such_flag", "No argument: --model_def, --no_such_flag"),
+    ],
+)
+def test_messages_name_arguments_in_a_program(text, expected):
+    assert in_a_program(text).endswith(expected)
+
+
+def test_the_help_of_groups_names_arguments():
+    assert all("--" not in group.__doc__ for group in GROUPS.values())
+
+
 def test_silence_follows_a_shorter_lease_unless_it_is_given():
     arguments = Arguments({"recovery": RecoveryOptions(lease_seconds=20)})
     assert completed(arguments.settings, arguments).cluster.silence_seconds == 20
@@ -88,7 +110,8 @@ def test_silence_follows_a_shorter_lease_unless_it_is_given():
 def test_every_setting_says_what_it_does():
     for each in settings_of(JobSettings):
         assert each.help.endswith((".", "…"))
-        assert f"{each.field}: {each.help}" in each.owner.__doc__
+        help_text = in_a_program(each.help) if each.owner in GROUPS.values() else each.help
+        assert f"{each.field}: {help_text}" in each.owner.__doc__
     assert "max_staleness: Asynchronous mode" in ExchangeOptions.__doc__
 
 

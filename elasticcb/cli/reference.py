@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elasticcb.cli.options import BY_NAME, BY_PATH, OPTIONS
+from elasticcb.cli.options import BY_PATH, OPTIONS
 from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
-from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, argument_name
+from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, in_a_program
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting
 
 _MEANINGS = {
@@ -67,26 +67,16 @@ def arguments_tables() -> str:
 def _arguments_table(what: str, settings: Sequence[Setting]) -> str:
     rows = []
     for setting in settings:
-        default = _in_python(setting.default_text) or f"`{setting.initial!r}`"
+        default = in_a_program(setting.default_text, "`") or f"`{setting.initial!r}`"
         name = setting.argument or setting.field
         choices = " or ".join(f"`{choice!r}`" for choice in setting.choices if _is_for_programs(setting, choice))
         text = f"{choices}. {setting.help}" if choices else setting.help
-        rows.append(f"| `{name}` | {default} | {_in_python(text)} |")
+        rows.append(f"| `{name}` | {default} | {in_a_program(text, '`')} |")
     return "\n".join([f"| {what} | default | what it does |", "|---|---|---|", *rows])
 
 
 def _is_for_programs(setting: Setting, choice: str) -> bool:
     return setting.path != "cluster.kind" or backends()[choice].in_programs
-
-
-def _in_python(text: str) -> str:
-    """A text about flags, with the arguments instead."""
-
-    def argument(found: re.Match[str]) -> str:
-        name = argument_name(BY_NAME[found[1]])
-        return f"`{name}={found[2]!r}`" if found[2] else f"`{name}`"
-
-    return re.sub(r"--(\w+)(?:=(\w+))?", argument, text)
 
 
 TABLES: dict[str, Callable[[], str]] = {

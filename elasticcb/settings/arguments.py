@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from elasticcb.settings.choices import Command
 from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
-from elasticcb.settings.definition import Section, Setting, build, nested, settings_of
+from elasticcb.settings.definition import Kind, Section, Setting, build, nested, settings_of
 from elasticcb.settings.job import CheckpointOptions, JobSettings
 from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions
 
@@ -26,6 +27,7 @@ GROUPED = {
 }
 _GROUP_OF = {setting.path: group for group, settings in GROUPED.items() for setting in settings}
 _BY_PATH = {setting.path: setting for setting in _SETTINGS}
+_BY_FLAG = {setting.name: setting for setting in _SETTINGS if setting.path in _GROUP_OF or setting.argument}
 
 
 class Arguments:
@@ -92,6 +94,25 @@ def argument_name(setting: Setting) -> str:
     return setting.argument or setting.field
 
 
+def in_a_program(text: str, quote: str = "") -> str:
+    """A text about flags, "--ps_replicas=1", with the arguments of `Cluster` instead, each between two `quote`."""
+
+    def argument(flag: re.Match[str]) -> str:
+        setting = _BY_FLAG.get(flag["name"])
+        if setting is None:
+            return flag[0]
+        value = "" if flag["value"] is None else f"={_as_literal(setting, flag['value'])}"
+        return f"{quote}{argument_name(setting)}{value}{quote}"
+
+    return re.sub(r"--(?P<name>[a-z_]+)\b(=(?P<value>[\w./:-]*[\w/]))?", argument, text)
+
+
+def _as_literal(setting: Setting, text: str) -> str:
+    if setting.kind in (Kind.INTEGER, Kind.NUMBER):
+        return text
+    return text.capitalize() if setting.kind is Kind.TRUTH else repr(text)
+
+
 def where_now(name: str, value: Any) -> str:
     """What to write for a setting that `Cluster` takes in a group; "" when it is no such setting.
 
@@ -104,3 +125,7 @@ def where_now(name: str, value: Any) -> str:
                 options = f"elasticcb.{GROUPS[group].__name__}({setting.field}={value!r})"
                 return f"{name}={value!r} has its place in `{group}`: Cluster({group}={options})."
     return ""
+
+
+for _owner in GROUPS.values():
+    _owner.__doc__ = in_a_program(_owner.__doc__ or "")
