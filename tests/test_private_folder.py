@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from elasticcb.api.processes import ClusterProcesses
 from elasticcb.cluster.ray.actor import PlaceOnNode
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
-from elasticcb.security.private_folder import make_private
+from elasticcb.security.private_folder import check_temporary, make_private
+from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.security.tls import make_ca
+from elasticcb.settings import ClusterSettings
 
 SOMEBODY, STRANGER = 65534, 1234  # the user who runs a job, and another one
 
@@ -114,3 +117,39 @@ def test_an_actor_of_ray_uses_no_folder_of_another_user(told_somebody, folder_of
     folder = folder_of(STRANGER)
     assert f"{folder} belongs to another user" in told_somebody(launch_on_node, folder)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o2775])
+def test_temporary_files_of_a_job_are_not_where_others_could_replace_them(tmp_path, mode):
+    (tmp_path / "inner").mkdir()
+    tmp_path.chmod(mode)
+    for place in (tmp_path, tmp_path / "inner"):
+        with pytest.raises(UsageError, match=rf"{tmp_path} can be written to by other users \(mode {mode:o}\)"):
+            check_temporary(str(place))
+    for closed in (0o1777, 0o755):
+        tmp_path.chmod(closed)
+        check_temporary(str(tmp_path / "inner"))
+
+
+def test_a_link_leads_to_where_others_could_replace_temporary_files(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to("open")
+    with pytest.raises(UsageError, match=f"{tmp_path}/open can be written to"):
+        check_temporary(str(tmp_path / "link"))
+
+
+@pytest.mark.parametrize("begin", ["sockets", "folder", "keys"])
+def test_a_job_makes_nothing_where_others_could_replace_it(tmp_path, monkeypatch, begin):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tls = make_ca(str(tmp_path / "job"))
+    before = set(tmp_path.iterdir())
+    tmp_path.chmod(0o777)
+    makes = {
+        "sockets": lambda: SocketFolder().host,
+        "folder": ClusterProcesses(ClusterSettings(), None, "INFO").start,
+        "keys": lambda: PlaceOnNode()._own_tls(tls),
+    }
+    with pytest.raises(UsageError, match="TMPDIR"):
+        makes[begin]()
+    assert set(tmp_path.iterdir()) == before

@@ -6,10 +6,14 @@ import copy
 import dataclasses
 import datetime
 import gc
+import os
 import pickle
+import signal
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -183,6 +187,29 @@ def test_a_server_that_is_not_there_is_no_matter_of_tls(tmp_path):
     server.stop()
     assert diagnose(server.address, None) == ""
     assert diagnose(server.address, TLS.load(CA(tmp_path).issue())) == ""
+
+
+_KILLED_WHILE_IT_STARTS = """
+import os, signal, ssl, sys
+from pathlib import Path
+from elasticcb.security.tls import TLS, TLSFiles
+
+def read_and_die(context, cert, key, password):
+    assert b"PRIVATE KEY" in Path(key).read_bytes()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ssl.SSLContext.load_cert_chain = read_and_die
+TLS.load(TLSFiles(sys.argv[1]))
+"""
+
+
+def test_a_process_that_is_killed_while_it_starts_leaves_no_key(tmp_path):
+    ca = make_ca(str(tmp_path)).files.tls_ca
+    (tmp_path / "tmp").mkdir()
+    program = [sys.executable, "-c", _KILLED_WHILE_IT_STARTS, ca]
+    ended = subprocess.run(program, env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 # ---------------------------------------------------------------- renewal

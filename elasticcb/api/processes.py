@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend
@@ -13,7 +14,7 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
-from elasticcb.security.private_folder import make_private
+from elasticcb.security.private_folder import check_temporary, make_private
 from elasticcb.settings import ClusterSettings
 from elasticcb.storage.temporary import TemporaryFolder
 
@@ -96,6 +97,7 @@ class ClusterProcesses:
     def _make_directory(self) -> Path:
         if self._directory is None:
             if self._given is None:
+                check_temporary(tempfile.gettempdir())
                 self._temporary = TemporaryFolder()
                 self._directory = self._temporary.path
             else:

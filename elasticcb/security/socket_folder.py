@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from elasticcb.security.private_folder import check_temporary
+
 _SCHEME = "unix:"
 _PREFIX = "elasticcb-sockets-"
 _OTHER_PARENT = "/tmp"  # where temporary files go to a place that has no name for sockets
@@ -40,9 +42,10 @@ class SocketFolder:
 
     @property
     def host(self) -> str:
-        """As which it stands in addresses."""
+        """As which it stands in addresses. Raises `UsageError` where other users could replace the folder."""
         if not self._host:
             parent = next(each for each in (tempfile.gettempdir(), _OTHER_PARENT) if _PARENT.fullmatch(each))
+            check_temporary(parent)
             self._host = _SCHEME + tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # 0700
             self._held = hold_folder(self._host)
         return self._host

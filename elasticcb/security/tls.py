@@ -13,7 +13,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -302,10 +302,9 @@ def _check(files: TLSFiles, certificate: Certificate) -> None:
 def _context(protocol: int, files: TLSFiles, certificate: Certificate) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    with tempfile.TemporaryDirectory(prefix="elasticcb-tls-") as folder:  # OpenSSL reads files only
-        cert, key, ca = (Path(folder, name) for name in FILES.values())
-        for path, content in ((cert, certificate.cert), (key, certificate.key), (ca, certificate.ca)):
-            path.write_bytes(content)
+    with contextlib.ExitStack() as until_end:
+        contents = certificate.cert, certificate.key, certificate.ca
+        cert, key, ca = (until_end.enter_context(_path_of(content)) for content in contents)
         try:
             context.load_cert_chain(cert, key, password="")
         except ssl.SSLError as error:
@@ -323,6 +322,15 @@ def _context(protocol: int, files: TLSFiles, certificate: Certificate) -> ssl.SS
                 f"tls_ca: {files.tls_ca} holds no certificate: {_words(error)}. Expected the PEM file of a CA."
             ) from None
     return context
+
+
+@contextlib.contextmanager
+def _path_of(content: bytes) -> Iterator[str]:
+    """Where OpenSSL, which only reads files, reads it: a file without a name, which is gone when this process is."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(content)
+        file.seek(0)  # some systems read on from there
+        yield f"/dev/fd/{file.fileno()}"
 
 
 def _words(error: ssl.SSLError) -> str:

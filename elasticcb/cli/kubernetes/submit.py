@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +33,10 @@ from elasticcb.cluster.kubernetes.pods import (
 )
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
+from elasticcb.security import certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS
-from elasticcb.security.tls import TLS, make_ca, tls_files
+from elasticcb.security.tls import TLS, TLSFiles, tls_files
 from elasticcb.settings import Command, KubernetesSettings
 from elasticcb.settings.definition import Kind
 from elasticcb.storage import durable
@@ -203,8 +203,8 @@ def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
     if given["insecure"]:
         return ["--insecure"], {}
     files = tls_files({each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""})
-    with tempfile.TemporaryDirectory() as folder:
-        tls = make_ca(folder) if files is None else TLS.load(files)
+    own = TLSFiles(TLS_FLAGS["tls_ca"])
+    tls = TLS(own, {"tls_ca": certificates.make_ca()}) if files is None else TLS.load(files)
     return tls.at(FILES).files.flags, tls.contents
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE
 from elasticcb.process.log_files import last_lines
-from elasticcb.security.private_folder import make_private
+from elasticcb.security.private_folder import check_temporary, make_private
 from elasticcb.security.tls import TLS
 from elasticcb.storage.temporary import TemporaryFolder
 
@@ -58,7 +59,7 @@ class PlaceOnNode:
             threads: for TensorFlow to compute with.
 
         Raises `OSError` when the folder, or the process, can't be made, and `UsageError` when the folder is another
-        user's.
+        user's, or other users could replace its files of TLS.
         """
         if self._launched is not None:
             return self._launched
@@ -104,6 +105,7 @@ class PlaceOnNode:
         """The master's, in files of this node."""
         if tls is None:
             return None
+        check_temporary(tempfile.gettempdir())
         self._keys = TemporaryFolder()
         for name, content in tls.contents.items():
             (self._keys.path / name).write_bytes(content)
