@@ -4,9 +4,9 @@ import logging
 import os
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import wait_until
 
 from elasticcb.process import log_files
 from elasticcb.process.log_files import LogFile, LogReader, last_lines
@@ -37,13 +37,6 @@ def log(tmp_path):
 def write(log, *lines):
     for line in lines:
         log.handle(logging.makeLogRecord({"msg": line}))
-
-
-def wait_until(holds):
-    give_up = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def test_a_full_file_is_replaced_and_so_many_before_it_stay(log, tmp_path):

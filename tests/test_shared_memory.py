@@ -5,12 +5,12 @@ import multiprocessing
 import os
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -295,8 +295,5 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
     client.join()
     killed.set()
     assert ended.wait(60)
-    give_up = time.monotonic() + 30
-    while service._memory._segments:
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
+    wait_until(lambda: not service._memory._segments)
     server.stop()

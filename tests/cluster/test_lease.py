@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from waiting import wait_until
 
 from elasticcb.cluster.kubernetes import lease as lease_module
 from elasticcb.cluster.kubernetes.api import KubernetesError
@@ -204,8 +205,7 @@ def ended():
 def test_it_is_renewed_beside_the_work_and_given_up_after_it(api, quick, ended):
     with held(MasterLease(api, "job", "a"), [].append, ended):
         before = api.version
-        while api.version < before + 3:
-            time.sleep(0.01)
+        wait_until(lambda: api.version >= before + 3)
         assert api.spec["holderIdentity"] == "a"
     assert api.spec["holderIdentity"] == ""
     assert not ended
@@ -266,11 +266,7 @@ def test_it_is_renewed_after_an_answer_that_is_not_one_of_the_api_server(api, qu
     with held(MasterLease(api, "job", "a"), [].append, ended):
         before = api.version
         api.before_patch = refuse_once
-        for _ in range(500):
-            if api.version > before + 2:
-                break
-            time.sleep(0.01)
-        assert api.version > before + 2
+        wait_until(lambda: api.version > before + 2)
     assert not ended
 
 
@@ -278,10 +274,11 @@ def test_one_that_waits_says_so_once_and_begins_when_the_other_has_ended(api, qu
     said = []
     MasterLease(api, "job", "old").take_if_free()
     api.pods["old"] = RUNS
+    seen = []
+    api.before_answer = lambda: seen.append(api.spec["holderIdentity"])
 
     def end_later():
-        time.sleep(0.3)
-        assert api.spec["holderIdentity"] == "old"
+        wait_until(lambda: len(seen) > 10)
         api.pods["old"] = ENDED
 
     thread = threading.Thread(target=end_later)
@@ -289,4 +286,5 @@ def test_one_that_waits_says_so_once_and_begins_when_the_other_has_ended(api, qu
     with held(MasterLease(api, "job", "new"), said.append, ended):
         assert api.spec["holderIdentity"] == "new"
     thread.join()
+    assert set(seen[:10]) == {"old"}
     assert said == ["The master in the pod old may still act; this one waits for its end."]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from itertools import product
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from waiting import wait_until
 
 import elasticcb
 from deep_cases import deep_but
@@ -388,13 +388,6 @@ def test_model_that_can_not_be_placed_is_refused(cluster):
 # ------------------------------------------------------------ processes that die
 
 
-def wait_for(condition, seconds=120):
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path):
     def work(folder, number):
         import os
@@ -413,7 +406,7 @@ def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path
     with elasticcb.Cluster(num_workers=2) as cluster:
         cluster.place(model)
         values = [cluster.schedule(work, str(tmp_path), number) for number in range(8)]
-        wait_for(lambda: len(list(tmp_path.glob("runs-*"))) == 2)
+        wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == 2)
         os.kill(int((tmp_path / "runs-0").read_text()), signal.SIGKILL)
         (tmp_path / "go").touch()
         cluster.join()

@@ -10,10 +10,12 @@ import sys
 import time
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
+from waiting import wait_until
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
@@ -152,14 +154,6 @@ def linear_flags(api, folder, epochs, **more):
     )
 
 
-def wait_until(condition):
-    """For what the API server is asked for, for at most two minutes."""
-    give_up = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.5)
-
-
 def delete_pod(api, role, grace_seconds=None):
     pods = api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}={role}", "status.phase=Running")["items"]
     name = min(pod["metadata"]["name"] for pod in pods)
@@ -270,15 +264,15 @@ def test_a_master_that_lost_its_lease_ends_at_once_and_none_acts_while_another_p
     assert lease()["holderIdentity"] == first
     before = lease()["renewTime"]
     wait_until(lambda: lease()["renewTime"] != before)
+
     # As a master does that was started while this one was cut off; its node does not tell of its end.
-    while True:
-        try:
-            version = api.read("Lease", "job")["metadata"]["resourceVersion"]
-            spec = {"holderIdentity": "job-elsewhere", "leaseDurationSeconds": 25}
-            api.patch("Lease", "job", {"metadata": {"resourceVersion": version}, "spec": spec})
-            break
-        except KubernetesError:  # it was renewed meanwhile
-            time.sleep(0.1)
+    def take_lease():
+        version = api.read("Lease", "job")["metadata"]["resourceVersion"]
+        spec = {"holderIdentity": "job-elsewhere", "leaseDurationSeconds": 25}
+        with suppress(KubernetesError):  # it was renewed meanwhile
+            return api.patch("Lease", "job", {"metadata": {"resourceVersion": version}, "spec": spec})
+
+    wait_until(take_lease)
     taken = time.monotonic()
     job.wait_for_line(r"This master has lost its Lease, so that another one may act")
     job.wait_for_line(r"The master in the pod job-elsewhere may still act; this one waits for its end")

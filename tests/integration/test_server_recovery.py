@@ -4,11 +4,11 @@ import json
 import re
 import signal
 import textwrap
-import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from waiting import wait_until
 
 from elasticcb.checkpoint.versions import find_latest
 from jobs import GATE, number, offsets_job, open_gate, train_flags
@@ -86,13 +86,6 @@ def test_epoch_that_has_ended_is_not_lost_with_a_server(data, start_job):
 
 def files_of(log):
     return json.loads(log.read_text())["files"] if log.exists() else []
-
-
-def wait_until(condition, seconds=120):
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
 
 
 def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data, start_job, faults):
