@@ -75,6 +75,9 @@ def test_a_lock_is_all_that_is_installed_and_by_its_hashes(zoo, capsys):
     assert main(["zoo", "init", "zoo"]) == 0
     told = capsys.readouterr().out
     assert f"echo 'elasticcb[kubernetes]=={__version__}' | uv pip compile --generate-hashes" in told
+    assert "--index" not in told
+    assert main(["zoo", "init", "zoo", "--force", "--extra_pypi_index=https://more.example/simple"]) == 0
+    assert " --index=https://more.example/simple --output-file=" in capsys.readouterr().out
     (zoo / "requirements.lock").write_text(LOCKED)
     write_wheel(zoo.parent / "dist", "words", "")
     given = ["--force", "--local_pkg_dir=dist", "--extra_pypi_index=https://more.example/simple"]
@@ -92,10 +95,11 @@ def test_a_lock_is_all_that_is_installed_and_by_its_hashes(zoo, capsys):
 @pytest.mark.parametrize("text", ["", f"elasticcb=={__version__}\n", LOCKED.replace(__version__, "0.0.1")])
 def test_a_lock_without_this_elasticcb_and_its_hashes_is_refused(zoo, capsys, text):
     (zoo / "requirements.lock").write_text(text)
-    assert main(["zoo", "init", "zoo"]) == 2
+    assert main(["zoo", "init", "zoo", "--extra_pypi_index=https://more.example/a?b&c"]) == 2
     message = capsys.readouterr().err
     assert "does not lock elasticcb" in message
     assert "uv pip compile --generate-hashes" in message
+    assert " --index='https://more.example/a?b&c' " in message
     assert not (zoo / "Dockerfile").exists()
 
 
@@ -115,16 +119,18 @@ FROM b.example/c
     assert not unpinned_bases(ZooImage(f"python@{DIGEST}").dockerfile())
 
 
-@pytest.mark.parametrize(("prints", "pinned"), [(DIGEST, DIGEST), ("", "sha256:…")])
-def test_build_warns_of_a_base_without_digest_and_of_a_lock_that_is_not_used(zoo, capfd, monkeypatch, prints, pinned):
-    commands = zoo.parent / "bin"
+def put_engine(commands, monkeypatch, script):
+    """A podman, and no other command, that a shell script is."""
     commands.mkdir()
-    (commands / "podman").write_text(
-        f'#!/bin/sh\n[ "$1 $2 $3 $4" = "image inspect --format={{{{.Digest}}}} python:3.12-slim" ] && echo "{prints}"\n'
-        "exit 0\n"
-    )
+    (commands / "podman").write_text(f"#!/bin/sh\n{script}")
     (commands / "podman").chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
+
+
+@pytest.mark.parametrize(("prints", "pinned"), [(DIGEST, DIGEST), ("", "sha256:…")])
+def test_build_warns_of_a_base_without_digest_and_of_a_lock_that_is_not_used(zoo, capfd, monkeypatch, prints, pinned):
+    asked = "image inspect --format={{.Digest}} python:3.12-slim"
+    put_engine(zoo.parent / "bin", monkeypatch, f'[ "$1 $2 $3 $4" = "{asked}" ] && echo "{prints}"\nexit 0\n')
     assert main(["zoo", "init", "zoo", "--base_image=python:3.12-slim"]) == 0
     (zoo / "requirements.lock").write_text(LOCKED)
     assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
@@ -161,8 +167,45 @@ def test_files_that_look_like_secrets_are_left_out_by_the_dockerignore_that_is_w
     found = [".env", "aws_credentials.csv", "key.pem", "sub/.env.local", "sub/id_rsa"]
     assert secret_files(zoo, "") == found
     assert secret_files(zoo, "sub\n*.pem\n") == found[:2]
+    assert secret_files(zoo, "id_rsa\n*.csv\n/key.pem") == [".env", "sub/.env.local", "sub/id_rsa"]
     assert main(["zoo", "init", "zoo"]) == 0
     assert secret_files(zoo, (zoo / ".dockerignore").read_text()) == []
+
+
+def write_secrets(zoo, *names):
+    for name in names:
+        (zoo / name).parent.mkdir(parents=True, exist_ok=True)
+        (zoo / name).write_text("hush")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("!key.pem", ["key.pem"]),
+        ("!*.pem", ["key.pem"]),
+        ("! /key.pem/", ["key.pem"]),
+        ("!**/*.pem", ["key.pem", "sub/deep/key.pem"]),
+        ("!sub/deep", ["sub/deep/key.pem"]),
+        ("!.ssh/config", [".ssh/config"]),
+        ("!.ssh", [".ssh"]),
+        ("!k?y.*", ["key.pem"]),
+        ("# !key.pem", []),
+        ("!key.pem\n*.pem", []),
+        ("!**\nsub\n.ssh/**\n*.pem", []),
+        ("!**\n*\n!*.py", []),
+    ],
+)
+def test_build_warns_of_secrets_that_a_later_line_of_the_dockerignore_takes_in_again(
+    zoo, capfd, monkeypatch, lines, found
+):
+    write_secrets(zoo, "key.pem", "sub/deep/key.pem", ".ssh/config")
+    assert main(["zoo", "init", "zoo"]) == 0
+    with (zoo / ".dockerignore").open("a") as file:
+        file.write(lines)
+    put_engine(zoo.parent / "bin", monkeypatch, "exit 0\n")
+    capfd.readouterr()
+    assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
+    assert re.findall(r"zoo/(\S+) looks as if it held secrets", capfd.readouterr().out) == found
 
 
 @pytest.mark.parametrize(

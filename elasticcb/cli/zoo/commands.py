@@ -97,7 +97,7 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     wheels = _wheels(directory, local_pkg_dir)
     lock = directory / LOCK
     if lock.exists():
-        check_lock(_read(lock), str(lock), bool(wheels))
+        check_lock(_read(lock), str(lock), bool(wheels), extra_pypi_index)
     text = ZooImage(base_image, extra_pypi_index, bool(wheels), lock.exists()).dockerfile()
     dockerfile = directory / DOCKERFILE
     if dockerfile.exists() and not force and _read(dockerfile) != text:
@@ -129,7 +129,8 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     if not lock.exists():
         print(
             "\nTo have the same packages in each image, lock their versions and hashes, then write the Dockerfile "
-            f"again:\n  cd {shlex.quote(folder)} && {lock_command(bool(wheels))}\n  elasticcb zoo init --force …"
+            f"again:\n  cd {shlex.quote(folder)} && {lock_command(bool(wheels), extra_pypi_index)}\n"
+            "  elasticcb zoo init --force …"
         )
     print(f"\nNext: elasticcb zoo build {shlex.quote(folder)} --image={_EXAMPLE}")
 
@@ -185,7 +186,7 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
     for file in secret_files(directory, left_out):
         print(
             f"Warning: {directory / file} looks as if it held secrets, and goes into the image, where all who pull it "
-            f"can read it. A line `{file}` in {ignored} leaves it out; pods get secrets by --env_from_secret."
+            f"can read it. A line `{file}` at the end of {ignored} leaves it out; pods get secrets by --env_from_secret."
         )
     for entry, size in large_entries(directory, left_out):
         print(

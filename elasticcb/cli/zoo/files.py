@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import posixpath
 import re
 import shlex
 import sys
@@ -119,9 +121,10 @@ def default_base_image() -> str:
     return "docker.io/library/python:{}.{}-slim".format(*sys.version_info)
 
 
-def lock_command(wheels: bool) -> str:
-    """Makes the `LOCK` of a zoo, in its folder."""
+def lock_command(wheels: bool, extra_pypi_index: str) -> str:
+    """Makes the `LOCK` of a zoo, in its folder; the arguments are those of `ZooImage`."""
     local = f" --find-links={WHEELS}" if wheels else ""
+    local += f" --index={shlex.quote(extra_pypi_index)}" if extra_pypi_index else ""
     version = "{}.{}".format(*sys.version_info)
     return (
         f"echo 'elasticcb[kubernetes]=={__version__}' | uv pip compile --generate-hashes --python-version={version}"
@@ -129,18 +132,18 @@ def lock_command(wheels: bool) -> str:
     )
 
 
-def check_lock(text: str, place: str, wheels: bool) -> None:
+def check_lock(text: str, place: str, wheels: bool, extra_pypi_index: str) -> None:
     """Raises `UsageError` when a `LOCK` does not have this elasticcb with its hashes.
 
     Args:
         place: the file's path, for the message.
-        wheels: whether the zoo has local ones.
+        wheels, extra_pypi_index: as in `ZooImage`.
     """
     pattern = rf"^elasticcb(\[[^]]*\])?=={re.escape(__version__)}[\s\\]+--hash="
     if not re.search(pattern, text, re.MULTILINE):
         raise UsageError(
             f"{place} does not lock elasticcb {__version__} with its hashes, and no image could be made by it. Remove "
-            f"it, or make it anew, in its folder:\n  {lock_command(wheels)}"
+            f"it, or make it anew, in its folder:\n  {lock_command(wheels, extra_pypi_index)}"
         )
 
 
@@ -255,31 +258,41 @@ def unpublished_source() -> str:
 
 
 def secret_files(folder: Path, dockerignore: str) -> list[str]:
-    """What of a zoo looks as if it held secrets, by its name, and is not left out: paths in the folder, sorted."""
-    patterns = _left_out(dockerignore)
-    found = []
-    for path in folder.rglob("*"):
-        inner = path.relative_to(folder)
-        looks_so = any(fnmatch(path.name.lower(), pattern) for pattern in SECRETS)
-        if looks_so and not any(part.match(pattern) for part in (inner, *inner.parents) for pattern in patterns):
-            found.append(inner.as_posix())
+    """What of a zoo looks as if it held secrets, by its name or that of a folder above it, and is not left out: paths in
+    the folder, sorted; of a folder that goes in as a whole only itself."""
+    found: dict[str, None] = {}
+    for path in sorted(each.relative_to(folder) for each in folder.rglob("*")):
+        looks_so = any(fnmatch(part.lower(), pattern) for part in path.parts for pattern in SECRETS)
+        is_told = any(parent.as_posix() in found for parent in path.parents)
+        if looks_so and not is_told and not is_left_out(path.as_posix(), dockerignore):
+            found[path.as_posix()] = None
     return sorted(found)
 
 
-def _left_out(dockerignore: str) -> list[str]:
-    """Patterns for names, of those of a .dockerignore."""
-    lines = {line.strip().strip("/").removesuffix("/**") for line in dockerignore.splitlines()}
-    return [line.removeprefix("**/") for line in lines if line and not line.startswith(("#", "!"))]
+def is_left_out(path: str, dockerignore: str) -> bool:
+    """Whether a .dockerignore leaves out a path in its folder: the last line decides that names it or a folder above it,
+    and one with a "!" takes it in again."""
+    left_out = False
+    for line in map(str.strip, dockerignore.splitlines()):
+        pattern = line.removeprefix("!").strip().removesuffix("/**")
+        if pattern and not line.startswith("#") and re.fullmatch(_expression(pattern), path):
+            left_out = not line.startswith("!")
+    return left_out
+
+
+_WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+@functools.cache
+def _expression(pattern: str) -> str:
+    """The regular expression for what a pattern of a .dockerignore names, and all below that."""
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?)", posixpath.normpath(pattern).lstrip("/"))
+    return "".join(_WILD.get(each) or re.escape(each) for each in pieces) + "(?:/.*)?"
 
 
 def large_entries(folder: Path, dockerignore: str, largest: int = LARGE_BYTES) -> Sequence[tuple[str, int]]:
     """What of a zoo has more than `largest` bytes and is not left out by name: (entry, bytes), the largest first."""
-    patterns = _left_out(dockerignore)
-    sizes = [
-        (entry.name, _bytes_of(entry))
-        for entry in folder.iterdir()
-        if not any(entry.match(pattern) for pattern in patterns)
-    ]
+    sizes = [(entry.name, _bytes_of(entry)) for entry in folder.iterdir() if not is_left_out(entry.name, dockerignore)]
     return sorted(((name, size) for name, size in sizes if size > largest), key=lambda each: -each[1])
 
 
