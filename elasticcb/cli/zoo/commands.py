@@ -186,7 +186,8 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
     for file in secret_files(directory, left_out):
         print(
             f"Warning: {directory / file} looks as if it held secrets, and goes into the image, where all who pull it "
-            f"can read it. A line `{file}` at the end of {ignored} leaves it out; pods get secrets by --env_from_secret."
+            f"can read it. A line `{file}` at the end of {ignored} leaves it out; pods get secrets by "
+            "--env_from_secret."
         )
     for entry, size in large_entries(directory, left_out):
         print(

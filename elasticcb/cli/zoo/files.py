@@ -258,8 +258,8 @@ def unpublished_source() -> str:
 
 
 def secret_files(folder: Path, dockerignore: str) -> list[str]:
-    """What of a zoo looks as if it held secrets, by its name or that of a folder above it, and is not left out: paths in
-    the folder, sorted; of a folder that goes in as a whole only itself."""
+    """What of a zoo looks as if it held secrets, by its name or that of a folder above it, and is not left out: paths
+    in the folder, sorted; of a folder that goes in only itself."""
     found: dict[str, None] = {}
     for path in sorted(each.relative_to(folder) for each in folder.rglob("*")):
         looks_so = any(fnmatch(part.lower(), pattern) for part in path.parts for pattern in SECRETS)
@@ -270,7 +270,7 @@ def secret_files(folder: Path, dockerignore: str) -> list[str]:
 
 
 def is_left_out(path: str, dockerignore: str) -> bool:
-    """Whether a .dockerignore leaves out a path in its folder: the last line decides that names it or a folder above it,
+    """Whether a .dockerignore leaves out a path in its folder: the last line decides that names it or a folder above,
     and one with a "!" takes it in again."""
     left_out = False
     for line in map(str.strip, dockerignore.splitlines()):
