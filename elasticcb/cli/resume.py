@@ -12,7 +12,7 @@ from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.kubernetes.recreate import make_again, wait_for_old_master
+from elasticcb.cli.kubernetes.recreate import make_again, make_missing_lease, wait_for_old_master
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
@@ -45,6 +45,7 @@ def resume(session: CommandRun, job: str, namespace: str | None) -> None:
 def _resume_on_kubernetes(job: KubernetesJob) -> int:
     if job.state == "stopped":
         wait_for_old_master(job)
+        make_missing_lease(job)
         job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
     elif job.state == "failed":
         make_again(job)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.kubernetes.submit import create_all
+from elasticcb.cli.kubernetes.submit import create_all, owner_reference
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, lease_with, names_of_servers
 from elasticcb.errors import UsageError
@@ -46,6 +46,13 @@ def make_again(job: KubernetesJob) -> None:
             )
         time.sleep(_PAUSE_SECONDS)
     create_all(api, manifests)
+
+
+def make_missing_lease(job: KubernetesJob) -> None:
+    """Gives a job its Lease, if an earlier release has submitted it without one."""
+    if not _is_there(job.api, "Lease", job.name):
+        metadata = as_submitted(job.job)["metadata"] | {"ownerReferences": [owner_reference(job.job)]}
+        job.api.create(lease_with(metadata))
 
 
 def wait_for_old_master(job: KubernetesJob) -> None:

@@ -118,31 +118,50 @@ def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory:
 
 
 def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Makes the objects of a job, which are removed with its Job; all of them, or none."""
-    made: list[Mapping[str, Any]] = []
+    """Makes the objects of a job, the last of which is its Job; all of them, or none.
+
+    The Job is made first, stopped, so that the others belong to it from their beginning and are removed with it, also
+    when this process is killed between them.
+    """
+    *others, job = manifests
+    name = job["metadata"]["name"]
+    made = _create(api, {**job, "spec": job["spec"] | {"parallelism": 0}})
     try:
-        for manifest in manifests:
-            made.append(api.create(manifest))
-        job = made[-1]
-        owner = {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "name": job["metadata"]["name"],
-            "uid": job["metadata"]["uid"],
-        }
-        for each in manifests[:-1]:
-            api.patch(each["kind"], each["metadata"]["name"], {"metadata": {"ownerReferences": [owner]}})
-    except KubernetesError as error:
-        for manifest in manifests[: len(made)]:
-            with contextlib.suppress(KubernetesError):
-                api.delete(manifest["kind"], manifest["metadata"]["name"])
-        if error.status == 409:
-            name = manifests[-1]["metadata"]["name"]
-            raise UsageError(
-                f"There is a job {name} in the namespace {api.namespace} already. Give another --job_name, or remove "
-                f"that one: elasticcb stop {name} --namespace={api.namespace} --delete"
-            ) from None
+        for each in others:
+            _create(api, {**each, "metadata": each["metadata"] | {"ownerReferences": [owner_reference(made)]}})
+        api.patch("Job", name, {"spec": {"parallelism": job["spec"].get("parallelism", 1)}})
+    except BaseException:  # an interruption too
+        with contextlib.suppress(KubernetesError):
+            api.delete("Job", name)
         raise
+
+
+def owner_reference(job: Mapping[str, Any]) -> dict[str, Any]:
+    """By which an object belongs to a Job that is there, and is removed with it."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": job["metadata"]["name"],
+        "uid": job["metadata"]["uid"],
+    }
+
+
+def _create(api: KubernetesAPI, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises `UsageError` when there is one of this name."""
+    kind, name, namespace = manifest["kind"], manifest["metadata"]["name"], api.namespace
+    try:
+        return api.create(manifest)
+    except KubernetesError as error:
+        if error.status != 409:
+            raise
+    if kind == "Job":
+        remove = f"elasticcb stop {name} --namespace={namespace} --delete"
+    else:
+        remove = f"kubectl delete {kind.lower()} {name} --namespace={namespace}"
+    raise UsageError(
+        f"There is a {kind} {name} in the namespace {namespace} already. Give another --job_name, or remove that one: "
+        f"{remove}"
+    )
 
 
 def kept_paths(job: Mapping[str, Any]) -> list[str]:
