@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticcb.errors import ElasticCBError, JobInterrupted
+from elasticcb.process.logs import print_line
 from elasticcb.settings import JobSettings
 from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting
 from elasticcb.storage import durable
@@ -90,7 +91,7 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
     finally:
         follower.close()
         display.close()
-    print(reason + _ending(done, results), flush=True)
+    print_line(reason + _ending(done, results))
 
 
 def _enough(done: int, limits: FollowSettings) -> bool:

@@ -20,6 +20,7 @@ from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
+from elasticcb.process.logs import print_line
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import Command, JobSettings
 from elasticcb.settings.checks import completed
@@ -66,7 +67,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
 def show_folder(settings: JobSettings) -> None:
     """The first line of what a job prints: where its folder is."""
-    print(f"[{settings.name}] The job's folder is {settings.directory}", flush=True)
+    print_line(f"[{settings.name}] The job's folder is {settings.directory}")
 
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:

@@ -17,6 +17,7 @@ from rich.text import Text
 from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
 from elasticcb.cluster.registry import backend_of
 from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.process.logs import print_line
 from elasticcb.settings import JobSettings
 
 _REFRESHES_PER_SECOND = 4
@@ -77,7 +78,7 @@ def status_parts(status: JobSnapshot) -> list[str]:
 
 
 class PlainDisplay:
-    """Plain lines: one when something changed, and no more than one in `interval` seconds.
+    """Plain lines, or JSON as those of logs: one when something changed, and no more than one in `interval` seconds.
 
     Args:
         name: of the job.
@@ -122,7 +123,7 @@ class PlainDisplay:
         pass
 
     def _write(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print_line(text, self._stream)
 
 
 class LiveDisplay:

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import TextIO
 
 from elasticcb.process.log_files import LogFile
 
 FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
 FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # where standard output and standard error of a process go, if to a file
+_OUTPUT = "elasticcb.output"  # what is printed, where it is JSON
 _LOGGERS = ("elasticcb", "py.warnings")
 _FORMAT = "%(asctime)s %(role)s %(levelname).1s %(name)s: %(message)s"
 
@@ -58,9 +60,8 @@ def quiet_environment(level: str) -> dict[str, str]:
 
 def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
     """Sends this package's log lines to `handlers`, as `FORMAT_VARIABLE` says. Files that they went to are closed."""
-    as_json = os.environ.get(FORMAT_VARIABLE) == "json"
     for handler in handlers:
-        handler.setFormatter(_JSONFormatter() if as_json else _UTCFormatter(_FORMAT))
+        handler.setFormatter(_JSONFormatter() if _as_json() else _UTCFormatter(_FORMAT))
         handler.addFilter(_RoleFilter(role))
     for file in _files():
         file.close()
@@ -70,6 +71,20 @@ def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
         tagged.handlers[:] = handlers
         tagged.setLevel(level)
         tagged.propagate = False
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Prints what a command has to say of its job, in the format of log lines where that is JSON and nobody looks on.
+
+    Args:
+        stream: None takes standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    if _as_json() and not stream.isatty():
+        record = logging.LogRecord(_OUTPUT, logging.INFO, "", 0, text.strip("\n"), None, None)
+        record.role = "master"
+        text = _JSONFormatter().format(record)
+    print(text, file=stream, flush=True)
 
 
 def own_log() -> logging.Handler:
@@ -82,6 +97,10 @@ def limit_log_files(max_bytes: int, kept: int) -> None:
     """A log file of `max_bytes` is replaced by a new one (0: never); the last `kept` ones before it stay."""
     for file in _files():
         file.limit(max_bytes, kept)
+
+
+def _as_json() -> bool:
+    return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
 def _files() -> list[LogFile]:

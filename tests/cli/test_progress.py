@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 
+import pytest
 from rich.console import Console
 
-from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display
+from elasticcb.cli.job import show_folder
+from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, status_parts
 from elasticcb.cli.summary import format_seconds, summary_lines
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput
+from elasticcb.process.logs import FORMAT_VARIABLE
 from elasticcb.settings import Command, JobSettings, ModelSettings
 
 STATUS = JobSnapshot(
@@ -82,6 +86,36 @@ def test_a_plain_line_holds_all_figures():
         "[digits] training: epoch 2/3, 50% (1,500/3,000 records), 812 records/s, version 47, loss 0.12346, "
         "val_accuracy 0.95123, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
     )
+
+
+@pytest.fixture
+def as_json(monkeypatch):
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+
+
+def test_all_that_a_master_prints_is_json_where_its_log_is(as_json, capsys):
+    show_folder(JobSettings(command=Command.TRAIN, name="digits", directory="/job", model=ModelSettings()))
+    display = PlainDisplay("digits")
+    display.update(STATUS)
+    display.message('worker 1 was lost: "a\nb"')
+    display.finish(SUMMARY)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["message"].splitlines()[0] for line in lines] == [
+        "[digits] The job's folder is /job",
+        f"[digits] training: {', '.join(status_parts(STATUS))}",
+        '[digits] worker 1 was lost: "a',
+        "Training is done, in 1:01.",
+    ]
+    assert lines[-1]["message"].splitlines() == summary_lines(SUMMARY)
+    assert {(line["role"], line["level"], line["logger"]) for line in lines} == {("master", "INFO", "elasticcb.output")}
+    assert all(line["time"].endswith("Z") for line in lines)
+
+
+def test_a_person_at_a_terminal_gets_no_json(as_json):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    PlainDisplay("digits", stream).message("It begins")
+    assert stream.getvalue() == "[digits] It begins\n"
 
 
 def test_the_live_display_shows_the_figures_and_leaves_the_summary_unbroken():
