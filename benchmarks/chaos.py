@@ -27,7 +27,7 @@ from statistics import median
 
 import numpy as np
 import psutil
-from report import machine, publish
+from report import machine, publish, table_parser
 
 HERE = Path(__file__).resolve().parent
 SHARES = {"worker": 0.45, "ps": 0.45, "master": 0.1}
@@ -48,7 +48,7 @@ class Job:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument(
         "--data_dir", type=Path, help="directory that holds ml-100k/u.data; without it ratings are made"
     )
@@ -57,7 +57,6 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--ps_replicas", type=int, default=0, help="as of `elasticcb train`")
     parser.add_argument("--roles", default=",".join(SHARES), help="what may be killed: %(default)s")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         counts = write_data(Path(folder), arguments.data_dir)

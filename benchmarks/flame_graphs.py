@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +36,6 @@ def main() -> None:
     spy = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if spy is None:
         parser.error('py-spy is not installed: pip install -e ".[bench]"')
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.output.mkdir(parents=True, exist_ok=True)
     contestant = elastic("elastic1", 1, max_staleness=arguments.staleness)
     with started(arguments.workload, arguments.batch_size, [contestant], QUICK) as (runner,):

@@ -19,7 +19,7 @@ from statistics import mean
 
 import yaml
 from accuracy import CASES, ZOO, Case, Run, case_of, run_elastic, run_plain
-from report import publish
+from report import publish, table_parser
 
 WORKERS = 4
 TOLERANCE_POINTS = 0.3
@@ -100,7 +100,7 @@ def _table(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument(
         "--data_dir", type=Path, required=True, help="directory that holds mnist/, census/ and ml-100k/"
     )
@@ -108,7 +108,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--settings", default=",".join(SETTINGS), help="some of: %(default)s")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each, with seeds 0, 1, 2, ...")
     parser.add_argument("--epochs", type=int, default=0, help="instead of those in each job.yaml")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
     for name, known in (("models", _FOLDERS), ("settings", SETTINGS)):
         listed = getattr(arguments, name).split(",")

@@ -10,14 +10,12 @@ Prints a Markdown table. A job pays less, since its workers compute between two 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +23,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
-from report import machine, publish
+from report import machine, publish, table_parser
 
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
@@ -51,9 +49,8 @@ WORKLOADS: dict[str, tuple[list[VariableSpec], str, int]] = {  # variables, opti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
     lines = [
         f"{machine()}; {arguments.rounds} rounds:",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import re
 from pathlib import Path
+
+
+def table_parser(documentation: str) -> argparse.ArgumentParser:
+    """The arguments of a program that publishes a table: `--into`, to which it adds its own."""
+    parser = argparse.ArgumentParser(description=documentation.splitlines()[0])
+    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
+    return parser
 
 
 def publish(name: str, text: str, into: Path | None) -> None:

@@ -14,7 +14,6 @@ on a cluster that is full.
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from report import machine, publish
+from report import machine, publish, table_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS, FEATURES, BATCH, BATCHES_PER_TASK = 3, 256, 512, 10
@@ -49,12 +48,11 @@ MODEL = f"""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="that pods see under the same path")
     parser.add_argument("--records", type=int, default=120_000, help="that each job trains")
     parser.add_argument("--cores", type=float, default=os.cpu_count(), help="of the cluster")
     parser.add_argument("--host_python", action="store_true", help="pods run this machine's Python")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     parser.add_argument("flags", nargs="*", help="of `elasticcb train`")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:

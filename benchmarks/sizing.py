@@ -8,16 +8,12 @@ how many workers one server can do with, by the formula of that page.
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 from contestants import elastic
-from report import machine, publish
+from report import machine, publish, table_parser
 from throughput import QUICK, Runner, started
 from workloads import WORKLOADS
 
@@ -36,13 +32,11 @@ class Cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--batch_sizes", default="128,1024")
     parser.add_argument("--servers", default="1,2")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     servers = [int(count) for count in arguments.servers.split(",")]
     contestants = [elastic(f"servers{count}", 1, num_ps=count) for count in servers]
     titles = ("model, batch", "servers", "updates/s", "worker, ms of an update", "servers, ms of an update")

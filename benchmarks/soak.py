@@ -10,7 +10,6 @@ and 20 MB, or has more files open.
 
 from __future__ import annotations
 
-import argparse
 import re
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from statistics import median
 
 import psutil
 from chaos import start, write_data
-from report import machine, publish
+from report import machine, publish, table_parser
 
 ROLES = {"train": "master", "worker": "worker", "ps": "parameter server"}
 MB = 1_000_000
@@ -31,13 +30,12 @@ GROWTH, SLACK_MB = 1.05, 20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--interval", type=float, default=10, help="seconds between two samples")
     parser.add_argument(
         "--data_dir", type=Path, help="directory that holds ml-100k/u.data; without it ratings are made"
     )
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
     with tempfile.TemporaryDirectory() as name:

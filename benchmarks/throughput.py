@@ -24,7 +24,7 @@ from statistics import median
 from contestants import CONTESTANTS, ELASTIC, KERAS, MORE, STRATEGIES, Contestant, update_options
 from gate import FOLDER_VARIABLE, PARENT_VARIABLE, Gate
 from process_tree import ProcessTree
-from report import machine, publish
+from report import machine, publish, table_parser
 from workloads import DATA_VARIABLE, WORKLOADS, write_data
 
 _HERE = Path(__file__).resolve().parent
@@ -79,7 +79,6 @@ def main() -> int:
     plan = QUICK if arguments.quick else FULL
     changes = {name: getattr(arguments, name) for name in ("windows", "steps", "seconds") if getattr(arguments, name)}
     plan = Plan(**{**vars(plan), **changes})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begun = time.monotonic()
     parts = [f"{machine()}; medians of {plan.windows} windows of {plan.steps} steps or more:"]
     for workload in arguments.workloads:
@@ -104,7 +103,8 @@ def measure(workload: str, batch_size: int, contestants: Sequence[Contestant], p
 
 @contextmanager
 def started(workload: str, batch_size: int, contestants: Sequence[Contestant], plan: Plan) -> Iterator[list[Runner]]:
-    """The contestants, warm and held; at the end, their processes are ended."""
+    """The contestants, warm and held; at the end, also by SIGTERM, their processes are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         runners = []
@@ -235,13 +235,12 @@ def _say(text: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     known = {contestant.key: contestant for contestant in (*CONTESTANTS, *MORE)}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of: %(default)s")
     parser.add_argument("--batch_sizes", default="128,1024")
     default = ",".join(contestant.key for contestant in CONTESTANTS)
     parser.add_argument("--contestants", default=default, help=f"some of: {', '.join(known)}; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
-    parser.add_argument("--into", type=Path, help="page that gets the tables between its markers")
     parser.add_argument("--windows", type=int, help="of each contestant")
     parser.add_argument("--steps", type=int, help="in a window, by each worker")
     parser.add_argument("--seconds", type=float, help="of a window, at least")

@@ -10,28 +10,22 @@ server; the jobs take turns, as in throughput.py.
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from contestants import Contestant, elastic
-from report import machine, publish
+from report import machine, publish, table_parser
 from throughput import FULL, QUICK, measure
 
 THREADS = ("1", "2", "4")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("what", choices=["threads", "tables"])
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     plan = QUICK if arguments.quick else FULL
     workload, contestants = threads() if arguments.what == "threads" else tables()
     runners = measure(workload, arguments.batch_size, contestants, plan)

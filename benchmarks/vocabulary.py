@@ -8,27 +8,21 @@ column follow zipf(1.2) up to a 26th of the vocabulary.
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from contestants import elastic
-from report import machine, publish
+from report import machine, publish, table_parser
 from throughput import FULL, QUICK, measure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--ids", default="100000,1000000,10000000,100000000")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     contestants = [
         replace(
             elastic(f"ids{ids}", 1, max_staleness=arguments.staleness),

@@ -11,15 +11,12 @@ windows as in throughput.py.
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from contestants import elastic
-from report import machine, publish
+from report import machine, publish, table_parser
 from throughput import FULL, QUICK, measure
 
 _DELAYED = str(Path(__file__).resolve().parent / "delayed")
@@ -35,16 +32,14 @@ NETWORKS = {  # title: folders on Python's path, environment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = table_parser(__doc__)
     parser.add_argument("--workload", default="mlp")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--staleness", default="0,1")
     parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons between them")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
-    parser.add_argument("--into", type=Path, help="page that gets the table between its markers")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     workers = [int(count) for count in arguments.workers.split(",")]
     plan = QUICK if arguments.quick else FULL
     counts = "".join(f" {count} workers |" if count > 1 else " 1 worker |" for count in workers)

@@ -77,39 +77,43 @@ def test_a_worker_reads_its_first_task_without_a_scan(
     assert not found
 
 
-def test_the_next_master_scans_changed_files_alone(
-    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    counts_of(*job).result()
-    (tmp_path / "b.csv").write_text("1\n2\n")
-    scanned: list[str] = []
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are scanned."""
+    names: list[str] = []
     scan = text.index_records
 
     def watched(content: Any, *given: Any, **named: Any) -> Any:
-        scanned.append(content.name)
+        names.append(Path(content.name).name)
         return scan(content, *given, **named)
 
     monkeypatch.setattr(text, "index_records", watched)
+    return names
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Indexes of small files are kept for the next job."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
+
+
+def test_the_next_master_scans_changed_files_alone(
+    job: tuple[JobSettings, ModelSpec], scanned: list[str], tmp_path: Path
+) -> None:
+    counts_of(*job).result()
+    (tmp_path / "b.csv").write_text("1\n2\n")
+    scanned.clear()
     assert counts_of(*job).result()["training"] == [(str(tmp_path / "a.csv"), 100_000), (str(tmp_path / "b.csv"), 2)]
-    assert scanned == [str(tmp_path / "b.csv")]
+    assert scanned == ["b.csv"]
     (tmp_path / "job/recovery/index-training.zip").write_bytes(b"damaged")
     assert counts_of(*job).result()["training"][1][1] == 2
 
 
 def test_the_next_job_scans_no_file_that_is_the_same(
-    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: tuple[JobSettings, ModelSpec], cache: None, scanned: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
     settings, spec = job
-    scanned: list[str] = []
-    scan = text.index_records
-
-    def watched(content: Any, *given: Any, **named: Any) -> Any:
-        scanned.append(Path(content.name).name)
-        return scan(content, *given, **named)
-
-    monkeypatch.setattr(text, "index_records", watched)
     expected = counts_of(settings, spec).result()
     scanned.clear()
 
@@ -135,10 +139,8 @@ def test_the_next_job_scans_no_file_that_is_the_same(
 
 
 def test_a_reader_of_the_users_own_scans_its_files_again(
-    job: tuple[JobSettings, ModelSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: tuple[JobSettings, ModelSpec], cache: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
     settings, _ = job
     (tmp_path / "blank.csv").write_text("1\n\n" * 1000)
     for skip, records in ((False, 1999), (True, 1000)):
