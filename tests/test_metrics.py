@@ -198,3 +198,22 @@ def test_training_logs_leave_out_what_can_neither_be_added_up_nor_merged(caplog)
     assert "one" not in metrics.training_units()
     assert "FromOne" in caplog.text
     assert metrics.merging_units == {"largest"}
+
+
+@pytest.mark.parametrize(("monitor", "better", "worse"), [("val_auc", 0.9, 0.8), ("val_error", 0.1, 0.2)])
+def test_callbacks_know_whether_a_metric_of_eval_metrics_fn_is_to_grow(monitor, better, worse):
+    model, metrics = make({"auc": keras.metrics.AUC(), "error": keras.metrics.MeanAbsoluteError()})
+    stopping = keras.callbacks.EarlyStopping(monitor, patience=3)
+    stopping.set_model(model)
+    metrics.give_directions([stopping, keras.callbacks.TerminateOnNaN()])
+    stopping.on_train_begin()
+    for epoch, value in enumerate((worse, better, worse)):
+        stopping.on_epoch_end(epoch, {monitor: value})
+    assert stopping.best == better
+
+
+def test_the_mode_that_a_user_chose_is_left():
+    _, metrics = make({"auc": keras.metrics.AUC()})
+    stopping = keras.callbacks.EarlyStopping("val_auc", mode="min")
+    metrics.give_directions([stopping])
+    assert stopping.mode == "min"

@@ -85,6 +85,7 @@ class ModelHost:
                 on_error=settings.training.callback_errors,
                 in_program=not settings.model.definition,
             )
+            self.metrics.give_directions(self.callbacks.callbacks)
             # In callbacks on workers, until they end.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)
             if predicts:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 _REPLACED = ("compute_metrics", "train_step", "test_step")  # methods of the model, while it is observed
+_MONITORS = (keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau)
 
 
 class MetricTransport(Enum):
@@ -112,6 +113,17 @@ class ModelMetrics:
         for name in _REPLACED:
             vars(self._model).pop(name, None)
         vars(self._model).update(self._before)
+
+    def give_directions(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
+        """Tells callbacks with `mode="auto"` whether what they monitor is to grow.
+
+        Keras looks for it among the metrics of `compile` alone, and not among those of `eval_metrics_fn`.
+        """
+        directions = {key: getattr(metric, "_direction", "") for key, metric, _ in self._selected}
+        for callback in callbacks:
+            if isinstance(callback, _MONITORS) and callback.mode == "auto":
+                direction = directions.get(callback.monitor.removeprefix("val_"), "")
+                callback.mode = {"up": "max", "down": "min"}.get(direction, "auto")
 
     def _observed(self, step: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(data: Any) -> Any:
