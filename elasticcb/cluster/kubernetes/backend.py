@@ -39,6 +39,7 @@ from elasticcb.cluster.kubernetes.pods import (
     PodPlan,
 )
 from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
+from elasticcb.cluster.kubernetes.watch import follow_pods
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.security.credentials import TOKEN_VARIABLE
 from elasticcb.settings import KubernetesSettings
@@ -46,7 +47,6 @@ from elasticcb.settings.definition import KUBERNETES
 
 logger = logging.getLogger(__name__)
 
-_WATCH_SECONDS = 20  # until the pods are listed anew
 _HELD_UP_SECONDS = 15.0  # after which a pod that is on its way may have a reason not to be there
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds, before a call is tried again
 _GRPC_PROBES = (1, 24)  # the release of Kubernetes that made them usual
@@ -272,24 +272,7 @@ class KubernetesCluster(ClusterBackend):
     # ------------------------------------------------------------ what is seen
 
     def _watch(self) -> None:
-        silent = False
-        while not self._stopped.is_set():
-            try:
-                listing = self._api.list("Pod", self._selector)
-                self._note_all(listing)
-                if silent:
-                    self._say("The API server of Kubernetes answers again.")
-                silent = False
-                version = listing["metadata"]["resourceVersion"]
-                for pod, gone in self._api.watch_pods(self._selector, version, _WATCH_SECONDS):
-                    if self._stopped.is_set():
-                        return
-                    self._note(pod, gone)
-            except KubernetesError as error:
-                if error.status != 410 and not silent and not self._stopped.is_set():
-                    silent = True
-                    self._say(f"{error} The job goes on; pods that end meanwhile are seen later.")
-                self._stopped.wait(_FIRST_PAUSE if error.status == 410 else 2.0)
+        follow_pods(self._api, self._selector, self._stopped, self._note_all, self._note, self._say)
 
     def _note_all(self, listing: Mapping[str, Any]) -> None:
         listed = {pod["metadata"]["name"]: pod for pod in listing["items"]}
