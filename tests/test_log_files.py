@@ -110,6 +110,60 @@ def test_a_reader_whose_file_is_gone_goes_on_with_the_oldest_that_is_left(log, t
         assert list(reader.more()) == [f"line {number:5}\n" for number in (0, 1, *range(12, 20))]
 
 
+def interrupting(at, call):
+    """A tracer that calls `call` before line number `at` of all that a reader executes, which `.seen` counts."""
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != log_files.__file__:
+            return None
+        if event == "line":
+            if trace.seen == at:
+                call()
+            trace.seen += 1
+        return trace
+
+    trace.seen = 0
+    return trace
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rename_at_any_moment_has_no_line_read_twice_or_left_out(tmp_path, monkeypatch, first):
+    """`first`: while a reader finds the last lines, or those that came since."""
+    monkeypatch.setattr(log_files, "_SWITCH_SECONDS", 0.0)
+    at = seen = 0
+    while at <= seen:
+        path = tmp_path / str(at) / "ps-0.log"
+        path.parent.mkdir()
+        written = []
+
+        def go_on(path=path, written=written):
+            """As a process does whose file is full."""
+            for number in range(len(written), 0, -1):
+                older = path.with_name(f"ps-0.log.{number - 1}" if number > 1 else "ps-0.log")
+                older.rename(path.with_name(f"ps-0.log.{number}"))
+            written.append(f"line {len(written)}\n")
+            path.write_text(written[-1])
+
+        for _ in range(3):
+            go_on()
+        trace = interrupting(at, go_on)
+        with LogReader(path) as reader:
+            sys.settrace(trace if first else None)
+            lines = reader.last(100)
+            sys.settrace(None)
+            assert lines == written[: len(lines)]
+            if not first:
+                for _ in range(2):
+                    go_on()
+            sys.settrace(None if first else trace)
+            lines += reader.more()
+            sys.settrace(None)
+            lines += reader.more()
+        assert lines == written
+        at, seen = at + 1, trace.seen
+    assert at > 20
+
+
 def test_the_last_lines_are_those_of_several_files(log, tmp_path):
     write(log, *(f"line {number:5}" for number in range(8)))
     path = tmp_path / "ps-0.log"

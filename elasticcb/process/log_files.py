@@ -18,6 +18,8 @@ _LOOK_SECONDS = 5.0  # between looks at what is printed, which no handler sees
 _RETRY_SECONDS = 60.0  # after a file could not be renamed
 _SWITCH_SECONDS = 0.05  # in which a process changes from one file to the next
 
+_FileId = tuple[int, int]  # of a file that is there or open, whatever its name
+
 
 class LogFile(RotatingFileHandler):
     """Log lines of a process, in a file that is replaced by a new one when it is full.
@@ -122,11 +124,10 @@ class LogReader:
     def last(self, count: int) -> list[str]:
         """The last lines that were written."""
         lines = deque(self._file, maxlen=count)
-        files, at = self._files()
-        for before in reversed(files[: max(at, 0)]):
-            if len(lines) == count:
-                break
-            with contextlib.suppress(OSError), _open(before) as file:
+        with contextlib.ExitStack() as until_end:
+            file = self._file
+            while len(lines) < count and (before := self._next_to(file, -1)) is not None:
+                file = until_end.enter_context(before)
                 lines.extendleft(reversed(deque(file, maxlen=count - len(lines))))
         return list(lines)
 
@@ -134,28 +135,45 @@ class LogReader:
         """What was written since the last call."""
         while True:
             yield from self._file
-            files, at = self._files()
-            if at + 1 >= len(files):
+            following = self._next_to(self._file, 1)
+            if following is None:
                 return
             time.sleep(_SWITCH_SECONDS)
             yield from self._file
-            with contextlib.suppress(FileNotFoundError):  # it was renamed, too
-                following = _open(files[at + 1])
-                self._file.close()
-                self._file = following
+            self._file.close()
+            self._file = following
 
-    def _files(self) -> tuple[list[Path], int]:
-        """The files, the oldest first, and which of them is open; -1: it is removed."""
+    def _next_to(self, file: TextIO, step: int) -> TextIO | None:
+        """The file after another one (`step` 1), or before it (-1); None: there is none. A file that is removed was
+        before all that are left."""
+        while True:
+            files = self._files()
+            ids = [own_id for _, own_id in files]
+            at = (ids.index(_id(file)) if _id(file) in ids else -1) + step
+            if not 0 <= at < len(files):
+                return None
+            path, own_id = files[at]
+            with contextlib.suppress(FileNotFoundError):
+                found = _open(path)
+                if _id(found) == own_id:
+                    return found
+                found.close()  # of another file that has got its name meanwhile
+
+    def _files(self) -> list[tuple[Path, _FileId]]:
+        """The files, the oldest first, as they were called at one moment: none is renamed between two equal looks."""
+        before, found = None, self._look()
+        while found != before:
+            before, found = found, self._look()
+        return found
+
+    def _look(self) -> list[tuple[Path, _FileId]]:
         older = [path for path in self._log.parent.glob(f"{self._log.name}.*") if path.suffix[1:].isdigit()]
-        files = sorted(older, key=lambda path: -int(path.suffix[1:]))
-        if self._log.exists():
-            files.append(self._log)
-        own = os.fstat(self._file.fileno())
-        for at, path in enumerate(files):
+        found = []
+        for path in (*sorted(older, key=lambda path: -int(path.suffix[1:])), self._log):
             with contextlib.suppress(OSError):
-                if os.path.samestat(path.stat(), own):
-                    return files, at
-        return files, -1
+                status = path.stat()
+                found.append((path, (status.st_dev, status.st_ino)))
+        return found
 
     def __enter__(self) -> LogReader:
         return self
@@ -173,6 +191,11 @@ def last_lines(log: Path, count: int) -> str:
             return "".join(reader.last(count)).rstrip("\n")
     except OSError:
         return ""
+
+
+def _id(file: TextIO) -> _FileId:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _open(path: Path) -> TextIO:
