@@ -22,12 +22,9 @@ from elasticcb.security.credentials import Access, token_of_environment
 from elasticcb.security.tls import TLS, make_ca, tls_files
 from elasticcb.settings import ClusterSettings, JobSettings
 from elasticcb.settings.checks import Said
+from elasticcb.settings.cluster import INSECURE_RISK
 
 GROUP = "elasticcb.clusters"
-_INSECURE = (
-    "The processes of this job do without TLS (--insecure): who can read the network, or takes the port of a process "
-    "that has died, gets the job's token."
-)
 _BUILT_IN: tuple[type[ClusterBackend], ...] = (
     LocalCluster,
     InProcessCluster,
@@ -111,7 +108,7 @@ def _tls(context: BackendContext) -> TLS | None:
         if not has_ports:
             return None
         if cluster.insecure:
-            context.say(_INSECURE)
+            context.say(f"The processes of this job do without TLS (--insecure): {INSECURE_RISK}.")
             return None
         return make_ca(context.directory)
     return TLS.load(files)

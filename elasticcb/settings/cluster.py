@@ -8,6 +8,8 @@ from elasticcb.settings.choices import WorkerRange
 from elasticcb.settings.definition import CLUSTER, TASKS, TRAIN, Kind, Section, setting
 from elasticcb.settings.kubernetes import KubernetesSettings
 
+INSECURE_RISK = "whoever can read the network, or takes the port of a process that has died, gets the job's token"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(Section):
@@ -59,8 +61,7 @@ class NetworkOptions(Section):
     )
     insecure: bool = setting(
         False,
-        "Turn TLS off: whoever can read the network, or takes the port of a process that has died, gets the job's "
-        "token.",
+        f"Turn TLS off: {INSECURE_RISK}.",
         roles=("ps", "worker"),
     )
     tls_cert: str = setting(

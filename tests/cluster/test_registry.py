@@ -1,5 +1,6 @@
 import pytest
 
+from elasticcb.cli.options import BY_NAME
 from elasticcb.cluster.base import BackendContext
 from elasticcb.cluster.registry import backend_of, contradictions, make_backend
 from elasticcb.errors import UsageError
@@ -46,7 +47,8 @@ def test_processes_with_ports_use_tls_unless_told_otherwise(given, encrypted, tm
     lines = []
     context = BackendContext(ClusterSettings(**given), str(tmp_path), "INFO", lines.append, lambda process: None)
     access = make_backend(context).access
-    assert ["do without TLS (--insecure)" in line for line in lines] == [True] * ("insecure" in given)
+    risk = BY_NAME["insecure"].help.removeprefix("Turn TLS off: ")
+    assert lines == [f"The processes of this job do without TLS (--insecure): {risk}"] * ("insecure" in given)
     assert (access.tls is not None) is encrypted
     assert (tmp_path / "tls" / "ca.pem").exists() is encrypted
     assert len(access.token) == 32
