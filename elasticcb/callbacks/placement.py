@@ -113,7 +113,6 @@ _ROWS = (
 )
 
 TABLE: dict[str, Hook] = {row.name: row for row in _ROWS}
-ALIASES: dict[str, str] = {row.alias: row.name for row in _ROWS if row.alias}
 BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
 
 

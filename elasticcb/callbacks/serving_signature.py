@@ -15,7 +15,7 @@ from elasticcb.errors import CallbackError
 _AUTOMATIC_INPUT = re.compile(r"(input|input_layer|keras_tensor)(_\d+)?")
 
 
-def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any = None) -> None:
+def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any) -> None:
     """Adds the endpoint `serve`, and with it the signature `serving_default`, to a Keras `ExportArchive`.
 
     Args:
@@ -38,7 +38,7 @@ def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any = 
     archive.add_endpoint("serve", serve, input_signature=[spec])
 
 
-def serving_inputs(model: keras.Model, features_spec: Any = None) -> list[tf.TensorSpec]:
+def serving_inputs(model: keras.Model, features_spec: Any) -> list[tf.TensorSpec]:
     """The inputs of the signature that `add_serving_endpoint` adds, each with its name. Raises as it does."""
     return [spec for _, spec in _leaves(_signature(model, features_spec))]
 

@@ -59,7 +59,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     show_folder(settings)
 
     def here(goes_on: bool, since: float) -> None:
-        _run_master(settings, goes_on, since=since)
+        _run_master(settings, goes_on, None, since)
 
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say)
     backend_of(settings.cluster.kind).run_master(run)
@@ -96,9 +96,7 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
     return exit_code(run, CommandRun(own_process=True, debug=request["debug"]))
 
 
-def _run_master(
-    settings: JobSettings, resumed: bool, fork_server: ForkServer | None = None, since: float = 0.0
-) -> None:
+def _run_master(settings: JobSettings, resumed: bool, fork_server: ForkServer | None, since: float) -> None:
     # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
     from elasticcb.cli.progress import make_display
     from elasticcb.roles.master import run_master

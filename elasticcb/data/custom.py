@@ -15,7 +15,7 @@ _ELASTICDL_METHODS = ("create_shards", "read_records")
 
 
 def open_custom_reader(
-    custom: Callable[..., Any], origin: str, params: Mapping[str, Any], records_per_task: int = 0
+    custom: Callable[..., Any], origin: str, params: Mapping[str, Any], records_per_task: int
 ) -> Reader:
     """What `custom(data_origin=origin, **params)` returns, adapted when it is written for ElasticDL.
 

@@ -270,7 +270,7 @@ class _Scan:
         return f"{self.content.name}, record {number - self.has_header} (line {line})"
 
 
-def line_of(content: Content, offset: int, line_end: bytes = b"\n") -> int:
+def line_of(content: Content, offset: int, line_end: bytes) -> int:
     """The number of the line, from 1, that byte `offset` lies in."""
     line = 1
     for start in range(0, offset, content.block_bytes):

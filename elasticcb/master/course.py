@@ -120,7 +120,9 @@ class Course:
         if idle:
             self._report.show()
             return
-        for milestone in self._prepared(milestones):
+        if any(milestone.kind is MilestoneKind.TRAINING_DONE for milestone in milestones):
+            self._apply_waiting_gradients()
+        for milestone in milestones:
             self._act_on(milestone)
         with self._desk.state() as state:
             due = state.rounds.version_reached(state.version).round if self._round_is_due(state) else None
@@ -165,12 +167,10 @@ class Course:
             batches = state.batch_log.end(kind, number)
         self._hooks.batches(batches)
 
-    def _prepared(self, milestones: list[Milestone]) -> list[Milestone]:
-        """Before the last epoch's round, gradients that wait for more are applied."""
-        if any(milestone.kind is MilestoneKind.TRAINING_DONE for milestone in milestones):
-            finalize = not self._order.evaluates_as_keras
-            self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
-        return milestones
+    def _apply_waiting_gradients(self) -> None:
+        """Those that waited for more, before the last epoch's round."""
+        finalize = not self._order.evaluates_as_keras
+        self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
 
     def _act_on(self, milestone: Milestone) -> None:
         if milestone.kind is MilestoneKind.EPOCH_DONE:

@@ -224,8 +224,8 @@ class JobState(JobRecord):
         """`worker` has trained so many batches in so many seconds."""
         member = self.roster.member(worker)
         verdict = self.paces.note(worker, batches, seconds)
-        if verdict is not None and member is not None:
-            self.say(f"Worker {member.index} {verdict.reason}.")
+        if verdict and member is not None:
+            self.say(f"Worker {member.index} {verdict}.")
             if member.index not in self.totals.stragglers:
                 self.totals.stragglers.append(member.index)
 

@@ -55,7 +55,7 @@ class Leases:
         if held is None:
             held = self._held[worker] = {}
             self._progress_at[worker] = self._now
-        lease = Lease(self._next, record.task, worker, self._progress_at[worker] + self._seconds)
+        lease = Lease(self._next, record.task, worker)
         self._next += 1
         record.lease = lease
         record.heard = False
@@ -148,13 +148,6 @@ class Leases:
         """The workers that hold leases and made no progress for too long."""
         return [worker for worker in self._held if self._now >= self._progress_at[worker] + self._seconds]
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When the next worker is overdue unless it makes progress, in seconds; None: nothing is out."""
-        if not self._held:
-            return None
-        return min(self._progress_at[worker] for worker in self._held) + self._seconds
-
     # ------------------------------------------------------------ reports on leases that are not held
 
     def reported_before(self, worker: int, lease_id: int, done: bool) -> Task | None:
@@ -205,7 +198,7 @@ class Leases:
     def resume(self, record: TaskRecord, worker: int, lease_id: int) -> None:
         """A lease that was out when the queue was saved is out."""
         self._progress_at[worker] = self._now
-        record.lease = Lease(lease_id, record.task, worker, self._now + self._seconds)
+        record.lease = Lease(lease_id, record.task, worker)
         self._out[lease_id] = self._held.setdefault(worker, {})[lease_id] = record
 
     def resume_reports(self, reports: Collection[Any]) -> None:

@@ -160,11 +160,6 @@ class QueueState:
         """Whether no task is handed out."""
         return not self._doing
 
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` has something to do next if nothing happens, in seconds; None: nothing is out."""
-        return self._doing.next_deadline
-
     def leases(self, worker: int | None = None) -> list[Lease]:
         """The leases that are out, of one worker or of all, oldest first."""
         records = self._doing if worker is None else self._doing.held_by(worker)

@@ -25,15 +25,6 @@ _LEAST_GAIN_SECONDS = 1.0  # for which a task is split
 
 
 @dataclass(frozen=True, slots=True)
-class StragglerChange:
-    """A worker has become a straggler, or is none any more, and why."""
-
-    worker: int
-    slow: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Split:
     """A worker should do the first `end` records of a leased task, and leave the rest to others."""
 
@@ -56,38 +47,37 @@ class Paces:
         self._evidence: dict[int, tuple[int, float]] = {}  # by worker, batches and seconds that speak for a change
         self.stragglers: set[int] = set()
 
-    def note(self, worker: int, batches: int, seconds: float) -> StragglerChange | None:
-        """`worker` has trained so many batches in so many seconds; answers whether that changes what it is called."""
+    def note(self, worker: int, batches: int, seconds: float) -> str:
+        """`worker` has trained so many batches in so many seconds; answers what it has become by that, and why: a
+        straggler, or none any more; "": nothing."""
         if batches <= 0 or not 0 <= seconds < float("inf"):
-            return None
+            return ""
         before = self._batches.get(worker, 0)
         self._batches[worker] = before + batches
         if before < _WARM_UP_BATCHES:
-            return None
+            return ""
         reports = self._reports.setdefault(worker, deque(maxlen=_REPORTS))
         reports.append(seconds / batches)
         if len(reports) < _ENOUGH_REPORTS:
-            return None
+            return ""
         pace = self._paces[worker] = median(reports)
         others = [other for each, other in self._paces.items() if each != worker]
         if len(others) < _LEAST_OTHERS:
             self._evidence.pop(worker, None)
             self.stragglers.discard(worker)
-            return None
+            return ""
         usual, slow = median(others), worker in self.stragglers
         if pace >= _NO_LONGER_SLOW * usual if slow else pace <= _SLOW * usual:
             self._evidence.pop(worker, None)
-            return None
+            return ""
         counted, lasted = self._evidence.get(worker, (0, 0.0))
         self._evidence[worker] = counted, lasted = counted + batches, lasted + seconds
         if counted < _LEAST_BATCHES or lasted < _LEAST_SECONDS:
-            return None
+            return ""
         del self._evidence[worker]
         self.stragglers ^= {worker}
         is_what = "is no straggler any more" if slow else "is a straggler"
-        return StragglerChange(
-            worker, not slow, f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
-        )
+        return f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
 
     def forget(self, worker: int) -> None:
         """`worker` is gone."""

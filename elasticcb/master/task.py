@@ -114,12 +114,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of one worker to run one task, until `deadline` (seconds) unless it makes progress."""
+    """The right of one worker to run one task."""
 
     id: int
     task: Task
     worker: int
-    deadline: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,7 +245,6 @@ def unpack(
     slices: Sequence[Slice],
     trainable: bool,
     arrays: Sequence[Array] | Mapping[int, Array],
-    subset: Collection[int] | None = None,
 ) -> None:
     """Writes one server's flat blocks into whole variables: the inverse of `pack`.
 
@@ -254,8 +253,8 @@ def unpack(
 
     Raises `WireError` when the blocks are not those of this layout.
     """
-    check_blocks(blocks, block_sizes(specs, slices, trainable, subset), "The blocks of one server")
-    for part, dtype, offset in layout(specs, slices, trainable, subset):
+    check_blocks(blocks, block_sizes(specs, slices, trainable), "The blocks of one server")
+    for part, dtype, offset in layout(specs, slices, trainable):
         target = arrays[part.variable].reshape(-1)
         target[part.start : part.stop] = blocks[dtype][offset : offset + part.elements]
 

@@ -50,20 +50,14 @@ class DatasetFnSource(BatchSource):
 
     A worker's iterator goes on from range to range and from epoch to epoch, and starts again when the dataset ends.
 
-    Attributes:
-      num_input_pipelines, input_pipeline_id: of the `InputContext` that the function may take. The number of workers
-        may change at any time, so unless a worker sets them before it reads, each sees the whole data.
-
     Args:
       steps: batches in an epoch.
       class_weight: as in `fit`.
     """
 
     repeatable = False
-    num_input_pipelines = 1
-    input_pipeline_id = 0
 
-    def __init__(self, factory: DatasetFactory, steps: int, class_weight: Mapping[int, float] | None = None) -> None:
+    def __init__(self, factory: DatasetFactory, steps: int, class_weight: Mapping[int, float] | None) -> None:
         self.num_batches = steps
         self._factory = factory
         self._class_weight = class_weight
@@ -87,8 +81,8 @@ class DatasetFnSource(BatchSource):
 
     def _next(self) -> Any:
         if self._dataset is None:
-            context = tf.distribute.InputContext(self.num_input_pipelines, self.input_pipeline_id)
-            self._dataset = keras_data.weighted(self._factory(context), self._class_weight)
+            # The number of workers may change at any time, so each sees the whole data.
+            self._dataset = keras_data.weighted(self._factory(tf.distribute.InputContext()), self._class_weight)
         batch = next(self._iterator, None)
         if batch is None:
             self._iterator = iter(self._dataset)

@@ -29,16 +29,13 @@ class StoredSource(PassSource):
 
     Args:
       batches: without an end only with a `limit`.
-      steps: see `PassSource`.
-      limit: of batches that are read.
+      limit: of batches that are read; None: all.
       folder: where the file is written.
 
     Raises `ValueError` when there is no batch.
     """
 
-    def __init__(
-        self, batches: Iterable[Any], *, steps: int | None = None, limit: int | None = None, folder: Path
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], *, limit: int | None, folder: Path) -> None:
         descriptor, self._path = tempfile.mkstemp(prefix="batches-", suffix=".bin", dir=folder)
         offsets = [0]
         with os.fdopen(descriptor, "wb") as file:
@@ -58,7 +55,7 @@ class StoredSource(PassSource):
         if len(offsets) == 1:
             raise ValueError(f"The {type(batches).__name__} must yield at least one batch. Received an empty one.")
         self._offsets = np.array(offsets, np.int64)
-        super().__init__(len(offsets) - 1, steps)
+        super().__init__(len(offsets) - 1)
 
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
         with open(self._path, "rb") as file:
