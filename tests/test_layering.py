@@ -73,6 +73,8 @@ PURE = (
     "elasticcb.master.job_record",
     "elasticcb.master.job_state",
     "elasticcb.master.leases",
+    "elasticcb.master.losses",
+    "elasticcb.master.members",
     "elasticcb.master.queue_settings",
     "elasticcb.master.queue_state",
     "elasticcb.master.roster",

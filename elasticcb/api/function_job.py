@@ -18,8 +18,8 @@ from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, Usag
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import JobState
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.roster import Role
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.import_path import caller_path

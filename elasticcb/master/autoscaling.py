@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
-from elasticcb.master.roster import PlaceState, Role
+from elasticcb.master.members import PlaceState, Role
 from elasticcb.settings import WorkerRange
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import LATE, TaskResult
-from elasticcb.master.roster import Member, Role
+from elasticcb.master.members import Member, Role
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.settings import MOST_WORKERS, Command, JobSettings
 

@@ -16,8 +16,9 @@ from elasticcb.master.guarded import Guarded, Wake
 from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState
 from elasticcb.master.journal import Journal
+from elasticcb.master.members import Member, Role
 from elasticcb.master.processes import Processes
-from elasticcb.master.roster import Member, Role, Roster
+from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
@@ -136,7 +137,7 @@ class Desk:
         started = time.monotonic() if started is None else started
         with self.state() as last:
             self._journal = None
-            last.roster.recovers_ps = _recovers_ps(settings)
+            last.roster.losses.recovers_ps = _recovers_ps(settings)
             state = JobState(last.crew, last.number + 1, settings, program, datasets, started)
             state.wake()
             self._guarded.replace(state)

@@ -24,10 +24,10 @@ from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.course import Course
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.opening import open_job
 from elasticcb.master.order import Order, Takeover
 from elasticcb.master.report import Report
-from elasticcb.master.roster import Role
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.model.job_callbacks import callback_params
 from elasticcb.optimizers.state import ModelState

@@ -14,7 +14,8 @@ from elasticcb.master.batch_log import BatchLog
 from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
 from elasticcb.master.epoch_states import EpochStates
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.roster import Role, Roster
+from elasticcb.master.members import Role
+from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces
 from elasticcb.master.task_queue import TaskQueue
@@ -193,7 +194,7 @@ class JobRecord:
 
     def _all_totals(self) -> dict[str, Any]:
         """What the summary tells beside the queue's accounting, as JSON values."""
-        lost = {role.name: [self.roster.lost_count(role), self.roster.replaced_count(role)] for role in Role}
+        lost = {role.name: [self.roster.losses.lost[role], self.roster.losses.replaced[role]] for role in Role}
         return {**self.totals.to_dict(), **lost}
 
     # ------------------------------------------------------------ what the user hears
@@ -226,7 +227,7 @@ class JobRecord:
         totals = dict(memory.totals)
         if totals:
             for role in Role:
-                self.roster.count_earlier(role, *totals.pop(role.name))
+                self.roster.losses.count_earlier(role, *totals.pop(role.name))
             self.totals.count_earlier(totals)
         for epoch, tasks in memory.states.items():
             for states in tasks:

@@ -21,7 +21,7 @@ from elasticcb.errors import (
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.job_record import JobRecord
-from elasticcb.master.roster import Member, Role
+from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.settings import Command

@@ -16,9 +16,9 @@ from dataclasses import replace
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.calls import Calls
 from elasticcb.master.desk import Desk
+from elasticcb.master.members import Role
 from elasticcb.master.metrics_server import MetricsServer
 from elasticcb.master.observation import free_disk_bytes, observe
-from elasticcb.master.roster import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.snapshot import JobSnapshot

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.master.job_state import JobState
-from elasticcb.master.roster import PlaceState, Role
+from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapshot
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
@@ -137,8 +137,8 @@ def _counts(state: JobState, role: Role) -> ProcessCounts:
     return ProcessCounts(
         planned=roster.size(role),
         up=len([1 for (of, _), place in roster.places().items() if of is role and place is PlaceState.UP]),
-        lost=roster.lost_count(role),
-        replaced=roster.replaced_count(role),
+        lost=roster.losses.lost[role],
+        replaced=roster.losses.replaced[role],
     )
 
 

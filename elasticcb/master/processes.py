@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import ClusterLostError, JobFailedError, LostServerError
-from elasticcb.master.roster import Consequence, LossDecision, Member, Role, Roster
+from elasticcb.master.losses import Consequence, LossDecision
+from elasticcb.master.members import Member, Role
+from elasticcb.master.roster import Roster
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ class Processes:
             logger.debug("%s", decision.reason)
             return
         if decision.kind is Consequence.FAIL:
-            resumable = decision.role is Role.PS and not self._roster.recovers_ps
+            resumable = decision.role is Role.PS and not self._roster.losses.recovers_ps
             kind = LostServerError if resumable else ClusterLostError
             raise kind(decision.reason + "." + self._last_words(decision.role, decision.index))
         if decision.role is Role.PS:

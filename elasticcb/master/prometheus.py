@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elasticcb.master.roster import PlaceState, Role
+from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, STALENESS, Histogram
 from elasticcb.rpc.admission import Refusal

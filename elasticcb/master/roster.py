@@ -1,73 +1,18 @@
 """The processes of a job: planned, requested, observed. Pure; it does not know what runs them.
 
-A place is (role, index); a member is one process that took a place. A member that is lost leaves its
-place to another, which gets an id of its own: ids are never used again.
+A member that is lost leaves its place to another, which gets an id of its own: ids are never used again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from elasticcb.errors import UsageError
-
-
-class Role(str, Enum):
-    """What a process of the job does, besides the master."""
-
-    WORKER = "worker"
-    PS = "parameter server"
-
-    @property
-    def label(self) -> str:
-        """As machines read it, and cluster backends: "worker", "ps"."""
-        return self.name.lower()
-
-    @classmethod
-    def of(cls, label: str) -> Role:
-        return cls[label.upper()]
-
-
-class PlaceState(str, Enum):
-    """Where a place stands."""
-
-    PLANNED = "planned"  # somebody has to start a process for it
-    REQUESTED = "requested"  # that was asked for; it has not registered yet
-    UP = "up"
-    LEFT = "left"  # its process said goodbye; nobody takes its place
-    GIVEN_UP = "given up"  # its process was lost, and the restarts are used up
-
-    @property
-    def label(self) -> str:
-        """As machines read it: "given_up"."""
-        return self.name.lower()
-
+from elasticcb.master.losses import Consequence, LossDecision, Losses
+from elasticcb.master.members import Member, PlaceState, Role
 
 _EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)
-
-
-class Consequence(str, Enum):
-    """What a loss leads to."""
-
-    RESTART = "restart"  # start another process in its place
-    FAIL = "fail"  # the job can't go on
-    IGNORE = "ignore"  # nothing is to be done
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process that registered."""
-
-    id: int  # unique in the job, from 1
-    role: Role
-    index: int  # its place: 0 .. number of its role - 1
-    address: str  # where it serves, "host:port"; "" for a worker
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"{self.role.value} {self.index} (id {self.id}, pid {self.pid} on {self.host})"
 
 
 @dataclass(slots=True)
@@ -89,16 +34,6 @@ class _Present:
 
 
 @dataclass(frozen=True, slots=True)
-class LossDecision:
-    """What to do about a loss, and why. `index` is the place of the process."""
-
-    kind: Consequence
-    role: Role
-    index: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Sighting:
     """Whether an id may take part in the job, and why not."""
 
@@ -117,14 +52,13 @@ class Roster:
 
     Attributes:
         lost_workers: ids of those that were given up, in that order; they may live, and not know it.
-        recovers_ps: whether the part of the model that a lost server held can be had again.
+        losses: counts them, and decides what follows.
         next_id: of members. Servers know pushes by it: one that an earlier master gave out must not come again.
     """
 
     def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int, max_ps_restarts: int = 0) -> None:
         self._sizes = {Role.WORKER: num_workers, Role.PS: num_ps}
-        self._max_restarts = {Role.WORKER: max_worker_restarts, Role.PS: max_ps_restarts}
-        self.recovers_ps = True
+        self.losses = Losses({Role.WORKER: max_worker_restarts, Role.PS: max_ps_restarts})
         self._places = {
             (role, index): PlaceState.PLANNED for role, size in self._sizes.items() for index in range(size)
         }
@@ -132,10 +66,6 @@ class Roster:
         self._at: dict[tuple[Role, int], _Present] = {}  # by place, those that are up
         self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
         self.next_id = 1
-        self._restarts = dict.fromkeys(Role, 0)
-        self._lost = dict.fromkeys(Role, 0)
-        self._replaced = dict.fromkeys(Role, 0)
-        self._vacated: set[tuple[Role, int]] = set()  # by a loss, not taken again yet
         self.lost_workers: list[int] = []
 
     # ------------------------------------------------------------ what is heard
@@ -175,9 +105,7 @@ class Roster:
         self.next_id += 1
         self._add(_Present(member, now, job))
         self._places[place] = PlaceState.UP
-        if place in self._vacated:
-            self._vacated.remove(place)
-            self._replaced[role] += 1
+        self.losses.taken_again(role, index)
         return member
 
     def seen(self, id: int, now: float) -> Sighting:
@@ -227,11 +155,7 @@ class Roster:
             return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._why_unknown(id))
         if self._has_no_place(member.role, member.index):
             return self._close(member.role, member.index, f"{member} leaves: the job needs fewer")
-        if member.role is Role.PS and not self.recovers_ps:
-            return self._decide(member.role, member.index, f"{member} leaves: {reason}")
-        self._lost[member.role] += 1
-        self._plan_again(member.role, member.index)
-        return LossDecision(Consequence.RESTART, member.role, member.index, f"{member} leaves: {reason}")
+        return self._decide(member.role, member.index, f"{member} leaves: {reason}", taken_away=True)
 
     def place_lost(self, role: Role, index: int, reason: str, taken_away: bool = False) -> LossDecision:
         """The process that was started for a place is gone, whether it had registered or not; as `lost`."""
@@ -280,7 +204,7 @@ class Roster:
                 unwanted.append(index)
             if state is not PlaceState.UP:
                 self._places.pop((role, index), None)
-                self._vacated.discard((role, index))
+                self.losses.forget(role, index)
         return unwanted
 
     def released(self, id: int) -> bool:
@@ -348,18 +272,6 @@ class Roster:
         """All places, and where they stand: workers first, by index."""
         return dict(sorted(self._places.items(), key=lambda item: (item[0][0] is Role.PS, item[0][1])))
 
-    def lost_count(self, role: Role) -> int:
-        return self._lost[role]
-
-    def replaced_count(self, role: Role) -> int:
-        """How many places of lost processes were taken again."""
-        return self._replaced[role]
-
-    def count_earlier(self, role: Role, lost: int, replaced: int) -> None:
-        """Adds those that were lost, and whose places were taken again, under an earlier master."""
-        self._lost[role] += lost
-        self._replaced[role] += replaced
-
     # ------------------------------------------------------------ saving
 
     def to_dict(self) -> dict[str, Any]:
@@ -372,8 +284,7 @@ class Roster:
                 for present in self._up.values()
                 for m in (present.member,)
             ],
-            "counts": [[self._restarts[role], self._lost[role], self._replaced[role]] for role in Role],
-            "vacated": sorted([role.value, index] for role, index in self._vacated),
+            **self.losses.to_dict(),
             "released": sorted(id for id, present in self._up.items() if present.released),
             "lost_workers": list(self.lost_workers),
             "next_id": self.next_id,
@@ -389,9 +300,7 @@ class Roster:
         for id, role, index, address, pid, host, job, idle in saved["up"]:
             member = Member(id, Role(role), index, address, pid, host)
             self._add(_Present(member, now, job, idle, id in saved["released"]))
-        for role, counts in zip(Role, saved["counts"], strict=True):
-            self._restarts[role], self._lost[role], self._replaced[role] = counts
-        self._vacated = {(Role(role), index) for role, index in saved["vacated"]}
+        self.losses.restore(saved)
         self.lost_workers = list(saved["lost_workers"])
         self.next_id = saved["next_id"]
 
@@ -416,37 +325,15 @@ class Roster:
     def _decide(self, role: Role, index: int, story: str, taken_away: bool = False) -> LossDecision:
         if self._has_no_place(role, index):
             return self._close(role, index, f"{story}; the job needs fewer")
-        self._lost[role] += 1
-        place = (role, index)
-        if role is Role.PS and not self.recovers_ps:
-            self._places[place] = PlaceState.GIVEN_UP
-            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
-        if taken_away:
-            self._plan_again(role, index)
-            return LossDecision(Consequence.RESTART, role, index, story)
-        if self._restarts[role] < self._max_restarts[role]:
-            self._restarts[role] += 1
-            self._plan_again(role, index)
-            reason = f"{story}; restart {self._restarts[role]} of {self._max_restarts[role]}"
-            return LossDecision(Consequence.RESTART, role, index, reason)
-        self._places[place] = PlaceState.GIVEN_UP
-        flag = "--max_ps_restarts" if role is Role.PS else "--max_worker_restarts"
-        used_up = f"the {self._max_restarts[role]} restarts ({flag}) are used up"
-        if role is Role.PS:
-            return LossDecision(Consequence.FAIL, role, index, f"{story}; {used_up}")
+        self._places[role, index] = PlaceState.GIVEN_UP
         others = sum(
-            state in _EXPECTED or state is PlaceState.UP
+            other is role and (state in _EXPECTED or state is PlaceState.UP)
             for (other, _), state in self._places.items()
-            if other is Role.WORKER
         )
-        if others:
-            reason = f"{story}; {used_up}, {others} other workers go on"
-            return LossDecision(Consequence.IGNORE, role, index, reason)
-        return LossDecision(Consequence.FAIL, role, index, f"{story}; {used_up} and no worker is left")
-
-    def _plan_again(self, role: Role, index: int) -> None:
-        self._places[role, index] = PlaceState.PLANNED
-        self._vacated.add((role, index))
+        decision = self.losses.decide(role, index, story, taken_away, others)
+        if decision.kind is Consequence.RESTART:
+            self._places[role, index] = PlaceState.PLANNED
+        return decision
 
     def _free_place(self, role: Role) -> int:
         free = [place for place in range(self._sizes[role]) if (role, place) not in self._at]

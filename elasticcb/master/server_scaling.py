@@ -9,8 +9,8 @@ from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
 from elasticcb.master.cluster_state import Wish
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
+from elasticcb.master.members import Role
 from elasticcb.master.resharding import Moved
-from elasticcb.master.roster import Role
 from elasticcb.settings import Command
 
 logger = logging.getLogger(__name__)

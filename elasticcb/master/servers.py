@@ -18,9 +18,9 @@ from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, HandlerError
 from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
+from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
-from elasticcb.master.roster import Role
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import VariableSpec
 

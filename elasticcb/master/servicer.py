@@ -16,7 +16,7 @@ from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import TaskResult
-from elasticcb.master.roster import Role
+from elasticcb.master.members import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.state_document import document

@@ -11,7 +11,7 @@ import time
 
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
-from elasticcb.master.roster import Member, Role
+from elasticcb.master.members import Member, Role
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 

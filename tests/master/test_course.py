@@ -14,9 +14,10 @@ from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.report import Report
-from elasticcb.master.roster import Role, Roster
+from elasticcb.master.roster import Roster
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings

@@ -11,7 +11,7 @@ from elasticcb.errors import ClusterLostError
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
-from elasticcb.master.roster import Role
+from elasticcb.master.members import Role
 from elasticcb.master.shards import Shard
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 

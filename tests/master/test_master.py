@@ -16,8 +16,8 @@ from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
@@ -75,7 +75,7 @@ def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
     master.desk.close()
     master.calls.leave(worker, "the server is gone", "", fatal=False)
     assert state_of(master).roster.up(Role.WORKER) == []
-    assert state_of(master).roster.lost_count(Role.WORKER) == 0
+    assert state_of(master).roster.losses.lost[Role.WORKER] == 0
     assert lines == []
     assert state_of(master).error is None
 
@@ -98,7 +98,7 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
         master.desk.lost(worker, "killed")
         assert state.totals.gradients_rejected == 2 * number
         assert (state.totals.batches_skipped, state.totals.callback_errors) == (number, 3 * number)
-        assert state.roster.lost_count(Role.WORKER) == number
+        assert state.roster.losses.lost[Role.WORKER] == number
         assert (state.totals.longest_recovery, state.totals.updates_lost) == (3.0, 9 * number - 2)
         journal.close()
 

@@ -4,8 +4,9 @@ import pytest
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import JobFailedError
+from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.processes import Processes
-from elasticcb.master.roster import PlaceState, Role, Roster
+from elasticcb.master.roster import Roster
 
 
 class Backend(ClusterBackend):
@@ -85,7 +86,7 @@ def test_worker_that_said_goodbye_may_end_with_any_exit_code():
     job.roster.left(job.register().id)
     job.ends()
     job.processes.check()
-    assert job.roster.lost_count(Role.WORKER) == 0
+    assert job.roster.losses.lost[Role.WORKER] == 0
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -97,7 +98,7 @@ def test_process_whose_place_is_gone_may_end_with_any_exit_code(failed):
     job.roster.left(2)
     job.ends(index=1, failed=failed)
     job.processes.check()
-    assert job.roster.lost_count(Role.WORKER) == 0
+    assert job.roster.losses.lost[Role.WORKER] == 0
 
 
 def test_process_that_another_master_gave_up_may_end_with_any_exit_code_and_its_successor_may_not():
@@ -131,7 +132,7 @@ def test_lost_parameter_server_is_replaced(registered):
 def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job():
     job = Job(num_ps=1)
     job.register(Role.PS)
-    job.roster.recovers_ps = False
+    job.roster.losses.recovers_ps = False
     job.ends("ps", reason="killed by SIGKILL", failed=False)
     with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*part of the model is gone"):
         job.processes.check()
@@ -143,7 +144,7 @@ def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_rest
     job.ends(reason="killed by SIGKILL", failed=False)
     job.processes.note_ended()
     assert job.roster.up(Role.WORKER) == []
-    assert job.roster.lost_count(Role.WORKER) == 1
+    assert job.roster.losses.lost[Role.WORKER] == 1
     assert job.lines == []
 
 

@@ -11,8 +11,8 @@ from master_state import state_of
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.roster import Role
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from elasticcb.errors import UsageError
-from elasticcb.master.roster import Consequence, Member, PlaceState, Role, Roster
+from elasticcb.master.losses import Consequence
+from elasticcb.master.members import Member, PlaceState, Role
+from elasticcb.master.roster import Roster
 
 WORKER, PS = Role.WORKER, Role.PS
 
@@ -65,7 +67,7 @@ def test_lost_worker_is_replaced_by_one_with_another_id():
     assert not roster.complete(WORKER)
     second = register(roster, WORKER, 0, 11)
     assert second.id != first.id
-    assert (roster.lost_count(WORKER), roster.replaced_count(WORKER)) == (1, 1)
+    assert (roster.losses.lost[WORKER], roster.losses.replaced[WORKER]) == (1, 1)
 
 
 def test_job_goes_on_with_the_other_workers_when_the_restarts_are_used_up():
@@ -99,7 +101,7 @@ def test_second_loss_of_the_same_process_is_ignored():
     decision = roster.lost(member.id, "exit code 1")
     assert decision.kind is Consequence.IGNORE
     assert "connection closed" in decision.reason
-    assert roster.lost_count(WORKER) == 1
+    assert roster.losses.lost[WORKER] == 1
 
 
 def test_loss_of_a_process_that_never_was_is_an_error():
@@ -130,7 +132,7 @@ def test_process_that_said_goodbye_is_not_replaced_and_its_end_is_no_loss():
     assert roster.place_lost(WORKER, 0, "exit code 0").kind is Consequence.IGNORE
     assert roster.lost(member.id, "gone").kind is Consequence.IGNORE
     assert roster.to_start() == []
-    assert roster.lost_count(WORKER) == 0
+    assert roster.losses.lost[WORKER] == 0
 
 
 def test_unknown_and_lost_ids_are_refused_with_the_reason():
@@ -169,12 +171,12 @@ def test_process_that_was_asked_to_end_is_replaced_and_uses_up_no_restart():
     assert roster.asked_to_end(worker.id, "it was asked to end").kind is Consequence.IGNORE
     assert roster.asked_to_end(server.id, "it was asked to end").kind is Consequence.RESTART
     register(roster)
-    assert (roster.lost_count(WORKER), roster.replaced_count(WORKER)) == (1, 1)
+    assert (roster.losses.lost[WORKER], roster.losses.replaced[WORKER]) == (1, 1)
 
 
 def test_server_whose_part_of_the_model_can_not_be_had_again_fails_the_job_even_when_it_was_asked_to_end():
     roster = Roster(1, 1, 0, max_ps_restarts=1)
-    roster.recovers_ps = False
+    roster.losses.recovers_ps = False
     assert roster.asked_to_end(register(roster, PS).id, "it was asked to end").kind is Consequence.FAIL
 
 
@@ -193,7 +195,7 @@ def test_places_are_added_and_taken_away():
         register(roster, WORKER, 2, pid=4)
     assert roster.asked_to_end(second.id, "it was asked to end").kind is Consequence.IGNORE
     assert roster.to_start() == []
-    assert roster.lost_count(WORKER) == 0
+    assert roster.losses.lost[WORKER] == 0
 
     roster.resize(Role.WORKER, 2)
     assert roster.to_start() == [(WORKER, 1)]
@@ -229,6 +231,6 @@ def test_another_master_goes_on_with_a_saved_roster():
     assert register(again, WORKER, 0, 20) == workers[0]
     replacement = register(again, WORKER, 1, 31)
     assert replacement.id == roster.next_id
-    assert (again.lost_count(WORKER), again.replaced_count(WORKER)) == (1, 1)
+    assert (again.losses.lost[WORKER], again.losses.replaced[WORKER]) == (1, 1)
     assert again.lost_workers == [workers[1].id]
     assert "restart 2 of 2" in again.lost(replacement.id, "killed").reason

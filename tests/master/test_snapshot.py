@@ -16,9 +16,9 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats

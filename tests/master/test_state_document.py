@@ -14,8 +14,8 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
+from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.roster import Role
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings

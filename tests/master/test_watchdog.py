@@ -5,7 +5,7 @@ from master_state import state_of
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.master import Master
-from elasticcb.master.roster import Role
+from elasticcb.master.members import Role
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
