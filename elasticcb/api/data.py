@@ -57,9 +57,8 @@ class MethodCall:
         if source.num_batches is not None and source.num_batches < 1:
             use = " to validate on" if purpose == "validation" else ""
             raise ValueError(
-                f"`{self.name}` needs at least one batch of data{use}. "
-                f"Received: batch_size={options.get('batch_size')}, and data of which that makes {source.num_batches} "
-                "batches."
+                f"`{self.name}` needs at least one batch of data{use}. Received: "
+                f"batch_size={options.get('batch_size')}, and data of which that makes {source.num_batches} batches."
             )
         return source
 

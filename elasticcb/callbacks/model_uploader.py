@@ -80,16 +80,14 @@ class ModelUploader(keras.callbacks.Callback):
         if retries < 0 or backoff_seconds < 0 or timeout_seconds <= 0:
             raise ModelFileError(
                 "ModelUploader expects retries >= 0, backoff_seconds >= 0 and timeout_seconds > 0. Received: "
-                f"retries={retries!r}, backoff_seconds={backoff_seconds!r}, "
-                f"timeout_seconds={timeout_seconds!r}."
+                f"retries={retries!r}, backoff_seconds={backoff_seconds!r}, timeout_seconds={timeout_seconds!r}."
             )
         try:
             fsspec.get_filesystem_class(fsspec.utils.get_protocol(remote_url))
         except (ImportError, ValueError) as error:
             raise ModelFileError(
-                f"ModelUploader can't use {without_password(remote_url)}: {error}. Install the fsspec "
-                "package of that protocol (elasticcb[s3] for s3, elasticcb[sftp] for sftp), or correct "
-                "the URL."
+                f"ModelUploader can't use {without_password(remote_url)}: {error}. Install the fsspec package of that "
+                "protocol (elasticcb[s3] for s3, elasticcb[sftp] for sftp), or correct the URL."
             ) from error
         self._remote_url = remote_url
         self._saved_model_path = saved_model_path

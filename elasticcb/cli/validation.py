@@ -173,9 +173,8 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
 def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
     if any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
-            f"{given.flag('output')} names {output}, which holds files that are no SavedModel. The export "
-            "replaces its folder, so they would be lost. Name a new folder, such as "
-            f"{output / 'saved_model'}."
+            f"{given.flag('output')} names {output}, which holds files that are no SavedModel. The export replaces its "
+            f"folder, so they would be lost. Name a new folder, such as {output / 'saved_model'}."
         )
     checkpoints = given.path("checkpoint_dir")
     if checkpoints is not None and checkpoints.is_relative_to(output):

@@ -33,9 +33,8 @@ def open_custom_reader(
         signature.bind(**arguments)
     except TypeError as error:
         raise ModelFileError(
-            f"{name}{signature} can't be called with {', '.join(arguments)}: {error}. It gets "
-            "data_origin and "
-            "the reader parameters as keyword arguments."
+            f"{name}{signature} can't be called with {', '.join(arguments)}: {error}. It gets data_origin and the "
+            "reader parameters as keyword arguments."
         ) from error
     try:
         reader = custom(**arguments)
@@ -52,9 +51,8 @@ def open_custom_reader(
     if all(callable(getattr(reader, method, None)) for method in _ELASTICDL_METHODS):
         return ElasticDLReader(reader)
     raise ModelFileError(
-        f"{name} returned {reader!r} of type {type(reader).__name__}. Expected an "
-        "elasticcb.data.Reader, or an "
-        f"object with ElasticDL's {' and '.join(_ELASTICDL_METHODS)}."
+        f"{name} returned {reader!r} of type {type(reader).__name__}. Expected an elasticcb.data.Reader, or an object "
+        f"with ElasticDL's {' and '.join(_ELASTICDL_METHODS)}."
     )
 
 
@@ -104,8 +102,7 @@ class ElasticDLReader(Reader):
         shard = self._by_source().get(name)
         if shard is None:
             raise DataError(
-                f"{type(self._reader).__name__}.create_shards() names no {name!r} in this process: it "
-                "must return the "
+                f"{type(self._reader).__name__}.create_shards() names no {name!r} in this process: it must return the "
                 f"same in all. It names {', '.join(self._by_source())}."
             )
         check_range(name, start, end, shard.end - shard.start)

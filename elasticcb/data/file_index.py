@@ -95,7 +95,7 @@ class FileIndex:
         count: of records.
         layout: what all files of an origin must have in common, in words; "": nothing is known.
         places: None for formats that have an index of their own.
-        compression: see `content.compression_of`.
+        compression: see `decompression.compression_of`.
         seek_points: of a gzip file.
         details: of the format; values of JSON.
     """

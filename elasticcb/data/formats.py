@@ -95,11 +95,9 @@ def _common_format(origin: str, files: list[str]) -> Format:
     if "" in first_of:
         endings = ", ".join(extension for known in FORMATS for extension in known.extensions)
         raise DataError(
-            f"The name of {first_of['']} does not tell its format. Known endings: {endings} (text and "
-            "TFRecord also "
-            f"with {', '.join(COMPRESSIONS)}). Name the format with the reader parameter `format`, "
-            "leave the "
-            "file out with a glob, or write a `custom_data_reader`."
+            f"The name of {first_of['']} does not tell its format. Known endings: {endings} (text and TFRecord also "
+            f"with {', '.join(COMPRESSIONS)}). Name the format with the reader parameter `format`, leave the file out "
+            "with a glob, or write a `custom_data_reader`."
         )
     if len(first_of) > 1:
         listed = ", ".join(f"{file} ({name})" for name, file in first_of.items())

@@ -128,8 +128,7 @@ class NumpyReader(FileReader):
             arrays = _npz_arrays(file) if file.name.lower().endswith(".npz") else {"": _npy_array(file)}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{file.name} can't be read as NumPy's format: {error}. It is damaged or was not copied to "
-                "its end; "
+                f"{file.name} can't be read as NumPy's format: {error}. It is damaged or was not copied to its end; "
                 "write it again."
             ) from error
         opened = _OpenedArrays(file, arrays)
@@ -205,9 +204,8 @@ def _check_arrays(name: str, arrays: Mapping[str, _Array], opened: _OpenedArrays
     for key, (dtype, _) in opened.columns.items():
         if dtype.kind not in "biufcSU" or (dtype.kind == "f" and dtype.itemsize > 8):
             raise DataError(
-                f"Array {key!r} in {name} has the dtype {dtype}, which TensorFlow has not. Save "
-                "it with "
-                "a numeric, boolean or string dtype."
+                f"Array {key!r} in {name} has the dtype {dtype}, which TensorFlow has not. Save it with a numeric, "
+                "boolean or string dtype."
             )
 
 

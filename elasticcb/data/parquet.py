@@ -49,9 +49,8 @@ class _OpenedParquet:
         missing = sorted(set(columns) - set(schema.names))
         if missing:
             raise DataError(
-                f"{name} has no column {', '.join(missing)}. The reader parameter `columns` asks for "
-                "it; there "
-                f"are {', '.join(schema.names)}."
+                f"{name} has no column {', '.join(missing)}. The reader parameter `columns` asks for it; there are "
+                f"{', '.join(schema.names)}."
             )
         self.columns = {column: self._type_of(schema.field(column)) for column in columns or schema.names}
 
@@ -105,10 +104,8 @@ class _OpenedParquet:
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
             return np.dtype(kind.to_pandas_dtype()), tuple(shape)
         raise DataError(
-            f"Column {field.name!r} of {self.name} has the type {field.type}, which is no number, "
-            "boolean, string or "
-            "fixed-size list of these. Leave it out with the reader parameter `columns`, or write it "
-            "in another type."
+            f"Column {field.name!r} of {self.name} has the type {field.type}, which is no number, boolean, string or "
+            "fixed-size list of these. Leave it out with the reader parameter `columns`, or write it in another type."
         )
 
     def _array(self, name: str, column: Any, first: int) -> Any:
@@ -131,9 +128,8 @@ class _OpenedParquet:
         if values.null_count:
             place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
             raise DataError(
-                f"Record {first + place // per_record} of {self.name} is null in column {name!r}, and "
-                f"{values.type} has no value "
-                "that stands for it (floats become NaN, strings empty). Fill it in, or write the column "
+                f"Record {first + place // per_record} of {self.name} is null in column {name!r}, and {values.type} "
+                "has no value that stands for it (floats become NaN, strings empty). Fill it in, or write the column "
                 "as floats."
             )
 

@@ -117,8 +117,7 @@ class RecordStream:
             if count != end - start:
                 raise DataError(
                     f"{where} were asked for, and {type(self._reader).__name__} yielded "
-                    f"{'more' if count > end - start else count} records. Its sources() and its read() "
-                    "must agree."
+                    f"{'more' if count > end - start else count} records. Its sources() and its read() must agree."
                 )
         except ElasticCBError:
             raise

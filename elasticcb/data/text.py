@@ -54,17 +54,15 @@ class TextReader(FileReader):
         for name, value in (("delimiter", delimiter), ("quote", quote)):
             if not isinstance(value, str) or len(value.encode()) > 1 or value in ("\n", "\r"):
                 raise UsageError(
-                    f"The reader parameter {name} is {value!r}. Expected one ASCII character other than "
-                    "a line "
-                    "break, or '' for none."
+                    f"The reader parameter {name} is {value!r}. Expected one ASCII character other than a line break, "
+                    "or '' for none."
                 )
         if isinstance(columns, str):
             raise UsageError(f"The reader parameter columns is {columns!r}. Expected a list of names.")
         if not delimiter and (header or columns or column_dtypes):
             raise UsageError(
-                "The reader parameters header, columns and column_dtypes need columns, and these lines "
-                "are not "
-                "split. Give `delimiter` as well."
+                "The reader parameters header, columns and column_dtypes need columns, and these lines are not split. "
+                "Give `delimiter` as well."
             )
         try:
             self._encoding = codecs.lookup(encoding).name
@@ -168,9 +166,8 @@ def _number_dtype(column: str | int, name: str) -> np.dtype[Any]:
         dtype = np.dtype(object)
     if dtype.kind not in "iuf":
         raise UsageError(
-            f"The reader parameter column_dtypes gives column {column!r} the dtype {name!r}. Expected "
-            "NumPy's "
-            "name of an integer or float dtype, or 'str'."
+            f"The reader parameter column_dtypes gives column {column!r} the dtype {name!r}. Expected NumPy's name of "
+            "an integer or float dtype, or 'str'."
         )
     return dtype
 

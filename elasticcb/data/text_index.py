@@ -153,9 +153,8 @@ class _Scan:
     def _end(self, end: int) -> None:
         if self.inside_quotes:
             raise DataError(
-                f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a "
-                "quoted field. It is truncated, or its quotes are ordinary characters: then give the "
-                "reader parameter `quote=''`."
+                f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a quoted field. It "
+                "is truncated, or its quotes are ordinary characters: then give the reader parameter `quote=''`."
             )
         if self.record_start < end:  # the last line has no line break
             blank = end - self.record_start == 1 and self.last_byte == _RETURN

@@ -255,9 +255,8 @@ class Collection:
             given = [np.shape(array) for array in arrays]
             if expected is not None and (len(given) != len(expected) or (not self._merge and given != expected)):
                 raise WireError(
-                    f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; "
-                    f"the other tasks of its round brought {expected}. The metric must have the same "
-                    "variables in every process."
+                    f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; the other "
+                    f"tasks of its round brought {expected}. The metric must have the same variables in every process."
                 )
 
 

@@ -91,9 +91,8 @@ class ModelSpec:
             optimizer = self.call(keras.optimizers.get, optimizer)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
-                f"{self.path} gives no usable optimizer: {optimizer!r}. Define "
-                f"`{self._settings.optimizer}()` that returns a keras.optimizers.Optimizer, or return a "
-                f"compiled model from {self._model_name}()."
+                f"{self.path} gives no usable optimizer: {optimizer!r}. Define `{self._settings.optimizer}()` that "
+                f"returns a keras.optimizers.Optimizer, or return a compiled model from {self._model_name}()."
             )
         return optimizer
 
