@@ -76,7 +76,9 @@ class PSControl:
         Raises `ElasticCBError` when the state is of other optimizers.
         """
         servers = self.servers
-        answers = servers.each(lambda server: servers.send(server, *self._beginning(server, source)), servers.known)
+        answers = servers.each(
+            lambda server: servers.send(server, self._beginning(server, source), "Initialize"), servers.known
+        )
         servers.free_memory()
         self.client.version, self.client.learning_rate = answers[0].header.version, answers[0].header.learning_rate
 
@@ -105,16 +107,16 @@ class PSControl:
         link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
             try:
-                frame, method = self._beginning(server, InitialModel(version=version), True, neighbour)
-                answer = link.call(method, frame).header
+                beginning = self._beginning(server, InitialModel(version=version), True, neighbour)
+                answer = link.call("Initialize", beginning).header
                 words = f"its recovery files{' and its replica' if answer.complete else ''}"
                 restored = Restored(answer.recovered_version, words, answer.learning_rate, answer.complete)
             except CheckpointError as error:
                 given = source()
                 words = given.checkpoint or "the first weights"
                 logger.warning("Parameter server %d begins from %s: %s", index, words, error)
-                frame, method = self._beginning(server, given._replace(version=version), neighbour=neighbour)
-                answer = link.call(method, frame).header
+                beginning = self._beginning(server, given._replace(version=version), neighbour=neighbour)
+                answer = link.call("Initialize", beginning).header
                 held = answer.recovered_version if given.checkpoint else given.version
                 restored = Restored(held, words, answer.learning_rate)
             if learning_rate is not None and learning_rate != np.float32(restored.learning_rate):
@@ -138,7 +140,8 @@ class PSControl:
 
     def _beginning(
         self, server: KnownServer, source: InitialModel, recover: bool = False, neighbour: str | None = None
-    ) -> tuple[Frame[Any], str]:
+    ) -> Frame[Any]:
+        """What a server is initialized with."""
         if neighbour is None:
             neighbour = self.servers.links[self.neighbour(server.index)].address
         servers, state = self.servers, source.optimizer_state or OptimizerState()
@@ -160,7 +163,7 @@ class PSControl:
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
             tensors = source.part(servers, server.index)
-        return Frame(header, tensors), "Initialize"
+        return Frame(header, tensors)
 
     def in_step(self, take: Callable[[], Sequence[Answer]], version_of: Callable[[Answer], int]) -> Sequence[Answer]:
         """What `take` gives of all servers, by index; in synchronous mode of one version of the model.

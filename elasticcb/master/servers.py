@@ -121,7 +121,7 @@ class Servers:
                 raise ConnectionLostError("A parameter server is missing.")
             places = [ServerPlace(member.address, member.id) for member in members if member is not None]
             links = [self.control.servers.link(index, *place) for index, place in enumerate(places)]
-            move = ServerMove(self.control, links, servers, lambda worker: self._is_up(worker))
+            move = ServerMove(self.control, links, servers, self._is_up)
 
             def commit() -> None:
                 owners = move.buckets.to_bytes().hex()
@@ -136,9 +136,7 @@ class Servers:
                 self._places = places[:servers]
                 self.control.servers.follow(Places(self._places, move.buckets))
                 desk.servers_have_moved(self._places, move.buckets)
-                with contextlib.suppress(
-                    ConnectionLostError, HandlerError
-                ):  # another will take its place, and write them
+                with contextlib.suppress(ConnectionLostError, HandlerError):  # another takes its place, and writes them
                     move.write_down()
                 return moved
 
