@@ -184,12 +184,16 @@ class Holder:
     def close(self) -> None:
         """Ends what the model needs, and the writing of recovery files."""
         # Without the lock: an update may wait for another server, which this ends.
+        self._hang_up()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _hang_up(self) -> None:
+        """Ends the model's connections to other servers."""
         if self.model is not None:
             self.model.peers.close()
             if self.model.replica is not None:
                 self.model.replica.close()
-        if self._writer is not None:
-            self._writer.close()
 
     def _model_of(
         self,
@@ -246,6 +250,7 @@ class Holder:
         if self._writer is not None:
             self._writer.stop()
             self._writer = None
+        self._hang_up()
         self.model = model
         log = self._recovery_log(request)
         if log is not None:

@@ -1,6 +1,11 @@
 """Broken messages to real parameter servers; `python tests/fuzzing/fuzz.py` sends more of them."""
 
+import gc
 import logging
+import threading
+import time
+
+import pytest
 
 from server_calls import ServerFuzzer, serving
 
@@ -13,4 +18,33 @@ def test_broken_messages_are_refused_in_words_and_the_server_goes_on(tmp_path, c
         assert not fuzzer.surprises
         assert min(fuzzer.codes["INVALID_ARGUMENT"], fuzzer.codes["OK"]) > 100
         assert fuzzer.still_serves()
+        fuzzer.close()
+
+
+@pytest.fixture
+def no_collector():
+    """What is abandoned stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def links():
+    return sum(thread.name == "link" for thread in threading.enumerate())
+
+
+def test_models_that_take_the_place_of_others_leave_no_connections_to_neighbours(tmp_path, no_collector):
+    before = links()
+    with serving(tmp_path / "job") as addresses:
+        fuzzer = ServerFuzzer(0, addresses, tmp_path)
+        (move,) = (calls for calls in fuzzer._sequences if calls[-1].method == "Move")
+        for _ in range(5):
+            for call in (fuzzer._beginning(), *move):
+                fuzzer._send(call, broken=False)
+        give_up = time.monotonic() + 10
+        most = before + 2 * len(addresses)  # the fuzzer's, and one to each neighbour
+        while links() > most and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert links() <= most
         fuzzer.close()
