@@ -18,5 +18,8 @@ def remove_generated_files() -> None:
         _modules = len(sys.modules)
         for name, module in list(sys.modules.items()):
             if name.startswith(_PREFIX) and module.__file__ is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(module.__file__)
+                for path in (module.__file__, module.__cached__):  # the source, and what Python made of it
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                with contextlib.suppress(OSError):  # what others have in it stays
+                    os.rmdir(os.path.dirname(module.__cached__))
