@@ -14,21 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
-from elasticcb.cluster.ray.actor import Ended, Launched, PlaceOnNode
+from elasticcb.cluster.ray.actor import Ended, Launched
+from elasticcb.cluster.ray.handle import ANSWER_SECONDS, CPUS, PENDING_SECONDS, Actor
 from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.errors import UsageError, describe
 from elasticcb.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
-
-_CPUS = 1  # that a process reserves
-_CALLS = 8  # to a place at once
-_ANSWER_SECONDS = 5.0  # for an actor that was out of reach, and for one that is to end its process
-_PENDING_SECONDS = 5.0  # until a process that has no room is told of, and a worker gives way to a server
-_SLOW_SECONDS = 30.0  # likewise, when there was room: Ray may be slow, and has taken the room for it already
 
 _NONE_FREE = "no node of Ray has a CPU free"
 
@@ -75,7 +69,7 @@ class RayCluster(ClusterBackend):
         self._marker = f".master-{secrets.token_hex(8)}"
         self._host = ""
         self._connected = False  # by this object, and not by the program that it is part of
-        self._actors: dict[Place, _Actor] = {}
+        self._actors: dict[Place, Actor] = {}
         self._held: list[tuple[str, int, str]] = []  # workers that are asked for when all servers have room
         self._last_words: dict[Place, str] = {}
         self._told_unshared = False
@@ -125,10 +119,10 @@ class RayCluster(ClusterBackend):
         else:
             self._actors[role, index] = self._make_actor(role, index, master_address)
 
-    def _make_actor(self, role: str, index: int, master_address: str) -> _Actor:
+    def _make_actor(self, role: str, index: int, master_address: str) -> Actor:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
         name = f"elasticcb-{role}-{index}-{secrets.token_hex(4)}"
-        return _Actor(name, (process, self._directory, self._marker, self._log_level, _CPUS))
+        return Actor(name, (process, self._directory, self._marker, self._log_level, CPUS))
 
     def poll(self) -> list[Exit]:
         exits, now = [], time.monotonic()
@@ -161,7 +155,7 @@ class RayCluster(ClusterBackend):
         """Ends a worker when a server has no room: without it no worker can go on."""
         late = [index for index in self._waiting_servers() if self._actors["ps", index].is_late(now)]
         workers = [place for place, actor in self._actors.items() if place[0] == "worker" and actor.launched]
-        if late and workers and now - self._gave_way >= _PENDING_SECONDS and _why_no_room() == _NONE_FREE:
+        if late and workers and now - self._gave_way >= PENDING_SECONDS and _why_no_room() == _NONE_FREE:
             self._gave_way = now
             place = max(workers)
             self._actors[place].end()
@@ -198,7 +192,7 @@ class RayCluster(ClusterBackend):
 
             ended = [call for actor in actors if (call := actor.begin_end()) is not None]
             if ended:
-                ray.wait(ended, num_returns=len(ended), timeout=max(grace_seconds, _ANSWER_SECONDS))
+                ray.wait(ended, num_returns=len(ended), timeout=max(grace_seconds, ANSWER_SECONDS))
             for actor in actors:
                 actor.discard()
             if self._connected:
@@ -218,129 +212,20 @@ class RayCluster(ClusterBackend):
         return Path(self._directory, "logs", f"{role}-{index}.log")
 
 
-class _Actor:
-    """A `PlaceOnNode` as the master sees it.
-
-    Args:
-        name: for Ray's own displays.
-        launch: the arguments of `PlaceOnNode.launch`.
-
-    Attributes:
-        launched: what it runs, once it runs.
-    """
-
-    def __init__(self, name: str, launch: tuple[Any, ...]) -> None:
-        import ray
-
-        self.launched: Launched | None = None
-        had_room = ray.available_resources().get("CPU", 0) >= _CPUS
-        self._late = time.monotonic() + (_SLOW_SECONDS if had_room else _PENDING_SECONDS)
-        self._launch = launch
-        # Spread, so that the loss of a node takes few of them.
-        remote: Any = ray.remote
-        options = {"num_cpus": _CPUS, "max_concurrency": _CALLS, "scheduling_strategy": "SPREAD"}
-        self._handle = remote(**options)(PlaceOnNode).options(name=name).remote()
-        self._call = self._handle.launch.remote(*launch)
-        self._probe: Any = None  # a call to an actor that was out of reach
-        self._out_of_reach = 0.0  # since when, if there is a probe
-
-    def is_late(self, now: float) -> bool:
-        """Whether it should run by `now`, and does not."""
-        return self.launched is None and now >= self._late
-
-    def look(self, now: float) -> tuple[Ended, bool] | None:
-        """How it ended, and whether that was its platform's doing; None while it runs or waits."""
-        from ray import exceptions
-
-        try:
-            answer = _answer(self._call)
-            if isinstance(answer, Ended):
-                return answer, False
-            if answer is not None:
-                self.launched, self._call = answer, self._handle.wait.remote()
-            if self._probe is not None and _answer(self._probe) is not None:
-                self._probe = None
-        except exceptions.ActorUnavailableError:  # what has become of it is not known yet
-            if self._probe is None:
-                self._out_of_reach = now
-            self._probe = self._handle.log_tail.remote(1)
-            again = self._handle.launch.remote(*self._launch) if self.launched is None else self._handle.wait.remote()
-            self._call = again
-        except exceptions.RayError as error:
-            return self._explained(error)
-        if self._probe is not None and now - self._out_of_reach >= _ANSWER_SECONDS:
-            return Ended(f"its node {self._node} does not answer any more", False, ""), True
-        return None
-
-    def _explained(self, error: Any) -> tuple[Ended, bool]:
-        from ray import exceptions
-
-        text = str(error)
-        logger.info("An actor ended: %s", text)
-        if isinstance(error, exceptions.RayTaskError):  # `PlaceOnNode` could not do what it was asked
-            return Ended(f"on node {error.ip}: {describe(error.cause)}", True, ""), False
-        if isinstance(error, exceptions.OutOfMemoryError):
-            return Ended(f"out of memory: Ray ended it, since its node {self._node} had little left", False, ""), False
-        if not isinstance(error, exceptions.RayActorError) or error._actor_init_failed:
-            return Ended(f"Ray could not start it: {_last_line(text)}", True, ""), False
-        if error.preempted or "node has died" in text or "node was terminated" in text:
-            why = "was taken away" if error.preempted else "is lost"
-            return Ended(f"its node {self._node} {why}", False, ""), True
-        return Ended(f"its actor was killed: {_last_line(text)}", False, ""), False
-
-    @property
-    def _node(self) -> str:
-        return "" if self.launched is None else self.launched.node
-
-    def log_tail(self, lines: int) -> str:
-        """The last lines that its process wrote; "" if it can't be reached."""
-        import ray
-
-        with contextlib.suppress(ray.exceptions.RayError):
-            return str(ray.get(self._handle.log_tail.remote(lines), timeout=_ANSWER_SECONDS))
-        return ""
-
-    def begin_end(self) -> Any:
-        """Has the process ended; a call to wait for, if there is one."""
-        return None if self.launched is None else self._handle.end.remote()
-
-    def end(self) -> None:
-        """Ends the process, and the actor."""
-        import ray
-
-        call = self.begin_end()
-        if call is not None:
-            ray.wait([call], timeout=_ANSWER_SECONDS)
-        self.discard()
-
-    def discard(self) -> None:
-        """Ends the actor."""
-        import ray
-
-        ray.kill(self._handle)
-
-
-def _answer(call: Any) -> Any:
-    """What a call gave back; None while it is under way."""
-    import ray
-
-    return ray.get(call) if ray.wait([call], timeout=0)[0] else None
-
-
 def _why_no_room() -> str:
     """Why Ray has not started an actor."""
     import ray
 
-    if not any(node["Alive"] and node["Resources"].get("CPU", 0) >= _CPUS for node in ray.nodes()):
+    if not any(node["Alive"] and node["Resources"].get("CPU", 0) >= CPUS for node in ray.nodes()):
         return "no node of Ray has a CPU for it, even if nothing else runs"
-    return _NONE_FREE if ray.available_resources().get("CPU", 0) < _CPUS else "Ray has not started its actor yet"
+    return _NONE_FREE if ray.available_resources().get("CPU", 0) < CPUS else "Ray has not started its actor yet"
 
 
 def _check_reachable(address: str) -> None:
     """Raises `OSError` when nobody listens there; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if host:
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
 def _why_unreachable(address: str, error: Exception) -> str:
@@ -351,10 +236,6 @@ def _why_unreachable(address: str, error: Exception) -> str:
         "--head`, and run the command on one of its nodes; --ray_address=HOST:PORT says which. If it asks for a token: "
         "RAY_AUTH_MODE=token, and its ~/.ray/auth_token here, too."
     )
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1].strip()
 
 
 @contextlib.contextmanager
