@@ -14,7 +14,8 @@ from typing import Any
 
 import keras
 
-from elasticcb.clients.master import MasterClient, ProgressReporter
+from elasticcb.clients.master import MasterClient
+from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
 from elasticcb.model.spec import Spec
 from elasticcb.process.host import host_name

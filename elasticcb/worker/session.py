@@ -8,7 +8,8 @@ from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions
-from elasticcb.clients.master import MasterClient, ProgressReporter, places_of
+from elasticcb.clients.master import MasterClient, places_of
+from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.registry import backend

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticcb.clients.master import ProgressReporter
+from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 
@@ -75,8 +75,8 @@ def test_batches_are_told_with_the_version_they_lead_to_and_in_reports_of_a_boun
         sent.append((progress.version, [event.version for event in progress.batch_events]))
         return pb.ReportProgressResponse(accepted=True)
 
-    monkeypatch.setattr("elasticcb.clients.master._EVENTS_PER_REPORT", 4)
-    monkeypatch.setattr("elasticcb.clients.master._MAX_EVENTS", 6)
+    monkeypatch.setattr("elasticcb.clients.progress_reporter._EVENTS_PER_REPORT", 4)
+    monkeypatch.setattr("elasticcb.clients.progress_reporter._MAX_EVENTS", 6)
     reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
     for version in (1, 2, 3):
         reporter.update(7, 32 * version, version, event=pb.BatchEvent(version=version))

@@ -1,0 +1,168 @@
+"""What a worker tells the master beside its work: how far it is, batches that callbacks are to hear of, warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from elasticcb.clients.master import MasterClient
+from elasticcb.errors import ElasticCBError
+from elasticcb.proto import elasticcb_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_EVENTS_PER_REPORT = 2_000
+_MAX_EVENTS = 100_000  # that wait to be sent
+
+
+class ProgressReporter:
+    """Tells the master at intervals how far the present task is; a sign of life between tasks.
+
+    Args:
+        interval_seconds: between reports.
+
+    Attributes:
+        on_leave: called when the master wants this worker to leave.
+        on_split: called when others wait for the rest of a task.
+        lost_leases: that the master took away, or that the job's end did.
+        splits: by lease, how many records this worker should leave it at.
+    """
+
+    def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
+        self._client = client
+        self._interval = interval_seconds
+        self._lock = threading.Lock()  # of `_progress`
+        self._sending = threading.Lock()  # one report at a time, so that they arrive in order
+        self._progress = pb.ReportProgressRequest()
+        self._events: list[pb.BatchEvent] = []  # not sent yet
+        self._warnings: dict[str, pb.CallbackWarning] = {}  # likewise, by subject
+        self._wake = threading.Event()
+        self._stopped = False
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_split: Callable[[], None] = lambda: None
+        self.lost_leases: set[int] = set()
+        self.splits: dict[int, int] = {}
+        self._computing_since: float | None = None  # the present batch
+        self._error: Exception | None = None  # why reporting ended
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def update(
+        self,
+        lease: int,
+        records_done: int,
+        version: int,
+        loss: float | None = None,
+        urgent: bool = False,
+        event: pb.BatchEvent | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Notes progress, to be sent with the next report; at once if `urgent`.
+
+        Args:
+            seconds: that the batch took, if that was measured.
+        """
+        with self._lock:
+            if event is not None:
+                # Together with the version: the master takes it that all batches before it are told.
+                if len(self._events) == _MAX_EVENTS:
+                    logger.warning("The master is slow to take reports: callbacks there will miss batches")
+                if len(self._events) <= _MAX_EVENTS:
+                    self._events.append(event)
+                urgent = urgent or len(self._events) == _EVENTS_PER_REPORT
+            progress = self._progress
+            progress.lease, progress.records_done, progress.version = lease, records_done, version
+            progress.progressed = True
+            if loss is not None and np.isfinite(loss):
+                progress.loss = (progress.loss * progress.batches + loss) / (progress.batches + 1)
+                progress.batches += 1
+            if seconds:
+                progress.batch_seconds += seconds
+                progress.timed_batches += 1
+        if urgent:
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def computing(self, lease: int) -> Iterator[None]:
+        """A batch of the leased task is computed in the context, which may take long without progress."""
+        with self._lock:
+            if self._progress.lease != lease:  # it is the first one
+                self._progress.lease, self._progress.records_done = lease, 0
+            self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = None
+
+    def clear(self) -> None:
+        """No task runs now. No report on the last one is under way any more when this returns."""
+        self.update(0, 0, self._progress.version)
+        with self._sending:
+            pass
+
+    def warn(self, subject: str, text: str, errors: int = 0) -> None:
+        """Notes something that the user should see; `errors` of a subject add up until the next report."""
+        with self._lock:
+            warning = self._warnings.setdefault(subject, pb.CallbackWarning(subject=subject, text=text))
+            warning.errors += errors
+
+    def flush(self) -> None:
+        """Sends all batch events and warnings that were noted."""
+        while self._events or self._warnings:
+            self.send()
+        with self._sending:  # what the other thread may have taken is under way no more
+            pass
+
+    def send(self) -> None:
+        """Sends what was noted, now."""
+        with self._sending:
+            with self._lock:
+                progress = pb.ReportProgressRequest()
+                progress.CopyFrom(self._progress)
+                self._progress.loss, self._progress.batches, self._progress.progressed = 0.0, 0, False
+                self._progress.batch_seconds, self._progress.timed_batches = 0.0, 0
+                since = self._computing_since
+                progress.computing_seconds = 0.0 if since is None else time.monotonic() - since
+                progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
+                del self._events[:_EVENTS_PER_REPORT]
+                if self._events:  # the version would say that they are told
+                    progress.version = progress.batch_events[-1].version
+                progress.warnings.extend(self._warnings.values())
+                self._warnings.clear()
+            answer = self._client.report_progress(progress)
+            if progress.lease and (answer.over or not answer.accepted):
+                self.lost_leases.add(progress.lease)
+            if answer.HasField("split"):
+                self.splits[answer.split.lease] = answer.split.end
+                self.on_split()
+            if answer.leave:
+                self.on_leave()
+
+    def raise_error(self) -> None:
+        """Raises what ended the reporting, if something did: the master refuses this process, or is lost."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            try:
+                self.send()
+            except Exception as error:
+                self._error = error
+                return
+
+    def stop(self) -> None:
+        """Ends the reporting; warnings of the last hooks are still sent."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join()
+        if self._warnings and self._error is None:
+            with contextlib.suppress(ElasticCBError):
+                self.send()
