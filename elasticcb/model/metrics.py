@@ -8,7 +8,7 @@ of per-batch results would not. How a metric travels is its `MetricTransport`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,10 +19,10 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
+from elasticcb.model.eval_metrics import MeanOfFunction, metrics_by_output, part_of_output
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
 
 logger = logging.getLogger(__name__)
-
 
 _REPLACED = ("compute_metrics", "train_step", "test_step")  # methods of the model, while it is observed
 _MONITORS = (keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, keras.callbacks.ReduceLROnPlateau)
@@ -34,25 +34,6 @@ class MetricTransport(Enum):
     SUM = "sum"  # its variables add up: everything that Keras ships
     MERGE = "merge"  # it brings `merge_state(metrics)`
     OUTPUTS = "outputs"  # labels, predictions and weights travel, and the master updates the metric
-
-
-class MeanOfFunction(keras.metrics.Mean):
-    """The mean over records of `function(labels, predictions)`.
-
-    The function may give one number per record, or one for the batch, which then counts with the
-    batch's size.
-    """
-
-    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
-        super().__init__(name=name)
-        self._function = function
-
-    def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:
-        value = keras.ops.cast(self._function(labels, predictions), self.dtype)
-        if len(value.shape):
-            super().update_state(value, sample_weight)
-        else:
-            super().update_state(value, keras.ops.shape(keras.tree.flatten(predictions)[0])[0])
 
 
 @dataclass(frozen=True)
@@ -90,7 +71,7 @@ class ModelMetrics:
 
     def __init__(self, model: keras.Model, eval_metrics: Mapping[str, Any]) -> None:
         self._model = model
-        self._selected = list(_select_all(eval_metrics))
+        self._selected = list(metrics_by_output(eval_metrics))
         if len({id(metric) for _, metric, _ in self._selected}) < len(self._selected):
             raise ModelFileError(
                 "eval_metrics_fn() gives the same metric object twice; its records would be mixed. Make one "
@@ -163,7 +144,7 @@ class ModelMetrics:
 
     def _update(self, metric: Any, output: str | None, y: Any, y_pred: Any, sample_weight: Any) -> None:
         names = getattr(self._model, "output_names", None) or ()
-        labels, predictions = _select(y, output, names), _select(y_pred, output, names)
+        labels, predictions = part_of_output(y, output, names), part_of_output(y_pred, output, names)
         weight = sample_weight.get(output) if isinstance(sample_weight, Mapping) else sample_weight
         metric.update_state(labels, predictions, sample_weight=weight)
 
@@ -329,41 +310,6 @@ def to_number(value: Any) -> Any:
     """A Python number for a scalar, a list for an array."""
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array.tolist()
-
-
-def _select_all(
-    eval_metrics: Mapping[str, Any], output: str | None = None
-) -> Iterator[tuple[str, keras.metrics.Metric, str | None]]:
-    for name, metric in eval_metrics.items():
-        key = name if output is None else f"{output}_{name}"
-        if isinstance(metric, Mapping) and output is None:
-            yield from _select_all(metric, name)
-        elif isinstance(metric, keras.metrics.Metric):
-            metric.name = name
-            yield key, metric, output
-        elif callable(metric):
-            yield key, MeanOfFunction(metric, name), output
-        else:
-            raise ModelFileError(
-                f"eval_metrics_fn() gives {metric!r} as the metric {key!r}; expected a keras.metrics.Metric "
-                "or a function of (labels, predictions)."
-            )
-
-
-def _select(values: Any, output: str | None, names: Sequence[str]) -> Any:
-    """The part of labels or predictions that belongs to an output; all of them where they have no parts."""
-    if output is None:
-        return values
-    if isinstance(values, (list, tuple)) and len(values) == len(names):
-        values = dict(zip(names, values, strict=True))
-    if not isinstance(values, Mapping):
-        return values
-    if output not in values:
-        raise ModelFileError(
-            f"eval_metrics_fn() names the output {output!r}; the model's outputs and labels are: "
-            f"{', '.join(map(str, values))}."
-        )
-    return values[output]
 
 
 def _adds_up(metric: keras.metrics.Metric) -> bool:
