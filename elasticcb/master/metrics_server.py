@@ -30,6 +30,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Each connection has a thread; where there are too many, the oldest one is ended, so that a new one is served."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait for a thread; with five, a scrape waits seconds behind a flood
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
