@@ -39,14 +39,14 @@ def make_private(folder: Path, by_link: bool = True) -> None:
 
 
 def check_temporary(place: str) -> None:
-    """Raises `UsageError` when other users may replace what this one makes in a folder for temporary files: they may
-    write to it, or to a folder above it, and it is not sticky."""
+    """Raises `UsageError` when all users may replace what this one makes in a folder for temporary files: they may
+    write to it, or to a folder above it, and it is not sticky. A group is trusted with the folders that it shares."""
     path = Path(place).resolve()
     for folder in (path, *path.parents):
         mode = folder.stat().st_mode
-        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"{folder} can be written to by other users (mode {stat.S_IMODE(mode):o}), who could replace the files "
+                f"{folder} can be written to by all users (mode {stat.S_IMODE(mode):o}), who could replace the files "
                 f"of a job in {place}. Make it sticky (chmod +t {folder}), or name another folder for temporary files "
                 "by the environment variable TMPDIR."
             )
