@@ -210,3 +210,10 @@ def test_a_process_goes_on_in_the_new_file_that_another_of_its_place_has_begun(l
     write(log, "three")
     assert (tmp_path / "ps-0.log").read_text() == "two\nthree\n"
     assert (tmp_path / "ps-0.log.1").read_text() == "one\n"
+
+
+def test_a_line_for_which_there_is_no_room_is_left_out_in_silence(capfd):
+    log = LogFile("/dev/full")
+    log.handle(logging.LogRecord("elasticcb", logging.INFO, "", 0, "It begins", None, None))
+    assert capfd.readouterr() == ("", "")
+    log.stream = None  # what is left in its buffer can't be written when it is closed

@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+import os
 import signal
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
-from elasticcb.process.logs import FORMAT_VARIABLE, setup_logging
+from elasticcb.process.logs import FORMAT_VARIABLE, print_line, setup_logging
 from elasticcb.roles.master import _begin as begin_master
 from elasticcb.settings import Command, JobSettings
 
@@ -80,3 +81,12 @@ def test_the_log_of_a_master_in_a_pod_is_also_its_output(own_loggers, tmp_path, 
     line = "master I elasticcb.test: It begins\n"
     assert line in (tmp_path / "logs" / "master.log").read_text()
     assert (line in capsys.readouterr().out) == bool(pod)
+
+
+def test_what_is_printed_may_find_no_reader(capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        print_line("first", stream)
+        print_line("second", stream)
+    assert capfd.readouterr().out == ""

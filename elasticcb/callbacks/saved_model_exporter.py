@@ -15,6 +15,7 @@ import keras
 
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, user_traceback
+from elasticcb.process.limits import is_full
 from elasticcb.storage import durable
 from elasticcb.storage.writable import problem_of_folder
 
@@ -68,6 +69,13 @@ class SavedModelExporter(keras.callbacks.Callback):
         try:
             self._write(fresh)
             _replace(target, fresh)
+        except Exception as error:
+            if is_full(error):
+                raise CallbackError(
+                    f"There is no room to export the model to {target}. What was there is as it was. Make room on its "
+                    "disk."
+                ) from error
+            raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         logger.info("The SavedModel is in %s", target)
@@ -83,6 +91,8 @@ class SavedModelExporter(keras.callbacks.Callback):
         try:
             archive.write_out(str(folder), verbose=False)
         except Exception as error:
+            if is_full(error):
+                raise
             raise CallbackError(
                 f"The model {type(self.model).__name__} can't be written as a SavedModel to {folder.parent}: "
                 f"{type(error).__name__}: {error}. Everything that call() uses must be TensorFlow or Keras "

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from elasticcb.cli.command import CommandRun, config_file
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 from elasticcb.process.limits import describe_scarcity, is_scarcity
+from elasticcb.process.logs import may_reach_nobody
 
 
 def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
@@ -35,10 +36,11 @@ def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
 
 
 def _end(message: str, code: ExitCode, session: CommandRun) -> int:
-    if session.debug:
-        traceback.print_exc()
-    # Keras makes words in its messages bold, wherever they go.
-    print(message if sys.stderr.isatty() else click.unstyle(message), file=sys.stderr, flush=True)
+    with may_reach_nobody(sys.stderr):
+        if session.debug:
+            traceback.print_exc()
+        # Keras makes words in its messages bold, wherever they go.
+        print(message if sys.stderr.isatty() else click.unstyle(message), file=sys.stderr, flush=True)
     return code
 
 

@@ -20,7 +20,7 @@ from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
-from elasticcb.process.logs import print_line
+from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import Command, JobSettings
 from elasticcb.settings.checks import completed
@@ -109,7 +109,8 @@ def _run_master(settings: JobSettings, resumed: bool, fork_server: ForkServer | 
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with may_reach_nobody(sys.stderr):
+        print(text, file=sys.stderr, flush=True)
 
 
 def build_settings(command: Command, given: GivenFlags) -> JobSettings:

@@ -25,6 +25,7 @@ from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
 from elasticcb.cli.train import train
 from elasticcb.cli.zoo.commands import zoo
+from elasticcb.errors import UsageError
 from elasticcb.process.limits import allow_many_files
 from elasticcb.process.signals import heed_sigterm
 
@@ -65,7 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heed_sigterm()
         allow_many_files()
     session = CommandRun(own_process=own_process, debug=os.environ.get("ELASTICCB_DEBUG", "") not in ("", "0"))
-    given = arguments or ["--help"]
-    return exit_code(
-        lambda: elasticcb.main(args=given, prog_name="elasticcb", standalone_mode=False, obj=session), session
-    )
+
+    def run() -> None:
+        _check_text(arguments)
+        elasticcb.main(args=arguments or ["--help"], prog_name="elasticcb", standalone_mode=False, obj=session)
+
+    return exit_code(run, session)
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raises `UsageError` for an argument that is not UTF-8: what the flags say travels between processes as text."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"The argument {os.fsencode(argument)!r} is no text in UTF-8. Rename the file or folder; if it is "
+                "UTF-8, run the command in a locale that has it, such as LC_ALL=C.UTF-8."
+            ) from None

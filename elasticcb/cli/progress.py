@@ -17,7 +17,7 @@ from rich.text import Text
 from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
 from elasticcb.cluster.registry import backend_of
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.process.logs import print_line
+from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.settings import JobSettings
 
 _REFRESHES_PER_SECOND = 4
@@ -150,21 +150,23 @@ class LiveDisplay:
         )
 
     def update(self, status: JobSnapshot) -> None:
-        with self._lock:
+        with self._lock, may_reach_nobody(self._console.file):
             self._status = status
             if not self._closed:
                 self._live.start()  # does nothing when it has started
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        with may_reach_nobody(self._console.file):
+            self._console.print(Text(text))
 
     def finish(self, summary: JobSnapshot) -> None:
         self.close()
         # Not through rich: it would break long paths, which people copy.
-        print("\n".join(summary_lines(summary)), file=self._console.file, flush=True)
+        with may_reach_nobody(self._console.file):
+            print("\n".join(summary_lines(summary)), file=self._console.file, flush=True)
 
     def close(self) -> None:
-        with self._lock:
+        with self._lock, may_reach_nobody(self._console.file):
             self._closed = True
             self._live.stop()
 

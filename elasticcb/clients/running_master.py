@@ -13,7 +13,7 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
-from elasticcb.settings import STATUS_FILE, ClusterSettings
+from elasticcb.settings import JOB_FILE, STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import is_owned
 
@@ -74,6 +74,8 @@ def running_master(folder: str | Path) -> RunningMaster:
 def _why_not(folder: Path) -> str:
     if (folder / STATUS_FILE).is_file():
         return f"It has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
+    if (folder / JOB_FILE).is_file() and has_ended(folder):
+        return f"It was not finished: `elasticcb resume {shlex.quote(str(folder))}` goes on with it."
     return (
         f"Expected one with the file {MASTER_FILE}, which a job has when it has started, some seconds after its begin."
     )

@@ -36,14 +36,25 @@ def list_files(origin: str) -> list[str]:
     Raises `DataError` when a part stands for nothing, a folder can't be listed, or a link in a folder leads nowhere.
     """
     if not is_remote(origin) and os.path.isfile(os.path.expanduser(origin)):
-        return [os.path.abspath(os.path.expanduser(origin))]  # a comma or a star may be part of its name
+        # a comma or a star may be part of its name
+        return _with_readable_names([os.path.abspath(os.path.expanduser(origin))])
     parts = [part.strip() for part in origin.split(",") if part.strip()]
     if not parts:
         raise DataError(
             f"The data origin {origin!r} names no file. Give a path, a glob, a folder or a URL, or several "
             "joined by commas."
         )
-    return _without_doubles(sorted({name for part in parts for name in _files_of(part)}))
+    return _with_readable_names(_without_doubles(sorted({name for part in parts for name in _files_of(part)})))
+
+
+def _with_readable_names(names: list[str]) -> list[str]:
+    """`names`, which travel between processes as text."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"The name of the file {os.fsencode(name)!r} is not UTF-8. Rename it.") from None
+    return names
 
 
 def _without_doubles(names: Sequence[str]) -> list[str]:

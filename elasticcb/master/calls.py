@@ -19,6 +19,7 @@ from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import LATE, TaskResult
 from elasticcb.master.members import Member, Role
 from elasticcb.model.metric_messages import Outputs
+from elasticcb.process.signals import interrupt
 from elasticcb.settings import MOST_WORKERS, Command, JobSettings
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class Calls:
         Raises `UsageError` when this process is not that of a command.
         """
         with self._desk.state() as state:
-            if signal.getsignal(signal.SIGTERM) is not signal.default_int_handler:
+            if signal.getsignal(signal.SIGTERM) is not interrupt:
                 raise UsageError("The job is one of a Python program. End that program.")
             if not self._interrupted and not state.closing:
                 self._interrupted = True

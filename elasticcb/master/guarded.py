@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
+
+from elasticcb.process.signals import raise_if_interrupted, uninterrupted
+
+_LOOK_SECONDS = 0.1  # between looks for Ctrl-C, which ends no wait by itself here
 
 Value = TypeVar("Value")
 
@@ -36,7 +41,7 @@ class Guarded(Generic[Value]):
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Value]:
-        with self._all:
+        with uninterrupted(), self._all:
             try:
                 yield self._value
             finally:
@@ -44,7 +49,7 @@ class Guarded(Generic[Value]):
 
     def replace(self, value: Value) -> None:
         """Another value takes the place of the present one; who waits sees that one when it goes on."""
-        with self._all:
+        with uninterrupted(), self._all:
             self._end()
             self._value = value
             self._end()
@@ -52,7 +57,7 @@ class Guarded(Generic[Value]):
     def wait(self, seconds: float) -> Value:
         """Within a block: until something changed, at most for `seconds`; returns the value that is there then."""
         self._end()
-        self._all.wait(seconds)
+        _wait(self._all, seconds)
         return self._value
 
     def wait_for(self, condition: Callable[[Value], bool], seconds: float | None = None) -> Value:
@@ -60,13 +65,13 @@ class Guarded(Generic[Value]):
         give_up = None if seconds is None else time.monotonic() + seconds
         while not condition(self._value) and (give_up is None or time.monotonic() < give_up):
             self._end()
-            self._all.wait(None if give_up is None else max(0.0, give_up - time.monotonic()))
+            _wait(self._all, math.inf if give_up is None else give_up - time.monotonic())
         return self._value
 
     def wait_as_driver(self, seconds: float) -> None:
         """Within a block of the thread that drives the job: until something changed, at most for `seconds`."""
         self._end()
-        self._driver.wait(seconds)
+        _wait(self._driver, seconds)
 
     def _end(self) -> None:
         wake = self._settle(self._value)
@@ -74,3 +79,14 @@ class Guarded(Generic[Value]):
             self._driver.notify_all()
         if wake is Wake.ALL:
             self._all.notify_all()
+
+
+def _wait(changed: threading.Condition, seconds: float) -> None:
+    """Waits, up to `seconds`; raises `KeyboardInterrupt` in the main thread when it is to end."""
+    give_up = time.monotonic() + seconds
+    in_main = threading.current_thread() is threading.main_thread()
+    most = _LOOK_SECONDS if in_main else math.inf
+    woken = False
+    while not woken and (left := min(give_up - time.monotonic(), most)) > 0:
+        woken = changed.wait(None if left == math.inf else left)
+        raise_if_interrupted()

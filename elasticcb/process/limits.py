@@ -28,6 +28,14 @@ def is_scarcity(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _ADVICE
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether there is no room on a disk, as the system says it or TensorFlow, whose errors have no number."""
+    full = errno.ENOSPC, errno.EDQUOT
+    if isinstance(error, OSError):
+        return error.errno in full
+    return any(os.strerror(number) in str(error) for number in full)
+
+
 def describe_scarcity(error: OSError) -> str:
     """What happened, and what to do; of an error that `is_scarcity`."""
     where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, (str, bytes)) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -61,6 +62,11 @@ class LogFile(RotatingFileHandler):
     def close(self) -> None:
         self._closed_for_good.set()
         super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line for which there is no room is left out; the job meets the reason itself where it matters."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
     def shouldRollover(self, record: logging.LogRecord | None = None) -> bool:
         if os.getpid() != self._pid or time.monotonic() < self._stays_until:

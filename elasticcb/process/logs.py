@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
+from typing import IO, TextIO
 
 from elasticcb.process.log_files import LogFile
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
 FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # where standard output and standard error of a process go, if to a file
@@ -84,7 +86,20 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
         record = logging.LogRecord(_OUTPUT, logging.INFO, "", 0, text.strip("\n"), None, None)
         record.role = "master"
         text = _JSONFormatter().format(record)
-    print(text, file=stream, flush=True)
+    with may_reach_nobody(stream):
+        print(text, file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def may_reach_nobody(stream: IO[str]) -> Iterator[None]:
+    """Within it, what is printed may find no reader or no room, as when a terminal is closed or a disk is full: what is
+    printed from then on is left out, and the job goes on."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("What is printed can't be written (%s), and is left out from now on", error.strerror)
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # else the rest of it would fail once more at the end
 
 
 def own_log() -> logging.Handler:

@@ -1,4 +1,4 @@
-"""How a process learns that it is to end soon: machines that are taken away say so by SIGTERM."""
+"""How a process learns that it is to end soon: by Ctrl-C, or by SIGTERM, as when its machine is taken away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,55 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+
+_SAME_SECONDS = 1.0  # within which a second SIGTERM is the first one, on another way
+
+_holds = 0  # blocks that the main thread is in and that may not be broken off
+_held_back = False  # an interrupt came within one
+_sigterm_at = -_SAME_SECONDS  # of `time.monotonic`
+
+
+def interrupt(number: int, frame: object) -> None:
+    """A handler of SIGINT and SIGTERM: raises `KeyboardInterrupt`, in a block of `uninterrupted` at its end.
+
+    Whoever ends a service, or a group of processes, sends SIGTERM to all of them, and the process that keeps a master
+    passes it on: that is one signal, not a second one that would end the job at once.
+    """
+    global _held_back, _sigterm_at
+    if number == signal.SIGTERM:
+        before, _sigterm_at = _sigterm_at, time.monotonic()
+        if _sigterm_at - before < _SAME_SECONDS:
+            return
+    if not _holds:
+        raise KeyboardInterrupt
+    _held_back = True
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """In the main thread, `interrupt` raises nothing within it: `KeyboardInterrupt` would come between any two
+    operations, so that a lock is never given back, or what belongs together is changed in part."""
+    global _holds
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _holds += 1
+    try:
+        yield
+    finally:
+        _holds -= 1
+        if not _holds:
+            raise_if_interrupted()
+
+
+def raise_if_interrupted() -> None:
+    """Raises the `KeyboardInterrupt` that was held back, if there is one and this is the main thread."""
+    global _held_back
+    if _held_back and threading.current_thread() is threading.main_thread():
+        _held_back = False
+        raise KeyboardInterrupt
 
 
 def heed_sigterm() -> None:

@@ -29,6 +29,7 @@ from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
+from elasticcb.process.signals import interrupt
 from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
 from elasticcb.security.private_folder import make_private
@@ -43,7 +44,7 @@ from elasticcb.settings import (
     JobSettings,
 )
 from elasticcb.storage import durable
-from elasticcb.storage.folder_lock import FolderLock
+from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -79,7 +80,9 @@ def run_master(
         ElasticCBError: the job failed.
     """
     try:
-        with running_cluster(settings, display, _journal(settings, resumed), fork_server, since) as run:
+        # Nothing of this job is in the folder yet, and who has it may be at its beginning.
+        wait_seconds = _OLD_MASTER_SECONDS if resumed or since else ENDING_SECONDS
+        with running_cluster(settings, display, _journal(settings, resumed), fork_server, since, wait_seconds) as run:
             summary = run(settings)
     except LastCheckpointError as error:
         display.finish(error.summary)
@@ -95,6 +98,7 @@ def running_cluster(
     journal: Callable[[], Journal] | None = None,
     fork_server: ForkServer | None = None,
     since: float = 0.0,
+    wait_seconds: float = _OLD_MASTER_SECONDS,
 ) -> Iterator[Callable[[JobSettings], JobSnapshot]]:
     """A master in this process and the processes of its cluster, which do one job after another.
 
@@ -105,11 +109,12 @@ def running_cluster(
         display: `update(JobSnapshot)`, `message(text)`.
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
+        wait_seconds: for a master that is about to end in this folder.
     """
     folder = Path(settings.directory)
     with contextlib.ExitStack() as until_end:
         make_private(folder)
-        until_end.enter_context(FolderLock(folder, wait_seconds=_OLD_MASTER_SECONDS))
+        until_end.enter_context(FolderLock(folder, wait_seconds=wait_seconds))
         durable.drop_unfinished(folder)
         until_end.enter_context(native_messages_to(_begin(settings)))
         context = BackendContext(
@@ -152,7 +157,9 @@ def _begin(settings: JobSettings) -> LogFile:
     limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     quiet_libraries(settings.log_level)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `nohup` or `&`
+            signal.signal(signal.SIGINT, interrupt)
     logger.info("Started: %s", settings.to_show())
     return log
 

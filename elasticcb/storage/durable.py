@@ -90,6 +90,9 @@ def write(
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             _write_all(descriptor, content)
+        except OSError as error:
+            error.filename = str(path)
+            raise
         finally:
             os.close(descriptor)
 

@@ -47,12 +47,12 @@ class FolderLock:
 
         Raises:
             FolderInUseError: another one, here or in another process, has it.
-            OSError: the folder can't be made, or written to.
+            OSError: the folder can't be made, or written to; or the file is a link, which others may have put there.
         """
         if self.is_held:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._folder / self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._lock(descriptor, time.monotonic() + self._wait_seconds)
         except BaseException:

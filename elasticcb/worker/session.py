@@ -19,6 +19,7 @@ from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import variable_specs
+from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.settings import JobSettings, Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
@@ -50,6 +51,7 @@ class BuiltModel:
         self.first_mode = Mode.of(settings.command)
         backend().build(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
         self.metrics.reset()
+        remove_generated_files()  # a job may end before there is a task for this worker
         logger.info("The model is built")
 
     def pipeline(self, mode: Mode) -> Pipeline:

@@ -86,6 +86,7 @@ class TaskLoop:
         self._end_predictions()
 
     def _take(self, event: Event) -> None:
+        remove_generated_files()  # an event of the last task before its report, after which the job may be over
         if self._session.progress.splits:
             self._agree_to_splits()
         if isinstance(event, TaskStarted):
@@ -101,7 +102,6 @@ class TaskLoop:
             return
         if isinstance(event, Batch):
             run.run(event)
-            remove_generated_files()
             run.end_early()
         elif isinstance(event, TaskRead):
             if event.error is not None:

@@ -241,3 +241,16 @@ def test_model_without_weights_and_features_that_are_not_dense_are_told(tmp_path
         export(Census(), tmp_path / "model")
     with pytest.raises(CallbackError, match="takes dense tensors"):
         export(small(), tmp_path / "model", tf.RaggedTensorSpec((None, None), tf.float32))
+
+
+def test_disk_without_room_is_told_without_a_traceback(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(CallbackError, match=r"There is no room to export the model to .*/model") as caught:
+            export(small(), tmp_path / "model")
+        assert caught.value.user_traceback == ""
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

@@ -48,6 +48,18 @@ def test_wrong_usage_ends_with_its_code_and_without_a_traceback(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_an_argument_that_is_no_text_is_told():
+    result = shell("train", os.fsdecode(b"--model_zoo=/\xff"))
+    assert result.returncode == ExitCode.WRONG_USAGE
+    assert result.stderr.startswith(r"Error: The argument b'--model_zoo=/\xff' is no text in UTF-8.")
+
+
+def test_output_that_finds_no_room_changes_neither_the_exit_code_nor_what_is_done(tmp_path):
+    with open("/dev/full", "w") as full:
+        code = subprocess.run([sys.executable, "-m", "elasticcb", "train"], stdout=full, stderr=full).returncode
+    assert code == ExitCode.WRONG_USAGE
+
+
 def test_a_traceback_is_shown_to_those_who_ask(tmp_path):
     for flags, environment in (([], {"ELASTICCB_DEBUG": "1"}), (["--log-level=debug"], {})):
         result = shell("train", f"--model_zoo={tmp_path}", *flags, **environment)

@@ -131,6 +131,12 @@ def test_a_comma_may_be_part_of_a_name(tmp_path: Path) -> None:
     assert names_of(str(tmp_path / "a,b.csv")) == ["a,b.csv"]
 
 
+def test_a_name_that_is_no_text_is_told(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.csv")).write_text("1\n")
+    with pytest.raises(DataError, match=r"file b'.*\\xff.csv' is not UTF-8"):
+        open_reader(str(tmp_path))
+
+
 @pytest.mark.parametrize("origin", ["{0}/nothing.csv", "{0}/*.nothing", "memory://nothing/here.csv", " , "])
 def test_data_that_is_not_there_is_named(tmp_path: Path, origin: str) -> None:
     origin = origin.format(tmp_path)

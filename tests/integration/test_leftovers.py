@@ -64,3 +64,17 @@ def test_job_of_the_command_line_leaves_no_temporary_file(tmp_path, temporary):
     command = ["-m", "elasticcb", "train", *train_flags(tmp_path, "linear", num_epochs=1_000)]
     assert ended_by_sigterm(command, "Evaluation at version", temporary) == 130
     assert list(temporary.iterdir()) == []
+
+
+def test_job_that_is_done_leaves_no_temporary_file(tmp_path, temporary):
+    """Also of a worker that had no task."""
+    linear_data(tmp_path, train=10, test=10)
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+    flags = train_flags(tmp_path, "linear", num_workers=2, output=tmp_path / "exported")
+    subprocess.run(
+        [sys.executable, "-m", "elasticcb", "train", *flags],
+        check=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        cwd=tmp_path,
+    )
+    assert list(temporary.iterdir()) == []

@@ -177,6 +177,11 @@ class ForkServer:
             if child.is_waited_for:
                 child.start_from_nothing()
 
+    def how_ended(self) -> str:
+        """How the process of this object, which is lost, ended, in words."""
+        assert self._process is not None
+        return f"the process that starts the others ended ({Ending.of(self._process.wait()).reason})"
+
     def give_up_waiting(self) -> None:
         """What has not been started yet never will be."""
         self.attend()

@@ -55,7 +55,8 @@ def keep_master(settings: JobSettings, debug: bool, resumed: bool, say: Callable
             code = processes.run_master(request)
             if code is None:
                 end = last_lines(processes.log, 20)
-                say(f"Error: The master could not be started. The end of {processes.log}:\n{end}")
+                last_words = f" The end of {processes.log}:\n{end}" if end else ""
+                say(f"Error: The master could not be started: {processes.how_ended()}.{last_words}")
                 return 1
             if code >= 0 and code != GO_ON:
                 return code
@@ -107,6 +108,11 @@ class _Processes:
         if code is None and pid:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return 128 - code if code is not None and code < 0 and passed_on else code
+
+    def how_ended(self) -> str:
+        """How the process that starts the others ended, in words."""
+        self._server.attend()
+        return self._server.how_ended()
 
     def end(self) -> None:
         """Ends all of them at once."""

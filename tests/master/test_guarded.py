@@ -1,0 +1,104 @@
+"""A value under its lock, while Ctrl-C comes at any moment."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from elasticcb.master.guarded import Guarded, Wake
+from elasticcb.process import signals
+from elasticcb.process.signals import interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(signals, "_sigterm_at", -signals._SAME_SECONDS)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def guarded() -> Guarded[list[int]]:
+    return Guarded([], lambda value: Wake.NOBODY)
+
+
+def interrupted_at(operation: int, call: Callable[[], None]) -> bool:
+    """Calls, with Ctrl-C before one of the operations of it; whether it has as many."""
+    left = operation
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        left -= 1
+        if left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    try:
+        sys.settrace(trace)
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    assert left > 0, "it was lost"
+    return False
+
+
+def is_free(guarded: Guarded[list[int]]) -> bool:
+    def enter() -> None:
+        with guarded():
+            pass
+
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    return not thread.is_alive()
+
+
+def test_ctrl_c_at_any_moment_leaves_the_lock_to_others(guarded: Guarded[list[int]]) -> None:
+    def block() -> None:
+        with guarded() as value:
+            value.append(1)
+            guarded.wait_as_driver(0.0001)
+            value.append(2)
+
+    operation = 1
+    while interrupted_at(operation, block):
+        assert is_free(guarded), f"not after Ctrl-C before operation {operation}"
+        operation += 1
+    assert operation > 100
+
+
+def test_ctrl_c_ends_a_wait(guarded: Guarded[list[int]]) -> None:
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), guarded():
+        guarded.wait_for(lambda value: False, 60.0)
+    assert time.monotonic() - began < 30
+    assert is_free(guarded)
+
+
+def test_sigterm_that_comes_on_two_ways_is_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_later_sigterm_is_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
