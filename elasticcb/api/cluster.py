@@ -222,12 +222,14 @@ class Cluster:
             )  # fmt: skip
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
-            self._jobs.run(
+            summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params,
                 num_epochs=max(epochs, 1),
                 initial_epoch=initial_epoch if epochs > initial_epoch else max(epochs, 1),
                 validation_freq=validation_freq,
             )  # fmt: skip
+            if summary.stopped_early:  # by a copy on a worker: those of the caller's process have set it here
+                model.stop_training = True
         return history
 
     def evaluate(

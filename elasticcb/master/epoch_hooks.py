@@ -55,8 +55,8 @@ class EpochHooks:
 
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end`, and `on_epoch_begin` of the next one unless training is done."""
-        self.last_logs = logs
-        self._hooks.call("on_epoch_end", epoch, logs)
+        logs = self.last_logs = dict(sorted(logs.items()))  # Keras's order
+        self._hooks.call("on_epoch_end", epoch, dict(logs))  # what a callback adds, those after it see, and `History`
         # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
         self.entry = {"epoch_begun": False}

@@ -267,11 +267,11 @@ class ModelHost:
         warn_of_missing_data()
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Training loss and metrics over the states of an epoch's tasks, in Keras's order; of no batch, they are 0."""
+        """Training loss and metrics over the states of an epoch's tasks; of no batch, they are 0."""
         merging = self.metrics.merging_units
         states = {
             name: self.metrics.merge_states(name, values) if name in merging else values
             for name, values in states.items()
         }
         self.metrics.load(states)
-        return dict(sorted(self.metrics.results(states or self.metrics.training_units(), "train").items()))
+        return self.metrics.results(states or self.metrics.training_units(), "train")

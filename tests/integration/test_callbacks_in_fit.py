@@ -70,6 +70,19 @@ def test_outputs_of_a_batch_have_keras_name(cluster, tmp_path):
     np.testing.assert_array_equal(saved, predicted)
 
 
+def test_model_of_the_caller_knows_that_a_hook_on_a_worker_ended_training(cluster):
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    model = make()
+    history = cluster.fit(model, X, Y, epochs=3, verbose=0, callbacks=[Stops()])
+    assert history.epoch == [0]
+    assert model.stop_training is True
+    cluster.fit(model, X, Y, verbose=0)
+    assert model.stop_training is False
+
+
 def test_limits_of_kerass_configuration_hold(cluster):
     keras.config.set_max_epochs(2)
     keras.config.set_max_steps_per_epoch(1)

@@ -94,13 +94,17 @@ def test_logs_rates_checkpoints_and_the_best_weights_are_those_of_keras(cluster,
 
 
 def test_plateau_lowers_the_rate_as_in_keras(cluster, tmp_path):
+    last_logs = []
+
     def callbacks(folder):
         plateau = keras.callbacks.ReduceLROnPlateau(factor=0.1, patience=1, min_delta=10.0)
-        return [plateau, keras.callbacks.CSVLogger(str(folder / "log.csv"))]
+        last = keras.callbacks.LambdaCallback(on_train_end=lambda logs: last_logs.append(list(logs)))
+        return [plateau, keras.callbacks.CSVLogger(str(folder / "log.csv")), last]
 
     (model, _, folder), (own, _, own_folder) = both(cluster, tmp_path, callbacks)
     assert_same_rows(rows_of(folder / "log.csv"), rows_of(own_folder / "log.csv"))
     assert float(own.optimizer.learning_rate) == pytest.approx(float(model.optimizer.learning_rate))
+    assert last_logs[0] == last_logs[1]  # without the rate, which is for the callbacks of an epoch's end
 
 
 def test_tensorboard_has_the_tags_steps_and_values_of_keras(cluster, tmp_path):

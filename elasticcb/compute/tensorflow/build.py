@@ -83,14 +83,14 @@ def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
 
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
-    """Runs a step and leaves the weights as they are, also those that a layer changes in its `call`."""
+    """Runs a step and leaves the model as it is, also what layers change in `call` and the seeds they draw from."""
     failed: Exception | None = None
     if not model.run_eagerly and not all(layer.built for layer in model._flatten_layers()):
         try:  # makes what is built late, without running it
             tf.function(step, autograph=False).get_concrete_function(batch)
         except Exception as error:
             failed = error
-    with unchanged([*model.non_trainable_weights, *_rnn_states(model)]):
+    with unchanged([*model.non_trainable_variables, *_rnn_states(model)]):
         try:
             step(batch)
         except Exception:
