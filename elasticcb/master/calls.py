@@ -158,18 +158,18 @@ class Calls:
         records_done: int,
         progressed: bool,
         version: int,
-        loss: float | None,
+        losses: tuple[float, int] | None,
         events: Sequence[BatchEvent] = (),
         warnings: Sequence[CallbackWarning] = (),
         computing: float = 0.0,
     ) -> Answer:
-        """A sign of life, and how far a worker is."""
+        """A sign of life, and how far a worker is; `losses`: their mean over so many batches since the last one."""
         with self._desk.state() as state:
             now = time.monotonic()
             state.seen(worker, now)
             if not state.has(worker):
                 return Answer(False, LATE)
-            state.heard_of_batches(worker, version, loss, events, warnings)
+            state.heard_of_batches(worker, version, losses, events, warnings)
             if not lease or state.queue is None:
                 return Answer(True, "no task")
             answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)

@@ -14,6 +14,7 @@ from elasticcb.master.batch_log import BatchLog
 from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
 from elasticcb.master.epoch_states import EpochStates
 from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.late_gradients import LossJumps
 from elasticcb.master.members import Role
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
@@ -85,6 +86,7 @@ class JobRecord:
         wish: for another number of servers, the last one.
         checkpoint_written: when the newest checkpoint was, or the job began.
         loss: mean over the batches of the last report.
+        loss_jumps: finds them, where several workers apply gradients late.
         autoscales: the number of workers follows the throughput.
         epoch_states: training metrics.
         calls, results: of functions, by number: what to call, while it is not done; what came of it, until it is taken.
@@ -119,6 +121,7 @@ class JobRecord:
         self.wish: Wish | None = None
         self.version = 0
         self.loss: float | None = None
+        self.loss_jumps = LossJumps()
         self.totals = Totals()
         self.paces = Paces()
         self.autoscales = False

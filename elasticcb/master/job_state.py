@@ -244,7 +244,7 @@ class JobState(JobRecord):
         self,
         worker: int,
         version: int,
-        loss: float | None,
+        losses: tuple[float, int] | None,
         events: Sequence[BatchEvent],
         warnings: Sequence[CallbackWarning],
     ) -> None:
@@ -253,8 +253,16 @@ class JobState(JobRecord):
         self.batch_log.add(worker, version, events)
         for warning in warnings:
             self.warn(warning)
-        if loss is not None:
-            self.loss = loss
+        if losses is not None:
+            self._note_losses(*losses)
+
+    def _note_losses(self, mean: float, batches: int) -> None:
+        self.loss = mean
+        workers = len(self.roster.up(Role.WORKER))
+        if self.settings is not None and self.settings.training.use_async and workers > 1:
+            sign = self.loss_jumps.note(mean, batches, workers)
+            if sign:
+                self.say(sign)
 
     def report_done(self, worker: int, lease: int, now: float, result: TaskResult) -> Outcome:
         """A worker has done a task. Predictions are kept here only where there is no `prediction_output`."""

@@ -28,12 +28,15 @@ from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
+from elasticcb.master.keras_host import ModelHost
+from elasticcb.master.late_gradients import risk
 from elasticcb.master.members import Role
 from elasticcb.master.observation import records_to_train
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.optimizers.traits import kinds_with_momentum, model_optimizers
 from elasticcb.settings import INITIAL_FOLDER, Command, Mode
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
@@ -318,6 +321,7 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
 def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
     """Last of all, since workers take tasks from now on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
+    _tell_risk(order, host)
     with order.desk.state() as state:
         state.cluster = ServedCluster(
             served.servers.places,
@@ -334,3 +338,12 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             **epochs.entry,
         )
         state.wake()
+
+
+def _tell_risk(order: Order, host: ModelHost) -> None:
+    settings = order.settings
+    if settings.command is Command.TRAIN and settings.training.use_async and order.memory is None:
+        workers = settings.cluster.autoscale.most or settings.cluster.num_workers
+        found = risk(workers, kinds_with_momentum(model_optimizers(host.model)))
+        if found:
+            order.desk.say(found)

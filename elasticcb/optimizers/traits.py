@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -30,6 +30,9 @@ _ELEMENTWISE = frozenset(
 # Keras has these two since 3.14 or so; older ones are supported. Nothing is an instance of ().
 MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 _ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
+
+# Attributes with how much of it they have.
+_MOMENTUM = ("momentum", "beta_1")
 
 # Elementwise too, but of use only when rows without a gradient take part in each update: it averages over steps.
 _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
@@ -109,6 +112,13 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             for item in items:
                 add(item)
     return found
+
+
+def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
+    """The classes of those among `optimizers`, and inside of a MultiOptimizer, whose updates go on in the direction of
+    those before; sorted."""
+    inner = [each for held in map(unwrapped, optimizers) for each in getattr(held, "optimizers", None) or [held]]
+    return sorted({type(each).__name__ for each in inner if any(getattr(each, name, 0) for name in _MOMENTUM)})
 
 
 def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> keras.Variable | None:
