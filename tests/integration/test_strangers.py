@@ -20,6 +20,7 @@ import tensorflow as tf
 from strangers import answers, listening, poses, takes
 
 import elasticcb
+from deep_cases import deep_but
 from elasticcb.clients.running_master import running_master
 from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
 
@@ -128,7 +129,7 @@ def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port, flags,
     assert job.output.count("The processes of this job do without TLS (--insecure)") == len(flags)
 
 
-@pytest.mark.parametrize("flags", [(), ("--insecure",)])
+@pytest.mark.parametrize("flags", deep_but([(), ("--insecure",)], ()))
 def test_a_stranger_at_the_port_of_a_master_that_died_is_sent_the_token_only_if_tls_is_turned_off(
     data, start_job, port, monkeypatch, flags
 ):
