@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, verify, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CheckpointError
 from elasticcb.sharding.bucket_map import BucketMap
@@ -147,6 +147,16 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
         return folder
 
     return newest_usable([folder.name for folder in _finished_versions(directory)], checked, directory, warn)
+
+
+def newest_of_run(directory: str | Path, run: str) -> str:
+    """The newest undamaged version in `directory` that a certain training has written; "": there is none."""
+    for folder in reversed(find_versions(directory)):
+        with contextlib.suppress(CheckpointError):
+            if read_manifest(folder).get("extra", {}).get("run") == run:
+                verify(folder)
+                return str(folder)
+    return ""
 
 
 def newest_usable(

@@ -21,6 +21,12 @@ from elasticcb.storage.remote_files import is_url
 logger = logging.getLogger(__name__)
 
 
+def checkpoints_on_disk(settings: JobSettings) -> Path:
+    """The folder into which a job's checkpoints are written, whether or not they are copied from there."""
+    directory = settings.checkpoint.directory
+    return Path(settings.directory, CHECKPOINTS_FOLDER) if is_url(directory) else Path(directory)
+
+
 class CheckpointWriter:
     """Has the servers write their parts, and makes a valid checkpoint of them.
 
@@ -47,9 +53,8 @@ class CheckpointWriter:
         check_may_write: Callable[[], None],
     ) -> None:
         given = settings.checkpoint
-        self._folder, self._uploads = Path(given.directory), None
+        self._folder, self._uploads = checkpoints_on_disk(settings), None
         if is_url(given.directory):
-            self._folder = Path(settings.directory, CHECKPOINTS_FOLDER)
             self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, failures, resumed)
         self._job = settings.name
         self._settings = settings.checkpoint
@@ -116,7 +121,7 @@ class CheckpointWriter:
                 parts=self._control.servers.partition,
                 buckets=self._control.servers.buckets,
                 files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
-                extra={"job": self._job, "tasks": tasks},
+                extra={"job": self._job, "run": self._control.run, "tasks": tasks},
             )
         finally:
             for folder in begun:

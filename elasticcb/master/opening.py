@@ -16,13 +16,13 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, put_back
+from elasticcb.checkpoint.versions import find_undamaged, newest_of_run, put_back
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
-from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.checkpoint_writer import CheckpointWriter, checkpoints_on_disk
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
@@ -128,7 +128,11 @@ def _build_model(order: Order) -> ModelOrigin:
     logger.info("The model is built")
     if order.make_program is not None:
         order.desk.begin_job(order.settings, order.make_program(), started=order.started)
-    return ModelOrigin(host, checkpoint)
+    memory = order.memory
+    if memory is None or not order.settings.checkpoint.directory:
+        return ModelOrigin(host, checkpoint)
+    folder, run = checkpoints_on_disk(order.settings), memory.run
+    return ModelOrigin(host, checkpoint, lambda: newest_of_run(folder, run))
 
 
 def _initial_checkpoint(order: Order) -> str:

@@ -86,13 +86,18 @@ class ModelOrigin:
 
     Attributes:
         checkpoint: the newest one on a disk; "": fresh weights.
+        of_earlier_master: finds the newest one of this job, which another master began; "": there is none.
     """
 
     host: Any
     checkpoint: str
+    of_earlier_master: Callable[[], str] | None = None  # not asked before it is needed: files are read through
 
     def source(self) -> InitialModel:
         """The newest checkpoint, or fresh weights."""
+        if self.of_earlier_master is not None:
+            self.checkpoint = self.of_earlier_master() or self.checkpoint
+            self.of_earlier_master = None
         if self.checkpoint:
             return InitialModel(checkpoint=self.checkpoint)
         host = self.host

@@ -47,12 +47,16 @@ class FolderLock:
 
         Raises:
             FolderInUseError: another one, here or in another process, has it.
-            OSError: the folder can't be made, or written to; or the file is a link, which others may have put there.
+            UsageError: its file is a link.
+            OSError: the folder can't be made, or written to.
         """
         if self.is_held:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder / self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path = self._folder / self._file
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link: somebody may want another file to be written to. Remove it.")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._lock(descriptor, time.monotonic() + self._wait_seconds)
         except BaseException:

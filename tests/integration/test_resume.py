@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from elasticcb.storage import durable
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 from metrics_scrapes import Scrape
 
@@ -240,6 +241,38 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     for epoch in range(1, 9):
         assert number(again.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(again.output, "model version") >= 8 * RECORDS // 8 > version
+
+
+def test_servers_whose_recovery_files_are_gone_begin_from_the_newest_checkpoint_of_their_job(data, start_job):
+    job = start_job(*flags(data, num_epochs=8, checkpoint_dir=data / "ckpt"))
+    job.wait_for_line(r"Evaluation at version")
+    job.interrupt()
+    assert job.finish() == 130, job.output
+    (newest,) = (data / "ckpt").glob("version-*")
+    shutil.copytree(newest, data / "ckpt" / "version-99999999")  # which another job has left there
+    manifest = durable.read_document(newest / "manifest.json")
+    durable.write_document(data / "ckpt" / "version-99999999" / "manifest.json", manifest | {"extra": {"run": "other"}})
+    shutil.rmtree(data / "job" / "recovery")
+    again = start_job("resume", str(data / "job"))
+    assert again.finish() == 0, again.output
+    assert re.findall(rf"goes on from {newest}; (\d+) updates", again.output) == ["0", "0"], again.output
+
+
+@pytest.mark.deep
+def test_sigterm_to_all_processes_at_once_loses_nothing(data, start_job):
+    """As from a service manager."""
+    job = start_job(*flags(data, num_epochs=8, checkpoint_dir=data / "ckpt"))
+    job.wait_for_line(r"Evaluation at version")
+    for process in [job.process, *job.children()]:
+        process.send_signal(signal.SIGTERM)
+    assert job.finish() == 130, job.output
+    assert list((data / "ckpt").glob("version-*/manifest.json")), job.output
+    job.assert_no_orphans()
+    again = start_job("resume", str(data / "job"))
+    assert again.finish() == 0, again.output
+    assert number(again.output, "records trained more than once") == 0
+    for epoch in range(1, 9):
+        assert number(again.output, f"records trained in epoch {epoch}") == RECORDS
 
 
 @pytest.mark.parametrize("end", [None, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
