@@ -134,6 +134,7 @@ class Master:
         """Ends the server, and tells nobody that the job is over: another master goes on with it."""
         self.watchdog.stop()
         self._server.stop()
+        self.desk.close()  # calls that wait for an answer, which reaches nobody any more, would keep this process
         for server in (self._metrics, self._health):
             if server is not None:
                 server.stop()
