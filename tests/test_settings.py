@@ -90,6 +90,7 @@ def test_contradictions_are_told_by_the_names_of_arguments():
         ("It goes on: --callback_errors=warn.", "It goes on: callback_errors='warn'."),
         ("--checkpoint_dir=/data/points/", "checkpoint_dir='/data/points/'"),
         ("No argument: --model_def, --no_such_flag", "No argument: --model_def, --no_such_flag"),
+        ("Run `elasticcb train --num_ps=2`.", "Run `elasticcb train --num_ps=2`."),
     ],
 )
 def test_messages_name_arguments_in_a_program(text, expected):

@@ -25,6 +25,7 @@ from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.settings import Command
+from elasticcb.settings.arguments import as_user_writes
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
@@ -262,7 +263,7 @@ class JobState(JobRecord):
         if self.settings is not None and self.settings.training.use_async and workers > 1:
             sign = self.loss_jumps.note(mean, batches, workers)
             if sign:
-                self.say(sign)
+                self.say(as_user_writes(sign, self.settings))
 
     def report_done(self, worker: int, lease: int, now: float, result: TaskResult) -> Outcome:
         """A worker has done a task. Predictions are kept here only where there is no `prediction_output`."""

@@ -38,6 +38,7 @@ from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import kinds_with_momentum, model_optimizers
 from elasticcb.settings import INITIAL_FOLDER, Command, Mode
+from elasticcb.settings.arguments import as_user_writes
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
 
@@ -350,4 +351,4 @@ def _tell_risk(order: Order, host: ModelHost) -> None:
         workers = settings.cluster.autoscale.most or settings.cluster.num_workers
         found = risk(workers, kinds_with_momentum(model_optimizers(host.model)))
         if found:
-            order.desk.say(found)
+            order.desk.say(as_user_writes(found, settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -26,6 +27,7 @@ from elasticcb.errors import (
     UsageError,
 )
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
@@ -156,6 +158,7 @@ def _begin(settings: JobSettings) -> LogFile:
     setup_logging("master", settings.log_level, log, *in_pod)
     limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     quiet_libraries(settings.log_level)
+    atexit.register(remove_generated_files)  # TensorFlow leaves what Python has made of them
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `nohup` or `&`

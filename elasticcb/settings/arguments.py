@@ -95,16 +95,22 @@ def argument_name(setting: Setting) -> str:
 
 
 def in_a_program(text: str, quote: str = "") -> str:
-    """A text about flags, "--ps_replicas=1", with the arguments of `Cluster` instead, each between two `quote`."""
+    """A text about flags, "--ps_replicas=1", with the arguments of `Cluster` instead, each between two `quote`; what
+    stands between backticks is a command."""
 
     def argument(flag: re.Match[str]) -> str:
-        setting = _BY_FLAG.get(flag["name"])
+        setting = _BY_FLAG.get(flag["name"] or "")
         if setting is None:
             return flag[0]
         value = "" if flag["value"] is None else f"={_as_literal(setting, flag['value'])}"
         return f"{quote}{argument_name(setting)}{value}{quote}"
 
-    return re.sub(r"--(?P<name>[a-z_]+)\b(=(?P<value>[\w./:-]*[\w/]))?", argument, text)
+    return re.sub(r"`[^`]*`|--(?P<name>[a-z_]+)\b(=(?P<value>[\w./:-]*[\w/]))?", argument, text)
+
+
+def as_user_writes(text: str, settings: JobSettings) -> str:
+    """A text about flags in the words of who gave the settings: a job of `Cluster` has no model file."""
+    return text if settings.model.definition else in_a_program(text)
 
 
 def _as_literal(setting: Setting, text: str) -> str:

@@ -188,7 +188,7 @@ def test_a_full_table_ends_the_job_with_words() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.1))
     with (
         cluster(num_ps=1, embedding=tables(memory_bytes=3000)) as servers,
-        pytest.raises(JobFailedError, match="embedding_memory_bytes"),
+        pytest.raises(JobFailedError, match=r"EmbeddingOptions\.memory_bytes"),
     ):
         servers.fit(model, IDS, LABELS, batch_size=32, verbose=0)
 

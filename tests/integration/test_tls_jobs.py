@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import elasticcb
 from elasticcb import NetworkOptions
@@ -114,8 +115,7 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
     job.master.kill()
     job.wait_for_line(r"The master is back after")
     job.wait_for_line(r"Evaluation at version")
-    last = expiries()
-    assert first < second < min(last.values()), (first, second, last)
+    wait_until(lambda: first < second < min(expiries().values()))  # a process tells the master at times
     assert ca.read_bytes() == before
     stopped = run_command("stop", str(data / "job"), cwd=data)
     assert stopped.returncode == 0, stopped.stderr
