@@ -72,8 +72,8 @@ class SavedModelExporter(keras.callbacks.Callback):
         except Exception as error:
             if is_full(error):
                 raise CallbackError(
-                    f"There is no room to export the model to {target}. What was there is as it was. Make room on its "
-                    "disk."
+                    f"The disk is full: the model can't be exported to {target}. An earlier export there is unchanged. "
+                    "Free some space and try again."
                 ) from error
             raise
         finally:

@@ -81,6 +81,6 @@ def _check_text(arguments: Sequence[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise UsageError(
-                f"The argument {os.fsencode(argument)!r} is no text in UTF-8. Rename the file or folder; if it is "
+                f"The argument {os.fsencode(argument)!r} is not valid UTF-8. Rename the file or folder; if it is "
                 "UTF-8, run the command in a locale that has it, such as LC_ALL=C.UTF-8."
             ) from None

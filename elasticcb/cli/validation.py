@@ -173,7 +173,7 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
 def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
     if any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
-            f"{given.flag('output')} names {output}, which holds files that are no SavedModel. The export replaces its "
+            f"{given.flag('output')} names {output}, which holds files but no SavedModel. The export replaces its "
             f"folder, so they would be lost. Name a new folder, such as {output / 'saved_model'}."
         )
     checkpoints = given.path("checkpoint_dir")

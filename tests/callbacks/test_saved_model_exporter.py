@@ -248,7 +248,7 @@ def test_disk_without_room_is_told_without_a_traceback(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
     try:
-        with pytest.raises(CallbackError, match=r"There is no room to export the model to .*/model") as caught:
+        with pytest.raises(CallbackError, match=r"The disk is full: the model can't be exported to .*/model") as caught:
             export(small(), tmp_path / "model")
         assert caught.value.user_traceback == ""
         assert list(tmp_path.iterdir()) == []

@@ -51,7 +51,7 @@ def test_wrong_usage_ends_with_its_code_and_without_a_traceback(tmp_path):
 def test_an_argument_that_is_no_text_is_told():
     result = shell("train", os.fsdecode(b"--model_zoo=/\xff"))
     assert result.returncode == ExitCode.WRONG_USAGE
-    assert result.stderr.startswith(r"Error: The argument b'--model_zoo=/\xff' is no text in UTF-8.")
+    assert result.stderr.startswith(r"Error: The argument b'--model_zoo=/\xff' is not valid UTF-8.")
 
 
 def test_output_that_finds_no_room_changes_neither_the_exit_code_nor_what_is_done(tmp_path):

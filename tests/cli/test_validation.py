@@ -152,7 +152,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         ),
         (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to, since /proc"),
         (["--checkpoint_dir=" + "x" * 300], "can't be made: File name too long"),
-        (["--output=data"], "holds files that are no SavedModel"),
+        (["--output=data"], "holds files but no SavedModel"),
         (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
         (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
