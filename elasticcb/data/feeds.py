@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.data.stream import not_converted
 from elasticcb.errors import DataError
 from elasticcb.settings import Mode
 
@@ -29,9 +30,11 @@ def named_feed(names: Sequence[str], label: str) -> Feed:
     bare = features[0] if features in (["x"], ["features"]) else None
 
     def feed(dataset: Any, mode: str, metadata: Any) -> Any:
+        @not_converted
         def features_of(record: Any) -> Any:
             return record[bare] if bare else {name: record[name] for name in features}
 
+        @not_converted
         def example_of(record: Any) -> Any:
             example = (features_of(record), record[known_label])
             return (*example, record[_WEIGHT]) if _WEIGHT in names else example

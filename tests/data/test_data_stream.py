@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorflow.python.autograph.impl import api
 
 from elasticcb.data import Reader, RecordStream, Source, make_dataset, open_reader
 from elasticcb.data.stacking import stack_records
@@ -45,6 +46,22 @@ def test_every_iterator_reads_the_next_range(tmp_path: Path) -> None:
     ranges = iter([(name, 0, 3), (name, 3, 3), (name, 8, 10)])
     dataset = make_dataset(open_reader(name), lambda: next(ranges)).map(lambda line: tf.strings.to_number(line))
     assert [list(dataset.as_numpy_iterator()) for _ in range(3)] == [[0, 1, 2], [], [8, 9]]
+
+
+def test_datasets_are_made_without_autograph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take 0.2 s in each process of a job."""
+    converted: list[Any] = []
+    convert = api._convert_actual
+    monkeypatch.setattr(api, "_convert_actual", lambda *given: converted.append(given[0]) or convert(*given))
+    np.savez(tmp_path / "data.npz", x=np.zeros((2, 3)), y=np.ones(2))
+    reader = open_reader(str(tmp_path / "data.npz"))
+    stream = RecordStream(reader, lambda: (reader.sources()[0].name, 0, 2))
+    for mode in ("training", "prediction"):
+        reader.default_feed()(stream.dataset, mode, None)
+    stream_of([np.zeros((1, 0))], tf.TensorSpec((1, 0), tf.float64))
+    assert not converted
+    stream.dataset.map(lambda record: record["x"])
+    assert converted  # a user's function may branch on tensors
 
 
 def test_iterators_that_are_used_by_turns_do_not_disturb_each_other() -> None:
