@@ -275,17 +275,23 @@ class Journal:
             raise self._failure
         try:
             yield
-        except durable.ReplacedFileError as error:
-            self._failure = ReplacedError(
-                f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
-            )
+        except (durable.ReplacedFileError, OSError) as error:
+            self._failure = self._why(error)
             raise self._failure from error
-        except OSError as error:
-            self._failure = JobFailedError(
-                f"The journal {self._path} can't be written: {error}. What it holds is whole. Make room, or let it be "
-                "written to."
-            )
-            raise self._failure from error
+
+    def _why(self, error: Exception) -> JobFailedError:
+        with contextlib.suppress(OSError):
+            if isinstance(error, durable.ReplacedFileError) or (
+                self._descriptor is not None and not os.fstat(self._descriptor).st_nlink
+            ):
+                # Who replaces this master removes what it was writing, too.
+                return ReplacedError(
+                    f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
+                )
+        return JobFailedError(
+            f"The journal {self._path} can't be written: {error}. What it holds is whole. Make room, or let it be "
+            "written to."
+        )
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -2,7 +2,7 @@
 
 As a program: reads sockets from its input, as JSON, becomes another user, and prints as JSON, by socket, a word for
 each attempt: to call who listens there (`call`), to listen there instead (`take`). With `pose` it listens at a port
-until its input ends, and prints the metadata of all calls that come.
+until others have tried to call it there, and prints the metadata of their calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,42 +54,32 @@ def listening(processes: Iterable[psutil.Process]) -> list[str]:
 
 def answers(sockets: list[str]) -> dict[str, list[str]]:
     """What another user is answered at each of them, without the job's token."""
-    return _as_another_user("call", sockets)
+    found: dict[str, list[str]] = _as_another_user("call", sockets)
+    return found
 
 
 def takes(sockets: list[str]) -> dict[str, list[str]]:
     """What becomes of the attempts of another user to listen at Unix sockets: to bind one, to remove it, and to have
     another folder in the place of its own."""
-    return _as_another_user("take", sockets)
+    found: dict[str, list[str]] = _as_another_user("take", sockets)
+    return found
 
 
-@contextlib.contextmanager
-def poses(address: str, tls: bool) -> Iterator[list[str]]:
-    """Another user listens at an address, with or without TLS; at the end the list has the metadata of calls there."""
-    if os.getuid():
-        pytest.skip("only root can become another user")
-    heard: list[str] = []
-    command = [sys.executable, __file__, "pose"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([address, tls]) + "\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "listens\n"
-        yield heard
-        process.stdin.close()
-        heard += json.loads(process.stdout.read())
+def hears(address: str, tls: bool, attempts: int) -> list[str]:
+    """The metadata of calls to another user who listens at an address, with or without TLS, when so many attempts to
+    call there are over."""
+    heard: list[str] = _as_another_user("pose", [address, tls, attempts])
+    return heard
 
 
-def _as_another_user(what: str, sockets: list[str]) -> dict[str, list[str]]:
+def _as_another_user(what: str, given: list[Any]) -> Any:
     if os.getuid():
         pytest.skip("only root can become another user")
     done = subprocess.run(
-        [sys.executable, __file__, what], input=json.dumps(sockets), capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, what], input=json.dumps(given), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def _tried(where: str) -> set[str]:
@@ -136,25 +127,51 @@ def _by_tls(host: str, port: int, own: bool) -> str:
             return ""
 
 
-def _pose() -> None:
-    address, tls = json.loads(sys.stdin.readline())
+def _pose(address: str, tls: bool, attempts: int) -> list[str]:
+    """Answers no call. Connections go to gRPC by way of this function, which sees those, too, that TLS ends."""
     heard: list[str] = []
 
     class Listener(grpc.GenericRpcHandler):
         def service(self, call: Any) -> Any:
             heard.extend(value for _, value in call.invocation_metadata if isinstance(value, str))
+            over.release()
 
-    server = grpc.server(ThreadPoolExecutor(4), handlers=[Listener()], options=[("grpc.so_reuseport", 0)])
+    over = threading.Semaphore(0)
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[Listener()])
     if tls:
         cert, key, _ = issue(make_ca())
-        server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, cert)]))
     else:
-        server.add_insecure_port(address)
+        port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    print("listens", flush=True)
-    sys.stdin.read()
+    host, _, own = address.rpartition(":")
+    with socket.create_server((host, int(own))) as listener:
+
+        def forward(near: socket.socket) -> None:
+            far = socket.create_connection(("127.0.0.1", port))
+            threading.Thread(target=_pump, args=(far, near), daemon=True).start()
+            _pump(near, far)
+            over.release()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # it was closed
+                while True:
+                    threading.Thread(target=forward, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        for _ in range(attempts):
+            assert over.acquire(timeout=60.0), "nobody calls"
     server.stop(0.0).wait()
-    print(json.dumps(heard))
+    return heard
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _by_unix(name: str) -> str:
@@ -196,13 +213,13 @@ def become_nobody() -> None:
 
 
 def main() -> None:
+    given = json.load(sys.stdin)
     become_nobody()
     if sys.argv[1] == "pose":
-        _pose()
+        print(json.dumps(_pose(*given)))
         return
-    sockets = json.load(sys.stdin)
     attempt = {"call": _tried, "take": _taken}[sys.argv[1]]
-    print(json.dumps({where: sorted(attempt(where)) for where in sockets}))
+    print(json.dumps({where: sorted(attempt(where)) for where in given}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import stat
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from strangers import answers, listening, poses, takes
+from strangers import answers, hears, listening, takes
 
 import elasticcb
 from deep_cases import deep_but
@@ -75,16 +74,36 @@ def test_a_python_cluster_with_every_kind_of_data(tmp_path):
         assert_in_one_folder(sockets, listeners=3)
 
 
+SLOW = """
+    import time
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, version, logs=None):
+            time.sleep(0.1)
+
+    def callbacks():
+        return [Slow()]
+"""
+
+
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, LINEAR_MODEL, "linear")
-    linear_data(tmp_path, train=8_000, test=500)
+    write_model_file(tmp_path, LINEAR_MODEL + SLOW, "linear")
+    linear_data(tmp_path, train=400, test=100)
     return tmp_path
 
 
+def started(start_job, data, *more, command="train", **flags):
+    """A job that would last for an hour; of `train`, when all its processes are in use."""
+    small = {"num_workers": 1, "num_epochs": 500, "evaluation_steps": 4, "num_minibatches_per_task": 2}
+    job = start_job(command, *train_flags(data, "linear", **small, **flags), *more)
+    if command == "train":
+        job.wait_for_line("Evaluation at version")
+    return job
+
+
 def test_a_command_with_ports_for_metrics_and_health_which_alone_answer(data, start_job):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=500, metrics_port=0, health_port=0, num_ps=2))
-    job.wait_for_line("Evaluation at version")
+    job = started(start_job, data, metrics_port=0, health_port=0, num_ps=2)
     master = running_master(data / "job")
     sockets = sockets_of(job)
     assert_all_refuse(sockets, 0, {master.metrics: ["UNAVAILABLE", "metrics"], master.health: ["UNIMPLEMENTED"]})
@@ -95,8 +114,7 @@ def test_a_command_with_ports_for_metrics_and_health_which_alone_answer(data, st
 
 
 def test_nobody_else_can_take_the_place_of_a_server_that_was_killed(data, start_job):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=500, checkpoint_interval=1))
-    job.wait_for_line("Evaluation at version")
+    job = started(start_job, data, checkpoint_interval=1)
     (server,) = job.children("ps")
     before = [each for each in listening([server]) if each.startswith("/")]
     folder = assert_in_one_folder(before, 1)
@@ -118,43 +136,29 @@ def port():
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize(("flags", "answer"), [((), WITH_TLS), (("--insecure",), WITHOUT_TLS)])
-def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port, flags, answer):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=500, port=port), *flags)
-    job.wait_for_line("Evaluation at version")
-    assert_all_refuse(sockets_of(job), 2, port=answer)
+ANSWERS = {(): WITH_TLS, ("--insecure",): WITHOUT_TLS}
+
+
+# With TLS, the next test's master has a port that was chosen, too.
+@pytest.mark.parametrize("flags", deep_but(ANSWERS, ("--insecure",)))
+def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port, flags):
+    job = started(start_job, data, *flags, port=port)
+    assert_all_refuse(sockets_of(job), 2, port=ANSWERS[flags])
     assert running_master(data / "job").address == f"127.0.0.1:{port}"
     job.interrupt()
     job.finish()
     assert job.output.count("The processes of this job do without TLS (--insecure)") == len(flags)
 
 
-@pytest.mark.parametrize("flags", deep_but([(), ("--insecure",)], ()))
-def test_a_stranger_at_the_port_of_a_master_that_died_is_sent_the_token_only_if_tls_is_turned_off(
+@pytest.mark.parametrize("flags", deep_but(ANSWERS, ()))
+def test_a_master_whose_processes_are_started_by_hand_makes_a_token_that_no_stranger_is_sent_with_tls(
     data, start_job, port, monkeypatch, flags
 ):
-    token = "0123456789abcdef"
-    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", token)
-    job = start_job("master", *train_flags(data, "linear", num_workers=1, num_epochs=500, port=port), *flags)
-    line = job.wait_for_line("Waiting for: .* elasticcb worker")
-    command = re.search(r"elasticcb worker (.*)", line)[1].split()
-    processes = [start_job(role, *command[:2], command[-1]) for role in ("ps", "worker")]
-    job.wait_for_line("Evaluation at version")
-    os.kill(job.process.pid, signal.SIGKILL)
-    job.process.wait()
-    for tls in (False, True):
-        with poses(f"127.0.0.1:{port}", tls) as heard:
-            time.sleep(4.0)  # in which its processes look for their master
-        assert (token in heard) is bool(flags and not tls), heard
-    for process in processes:
-        process.process.kill()
-
-
-def test_a_master_whose_processes_are_started_by_hand_makes_a_token(data, start_job, monkeypatch):
     monkeypatch.delenv("ELASTICCB_JOB_TOKEN", raising=False)
-    job = start_job("master", *train_flags(data, "linear", num_workers=1, num_epochs=500))
+    job = started(start_job, data, *flags, command="master", port=port)
     line = job.wait_for_line("Waiting for: .* elasticcb ps")
-    assert_all_refuse(sockets_of(job), 1)
+    assert_all_refuse(sockets_of(job), 1, port=ANSWERS[flags])
+    assert running_master(data / "job").address == f"127.0.0.1:{port}"
     command = re.search(r"elasticcb (ps .*)", line)[1].split()
     without = start_job(*command)
     assert without.finish() == 2
@@ -167,6 +171,13 @@ def test_a_master_whose_processes_are_started_by_hand_makes_a_token(data, start_
     server.wait_for_line("TensorFlow is imported")
     worker = start_job("worker", *command[1:3], command[-1])
     job.wait_for_line("Evaluation at version")
-    assert_all_refuse([*sockets_of(job), *sockets_of(server), *sockets_of(worker)], 2)
-    job.interrupt()
-    job.finish()
+    assert_all_refuse([*sockets_of(job), *sockets_of(server), *sockets_of(worker)], 2, port=ANSWERS[flags])
+
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    for tls in (False, True):
+        # Its processes look for their master.
+        heard = hears(f"127.0.0.1:{port}", tls, attempts=3)
+        assert (token.read_text() in heard) is bool(flags and not tls), heard
+    for process in (server, worker):
+        process.process.kill()

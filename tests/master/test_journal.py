@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.storage import durable
 
 
 def states(number):
@@ -66,6 +67,23 @@ def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
     journal.close()
     memory = Journal(path).memory
     assert (memory.run, memory.version, list(memory.states)) == ("abc", 200, [2])
+
+
+def test_master_that_is_replaced_while_it_rewrites_its_journal_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "journal.log"
+    journal = Journal(path)
+    journal.add(version=1)
+
+    def replace(unfinished):  # what this master has written lies beside its place
+        monkeypatch.undo()
+        Journal(path).add(version=2)
+        durable.drop_unfinished(tmp_path)
+        durable.sync(unfinished)
+
+    monkeypatch.setattr(durable, "sync", replace)
+    with pytest.raises(ReplacedError, match="Another master goes on"):
+        journal.rewrite([])
+    assert Journal(path).memory.version == 2
 
 
 def test_of_the_queue_only_what_has_changed_is_written(tmp_path):
