@@ -216,6 +216,12 @@ class ServerGroup:
             failed.close()
             return True
 
+    def end_calls(self, index: int) -> None:
+        """Ends those to a server that is lost, without waiting for it; `find` then gives the one in its place."""
+        known = self.known  # which another thread may replace meanwhile
+        if index < len(known):
+            threading.Thread(target=known[index].link.close, name="end-calls", daemon=True).start()
+
     def free_memory(self) -> None:
         """Frees memory that is shared with the servers, after large frames."""
         for link in self.links:

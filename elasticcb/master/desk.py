@@ -51,6 +51,9 @@ class Desk:
     ) -> None:
         self.cluster, self.backend, self.address, self.access = cluster, backend, address, access
         self.ready = False  # as `JobState.ready`; for those who wait for no lock
+        self.end_calls: Callable[[int], None] = lambda index: (
+            None
+        )  # the job's own, to a server that is lost, by its place
         self._show = show
         self._journal: Journal | None = None  # of a job that can be resumed
         roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
@@ -274,6 +277,7 @@ class Desk:
     def _server_lost(self, index: int) -> None:
         with self.state() as state:
             state.server_lost(index, time.monotonic())
+            self.end_calls(index)
 
 
 def _recovers_ps(settings: JobSettings) -> bool:

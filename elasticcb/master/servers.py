@@ -83,6 +83,7 @@ class Servers:
             replace(desk.access, term=(run, term)),
             self._find,
         )
+        desk.end_calls = servers.end_calls
         self.control = PSControl(PSClient(servers, synchronous=self._synchronous), run)
         if places:
             end_earlier_move(self.control)

@@ -154,7 +154,8 @@ class Connection:
             self._shared.memory.shrink()
 
     def close(self) -> None:
+        """Ends calls that other threads wait in, too: they raise `ConnectionLostError`."""
         self._closed = True
         self._grpc.close()
         if self._shared is not None:
-            self._shared.memory.forget()
+            self._shared.memory.close()

@@ -65,6 +65,7 @@ class ClientMemory:
         self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
         self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
         self._usable = is_supported()
+        self._closed = False
 
     def takes(self, size: int, often: bool) -> bool:
         """Whether a frame with so many bytes of arrays may travel as one.
@@ -117,6 +118,18 @@ class ClientMemory:
             self._segment.close()
             self._segment = None
 
+    def close(self) -> None:
+        """Uses no memory any more; a call under way ends, in another thread, which then frees it."""
+        self._closed = True
+        link = self.link
+        if link is not None:
+            link.close()
+        if self.lock.acquire(blocking=False):
+            try:
+                self.forget()
+            finally:
+                self.lock.release()
+
     def shrink(self) -> None:
         """Frees the segment, after frames that were larger than those to come."""
         with self.lock:
@@ -150,6 +163,8 @@ class ClientMemory:
             if listener is not None and answer == _LINKED:
                 with contextlib.suppress(OSError):
                     self.link = listener.accept(key, self._is_alive)
+                    if self._closed:
+                        self.link.close()
         except ConnectionLostError:
             segment.close()  # the call that follows waits for the server
         except Exception as error:

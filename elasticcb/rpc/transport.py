@@ -32,6 +32,8 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # Some networks lose what goes to a machine that is gone: nobody refuses the connection.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # A server that was killed may be back at the same address soon.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from elasticcb.clients.ps_servers import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
+from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import SIZES, SPECS, VALUES, assert_same
 
@@ -82,6 +85,31 @@ def test_server_writes_by_itself(losing):
     while servers.servers[0]._servicer.holder._writer._version < version:
         pass  # the test's own time limit ends what does not
     assert servers.replace(version=version).version == version
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_call_to_a_server_that_hangs_ends_when_it_is_lost_and_is_answered_by_the_next(
+    losing, monkeypatch, shares_memory
+):
+    monkeypatch.setattr(shared_frames, "is_supported", lambda: shares_memory)
+    servers = losing()
+    servers.push(0)
+    servers.write()
+    before = servers.held()
+    hung, asked, goes_on = servers.servers[0], threading.Event(), threading.Event()
+    hung._servicer.handlers["Exchange"] = lambda frame: (asked.set(), goes_on.wait())
+    with ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(servers.worker.pull)
+        assert asked.wait(30)
+        servers.lost.add(0)
+        servers.replace(version=1)
+        servers.worker.servers.end_calls(0)
+        try:
+            pulled.result(timeout=30)
+        finally:
+            goes_on.set()
+    assert_same(servers.held(), before)
+    hung.stop(0)
 
 
 def test_server_without_files_begins_anew(losing, tmp_path):
