@@ -106,6 +106,21 @@ GATE = """
 """
 
 
+# Batches as long as those of a large model, in a job that has to last; to be formatted.
+PACE = """
+    import time
+
+    class Pace(keras.callbacks.Callback):
+        "Makes each batch last."
+
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep({seconds})
+
+    def callbacks():
+        return [Pace()]
+"""
+
+
 class RecordingDisplay:
     """Keeps what a person would see."""
 

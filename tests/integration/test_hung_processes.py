@@ -22,7 +22,7 @@ CALLBACKS = """
     def callbacks():
         return [Gate()]
 """
-RECORDS = 6_000
+RECORDS = 3_000
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
 
 

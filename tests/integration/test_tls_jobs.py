@@ -22,14 +22,14 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import MASTER_METHODS
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import diagnose
-from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, PACE, linear_data, number, open_gate, train_flags, write_model_file
 from metrics_scrapes import Scrape
 
 
 @pytest.fixture
 def data(tmp_path):
     write_model_file(tmp_path, LINEAR_MODEL, "linear")
-    linear_data(tmp_path, train=8_000, test=400)
+    linear_data(tmp_path, train=2_000, test=400)
     return tmp_path
 
 
@@ -52,6 +52,7 @@ def is_owners_alone(path):
 
 
 def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(data, start_job):
+    write_model_file(data, LINEAR_MODEL + GATE.format(version=100), "linear")
     job = start_job("train", *train_flags(data, "linear", num_epochs=3, num_ps=2), "--tls")
     job.wait_for_line(r"Evaluation at version|epoch 1|accuracy|loss")
     folder = data / "job"
@@ -72,8 +73,9 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     client = MasterClient(master.address, access=master.access)
     assert client.scale(3) == 2
     client.close()
+    open_gate(data)
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 3") == 8_000
+    assert number(job.output, "records trained in epoch 3") == 2_000
     assert re.search(r"calls refused +10 without the job's token", job.output), job.output
     secrets = [master.token, *private_lines(folder / "tls" / "ca.pem")]
     written = {path: path.read_bytes() for path in files_of(folder) if path.parent.name != "tls"}
@@ -83,6 +85,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
 
 
 def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhile(data, start_job, faults):
+    write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.05), "linear")
     life = 8.0
     faults.shorten_certificates(life)
     flags = {"num_epochs": 1_000, "host": "127.0.0.1", "checkpoint_interval": 1, "metrics_port": 0}
@@ -149,7 +152,7 @@ def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(dat
     ), plain.stderr
     started = [start_job(*commands[role]) for role in ("ps", "worker")]
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 1") == 8_000
+    assert number(job.output, "records trained in epoch 1") == 2_000
     for process in started:
         assert process.finish() == 0, process.output
 
