@@ -50,10 +50,10 @@ def data():
     return x, x[:, :3].argmax(axis=1)
 
 
-@pytest.fixture
-def keras_files(tmp_path, data):
-    """Trains with Keras for three epochs; what each epoch's model gives, and where its files are."""
-    folder, results = tmp_path / "checkpoints", []
+@pytest.fixture(scope="module")
+def trained_by_keras(tmp_path_factory, data):
+    """Of three epochs: where each one's files are, and what its model gives."""
+    folder, results = tmp_path_factory.mktemp("keras"), []
     model = make_model("adam")
     evaluate = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: results.append(model.evaluate(*data, verbose=0, return_dict=True))
@@ -64,6 +64,13 @@ def keras_files(tmp_path, data):
     ]
     model.fit(*data, batch_size=32, epochs=3, verbose=0, callbacks=[*saving, evaluate])
     return folder, results
+
+
+@pytest.fixture
+def keras_files(tmp_path, trained_by_keras):
+    """As `trained_by_keras`, with files of the test's own."""
+    folder, results = trained_by_keras
+    return shutil.copytree(folder, tmp_path / "checkpoints"), results
 
 
 @pytest.fixture
@@ -90,9 +97,8 @@ class Recorder(keras.callbacks.Callback):
         self.iterations.append(int(self.model.optimizer.iterations.numpy()))
 
 
-@pytest.fixture
-def job(tmp_path, data):
-    """Settings of a training job in this process: 36 versions, a checkpoint every 12."""
+def training_job(tmp_path, data):
+    """Settings of one in this process: 36 versions, a checkpoint every 12."""
     np.savez(tmp_path / "data.npz", x=data[0], y=data[1])
     path = write_model_file(tmp_path, MODEL_FILE, "beside")
     return job_settings(
@@ -108,7 +114,20 @@ def job(tmp_path, data):
     )
 
 
-def test_each_checkpoint_of_a_running_job_is_evaluated_and_gives_what_its_weights_give(tmp_path, data, job):
+@pytest.fixture(scope="module")
+def trained_by_job(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("job")
+    run_job(training_job(folder, data))
+    return folder / "checkpoints"
+
+
+@pytest.fixture
+def job_checkpoints(tmp_path, trained_by_job):
+    """Those of a job that is over."""
+    return shutil.copytree(trained_by_job, tmp_path / "checkpoints")
+
+
+def test_each_checkpoint_of_a_running_job_is_evaluated_and_gives_what_its_weights_give(tmp_path, data):
     class UntilVersion36(keras.callbacks.Callback):
         def on_test_end(self, logs=None):
             if logs["version"] == 36:
@@ -118,7 +137,7 @@ def test_each_checkpoint_of_a_running_job_is_evaluated_and_gives_what_its_weight
     done = []
     thread = threading.Thread(target=lambda: done.extend(evaluator.start()), daemon=True)
     thread.start()
-    run_job(job)
+    run_job(training_job(tmp_path, data))
     thread.join(60)
     evaluator.stop()
     assert [each.checkpoint for each in done] == find_versions(tmp_path / "checkpoints")
@@ -126,17 +145,16 @@ def test_each_checkpoint_of_a_running_job_is_evaluated_and_gives_what_its_weight
     assert len({each.metrics["loss"] for each in done}) == len(done) > 1
 
     # The same checkpoint by way of the servers.
-    for each in done:
-        settings = job_settings(
-            tmp_path / "beside.py",
-            tmp_path / "evaluation",
-            Command.EVALUATE,
-            validation=str(tmp_path / "data.npz"),
-            directory_for_init=str(each.checkpoint),
-        )
-        summary, _ = run_job(settings)
-        assert summary.version == each.version
-        assert each.metrics == pytest.approx(dict(summary.metrics), rel=1e-5)
+    settings = job_settings(
+        tmp_path / "beside.py",
+        tmp_path / "evaluation",
+        Command.EVALUATE,
+        validation=str(tmp_path / "data.npz"),
+        directory_for_init=str(done[0].checkpoint),
+    )
+    summary, _ = run_job(settings)
+    assert summary.version == done[0].version
+    assert done[0].metrics == pytest.approx(dict(summary.metrics), rel=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
@@ -257,14 +275,13 @@ def test_ctrl_c_drops_the_evaluation_under_way_and_gives_the_others(keras_files,
     assert len(done) == 2
 
 
-def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data, job, messages):
-    run_job(job)
-    damaged, deleted, *others = find_versions(tmp_path / "checkpoints")
+def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data, job_checkpoints, messages):
+    damaged, deleted, *others = find_versions(job_checkpoints)
     file = next(damaged.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-5])
 
     shutil.move(deleted, tmp_path / "kept")
-    evaluator = SidecarEvaluator(make_model(), data, tmp_path / "checkpoints", timeout=0.2)
+    evaluator = SidecarEvaluator(make_model(), data, job_checkpoints, timeout=0.2)
     assert [each.checkpoint for each in evaluator.start()] == others
     assert messages.text.count("Passed over") == 1
     assert "is damaged" in messages.text
@@ -307,12 +324,13 @@ def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data,
 
 
 @pytest.mark.parametrize("layers", deep_but([(), (9,), (8, 8)], (9,)))
-def test_a_checkpoint_of_another_model_is_told_with_its_variables(tmp_path, data, job, keras_files, layers):
-    with pytest.raises(CheckpointError, match=r"01\.keras is of another model. It holds layers/.*where the model has"):
-        SidecarEvaluator(make_model(layers=layers), data, tmp_path / "checkpoints").start()
-    run_job(job)
-    with pytest.raises(CheckpointError, match=r"version-\d+ is of another model: variable \d.*in the checkpoint"):
-        SidecarEvaluator(make_model(layers=layers), data, tmp_path / "checkpoints").start()
+def test_a_checkpoint_of_another_model_is_told_with_its_variables(data, trained_by_job, trained_by_keras, layers):
+    for folder, words in (
+        (trained_by_keras[0], r"01\.keras is of another model. It holds layers/.*where the model has"),
+        (trained_by_job, r"version-\d+ is of another model: variable \d.*in the checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            SidecarEvaluator(make_model(layers=layers), data, folder).start()
 
 
 def test_an_error_of_a_callback_or_of_the_data_reaches_the_caller(keras_files, data):

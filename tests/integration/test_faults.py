@@ -9,26 +9,37 @@ from health_probe import SERVING, check
 from deep_cases import deep_but
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
-PROCESSOR = """
+MORE = """
+    import time
+
+    class Pace(keras.callbacks.Callback):
+        "Makes few batches, which cost little, last long enough for what goes wrong meanwhile."
+
+        def on_train_batch_begin(self, version, logs=None):
+            time.sleep(0.01)
+
+    def callbacks():
+        return [Pace()]
+
     class PredictionOutputsProcessor:
         def process(self, predictions, worker_id):
             pass
 """
 pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
 
-RECORDS, EVALUATED = 6_000, 400
+RECORDS, EVALUATED = 1_200, 200
 IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
 
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, LINEAR_MODEL + PROCESSOR, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + MORE, "linear")
     linear_data(tmp_path, train=RECORDS, test=EVALUATED)
     return tmp_path
 
 
 def flags(folder, **more):
-    small = {"num_epochs": 1, "evaluation_steps": 200, "checkpoint_interval": 0.2}
+    small = {"num_epochs": 1, "evaluation_steps": 40, "checkpoint_interval": 0.2, "num_minibatches_per_task": 10}
     return train_flags(folder, "linear", **{**small, **more})
 
 
@@ -121,7 +132,7 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_
 
 def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(data, start_job, faults):
     happened = [
-        faults.fail_at("ps", 0, "has applied a push", nth=100),
+        faults.fail_at("ps", 0, "has applied a push", nth=40),
         faults.fail_at("ps", 0, "has written recovery files", nth=3),
         faults.fail_at("ps", 0, "has written its part of a checkpoint"),
     ]
