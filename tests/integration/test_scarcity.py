@@ -10,7 +10,7 @@ import pytest
 
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
-RECORDS = 4_000
+RECORDS = 800
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def test_low_limit_of_open_files_that_can_be_raised_is_no_matter(data):
 
 
 def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on(data, start_job):
-    job = start_job("train", *train_flags(data, "linear", num_epochs=4, checkpoint_interval=0.1))
-    job.wait_for_line("training: epoch 1/4")
+    job = start_job("train", *train_flags(data, "linear", num_epochs=10, checkpoint_interval=0.1))
+    job.wait_for_line("training: epoch 1/10")
     folder = data / "job" / "recovery" / "ps-0"
     shutil.rmtree(folder)
     folder.touch()  # as hard to write into as a full disk, also for root
     warning = job.wait_for_line("Parameter server 0: .* can't be written")
     assert "Training goes on" in warning
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 4") == RECORDS
+    assert number(job.output, "records trained in epoch 10") == RECORDS
     assert job.output.count("can't be written") == 1

@@ -6,10 +6,10 @@ from elasticcb.data import open_reader
 
 
 def test_movielens_learns_and_exports(shared_data, tmp_path, capsys):
-    ratings = first_lines(shared_data / "ml-100k" / "u.data", tmp_path / "u.data", lines=40_000)
+    ratings = first_lines(shared_data / "ml-100k" / "u.data", tmp_path / "u.data", lines=20_000)
     trained = train("movielens", tmp_path, capsys, training_data=ratings, validation_data=ratings, num_epochs=2)
     zoo_module = import_zoo("movielens/movielens")
-    (features, labels), *_ = fed(zoo_module, open_reader(str(ratings)), "evaluation", batch=40_000)
+    (features, labels), *_ = fed(zoo_module, open_reader(str(ratings)), "evaluation", batch=20_000)
     predictions = trained.predict(**features)
     error = np.sqrt(np.mean((predictions - labels) ** 2))
     assert error == pytest.approx(trained.metrics["rmse"], rel=1e-3)
