@@ -32,6 +32,7 @@ from elasticcb.settings import (
     NetworkOptions,
     RecoveryOptions,
     TrainingSettings,
+    Updates,
 )
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
@@ -52,8 +53,12 @@ class Cluster:
             removed at the end.
         job_dir: folder by which the program goes on when it is run again after it was killed: its fits that had ended
             give back what they had, the one that was under way is resumed. `close` makes the program begin anew.
-        use_async: apply each gradient when it comes; False waits for `grads_to_wait` of them.
-        grads_to_wait: gradients per update, in synchronous mode.
+        updates: how the work of several workers becomes one model. "local": each trains by itself for `local_steps`
+            batches, and how far its weights moved is merged; "sync": the mean of `grads_to_wait` gradients is applied;
+            "async": each gradient is applied when it comes.
+        local_steps: batches that a worker trains on before its work is merged, with "local".
+        grads_to_wait: gradients per update, with "sync".
+        use_async: what `updates` was before: True is "async", False is "sync".
         checkpoint_dir: where checkpoints of servers are written, at the end of `fit`; "": none are.
         non_finite: "stop": a NaN or an infinity in loss or gradients ends `fit` with an error; "skip": its batch
             is passed over.
@@ -86,8 +91,10 @@ class Cluster:
         kind: str = "local",
         directory: str | os.PathLike[str] | None = None,
         job_dir: str | os.PathLike[str] | None = None,
-        use_async: bool = True,
+        updates: str = "async",
+        local_steps: int = 16,
         grads_to_wait: int = 1,
+        use_async: bool | None = None,
         checkpoint_dir: str | os.PathLike[str] = "",
         non_finite: str = "stop",
         callback_errors: str = "stop",
@@ -334,10 +341,11 @@ class Cluster:
         Raises:
             UsageError: the model is not built, or has no optimizer.
         """
-        if not self._settings.training.use_async:
+        updates = self._settings.training.updates
+        if updates is not Updates.ASYNC:
             raise UsageError(
-                "`place` was called on a cluster with use_async=False. Functions hand over gradients at any time, and "
-                "never wait for each other: make the Cluster with use_async=True."
+                f"`place` was called on a cluster with updates={updates.value!r}. Functions hand over gradients at any "
+                "time, and never wait for each other: make the Cluster with updates='async'."
             )
         self._functions.place(model)
 

@@ -23,7 +23,7 @@ def train(context: click.Context, /, **values: Any) -> None:
       elasticcb train --model_zoo=model_zoo --model_def=mnist.custom_model \\
           --training_data=data/train --validation_data=data/test \\
           --num_workers=2 --num_ps=1 --num_epochs=3 --output=export/mnist
-      elasticcb train --config job.yaml --use_async=false --grads_to_wait=2
+      elasticcb train --config job.yaml --updates=sync --grads_to_wait=2
       elasticcb train --config job.yaml --cluster=inprocess   # breakpoints work
     """
     run_job(Command.TRAIN, given_values(context), context.obj)

@@ -12,11 +12,25 @@ import numpy as np
 
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import STATE, TABLE, WANTED, by_index, named, of_kind, without
+from elasticcb.sharding.array_names import (
+    EXTRAS,
+    SHARED,
+    SLOTS,
+    STATE,
+    TABLE,
+    WANTED,
+    WEIGHTS,
+    by_index,
+    named,
+    of_kind,
+    only,
+)
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, kept, moved_state, unpack_weights
 from elasticcb.sharding.push import Gradients
 
@@ -31,12 +45,15 @@ class PushResult:
         status: a `pb.PushStatus`.
         version: of the model after it.
         rows: of embedding tables, by variable: the rows [n, dim] of the ids that were asked for.
+        optimizers: after a movement, what the servers' optimizers hold; None: nobody else has moved the model since the
+            worker's last exchange, so that it holds what the servers hold.
     """
 
     status: int
     reason: str
     version: int
     rows: dict[int, Array] = field(default_factory=dict)
+    optimizers: OptimizerState | None = None
 
 
 class PSClient:
@@ -86,6 +103,11 @@ class PSClient:
         """Of the newest weights pulled, as the first server counts it; -1: none of the present one."""
         return self.servers.known[0].version
 
+    @property
+    def versions(self) -> list[int]:
+        """Of the newest weights pulled, by server."""
+        return [server.version for server in self.servers.known]
+
     def _measured(self, call: str, function: Callable[[], Any]) -> Any:
         """`by_present_map`, and how long it takes."""
         begun = time.perf_counter()
@@ -96,13 +118,26 @@ class PSClient:
     def pull(self) -> PlacedBlocks:
         """Fetches what is newer than the weights at hand."""
         with self._exchanging:
-            self._measured(
-                PULL,
-                lambda: self._exchange(
-                    self.servers.known, [self._request(server, None, pull=True) for server in self.servers.known]
-                ),
-            )
+            self._measured(PULL, self._pull)
             return self.blocks
+
+    def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
+        """The same, and what the servers' optimizers hold of all but embedding tables."""
+        with self._exchanging:
+            state: OptimizerState = self._measured(PULL, lambda: self._pull(with_optimizers=True))
+            return self.blocks, state
+
+    def _pull(self, with_optimizers: bool = False) -> OptimizerState:
+        frames = [self._request(server, None, pull=True) for server in self.servers.known]
+        for frame in frames:
+            frame.header.optimizers = with_optimizers
+        self._exchange(self.servers.known, frames)
+        return self._optimizers_found() if with_optimizers else OptimizerState()
+
+    def _optimizers_found(self) -> OptimizerState:
+        """What the last exchange has brought of them."""
+        states = [server.optimizers for server in self.servers.known]
+        return join_states(states, self.servers.specs, self.servers.partition)
 
     def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0, pull: bool = False) -> dict[int, Array]:
         """Rows of embedding tables, by variable: [n, dim] each.
@@ -204,6 +239,7 @@ class PSClient:
             header = self._request(server, push, pull_along).header
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
+            header.optimizers = bool(push.batches)
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
             tensors = part.encode(header)
             if not self.staged:
@@ -216,13 +252,16 @@ class PSClient:
         if self.staged and refused is None:
             headers = self._exchange(servers.known[:1], frames[:1])
         decided = refused or headers[0]
-        if decided.status == pb.ACCEPTED and not pull and not frames[0].header.pull:
+        if decided.status == pb.ACCEPTED and not pull and not frames[0].header.pull and push.batches is None:
             # Until the next pull the worker goes on with the state that it has come to.
             answers = [decided] * len(servers.known) if self.staged else headers
             for server, answer, state, shares in zip(servers.known, answers, push.state, push.shares, strict=False):
                 server.state_base = answer.version
                 server.blocks = {**server.blocks, **_after(server.blocks, state, shares)}
-        result = PushResult(decided.status, decided.reason, self.version)
+        optimizers: OptimizerState | None = None
+        if decided.status == pb.ACCEPTED and push.batches:
+            optimizers = self._after_movement(push, [frame.header for frame in frames])
+        result = PushResult(decided.status, decided.reason, self.version, optimizers=optimizers)
         if not self.staged:
             result.rows.update(self._rows_found(ids, asked))
         elif pull and ids:
@@ -230,6 +269,22 @@ class PSClient:
         elif pull:
             self.pull()
         return result
+
+    def _after_movement(self, push: Gradients, requests: Sequence[pb.ExchangeRequest]) -> OptimizerState | None:
+        """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all."""
+        servers, batches = self.servers.known, push.batches or 0
+        alone = [
+            server.version == request.state_base + batches for server, request in zip(servers, requests, strict=True)
+        ]
+        for index, server in enumerate(servers):
+            if alone[index]:
+                before, moved = of_kind(WEIGHTS, server.blocks), push.gradients[index]
+                after = {dtype: block + moved[dtype] for dtype, block in before.items()}
+                state = _after(server.blocks, push.state[index], push.shares[index])
+                server.blocks = {**server.blocks, **named(WEIGHTS, after), **state}
+                own = push.part(index, self.servers.specs, server.slices, self.servers.buckets)
+                server.optimizers = from_tensors(own.optimizers)
+        return None if all(alone) else self._optimizers_found()
 
     def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(
@@ -283,8 +338,11 @@ class PSClient:
                 server.state_base = header.version
                 server.pulled = True
             server.rows = by_index(TABLE, answer.tensors)
-            if len(answer.tensors) > len(server.rows):
-                server.blocks = {**server.blocks, **kept(without(answer.tensors, TABLE))}
+            if frame.header.optimizers:
+                server.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
+            blocks = only(answer.tensors, WEIGHTS, STATE)
+            if blocks:
+                server.blocks = {**server.blocks, **kept(blocks)}
         return [answer.header for answer in answers]
 
     def _exchanged(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from elasticcb.clients.ps_link import Link
 from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
@@ -54,6 +55,7 @@ class KnownServer:
     state_version: int = -1
     state_base: int = -1  # the last version that the state in `blocks` builds on
     rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
+    optimizers: OptimizerState = field(default_factory=OptimizerState)  # that the last exchange brought
     pulled: bool = False  # whether `blocks` are there
 
 

@@ -1,7 +1,8 @@
 """What is asked of the framework that computes: a few operations, on batches and NumPy arrays.
 
-Its optimizers apply nothing: they hand gradients over. What is set by other means than gradients, as moving averages,
-comes out of a step as it is after it.
+Servers that apply gradients ask for a `GradientComputation`, whose optimizers apply nothing: they hand gradients over.
+What is set by other means, as moving averages, comes out of a step as it is after it. With local updates a
+`LocalComputation` trains as Keras does, and tells where it has come to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import keras
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
@@ -45,25 +47,34 @@ class Prepared:
 
 @dataclass
 class StepResult:
-    """What a training step came to. Flat arrays are in the order of `sharding.partition.layout`.
+    """What a training step came to.
 
     Attributes:
         logs: the batch's own, as Python numbers.
         states: of the metrics, over this batch alone.
+        rows: gradients of some rows of a variable.
+    """
+
+    logs: dict[str, Any]
+    states: States
+    rows: RowGradients
+
+
+@dataclass
+class GradientResult(StepResult):
+    """One whose gradients go to the servers. Flat arrays are in the order of `sharding.partition.layout`.
+
+    Attributes:
         gradients: by server and dtype, those of `dense_variables`, flat; of the plain loss, clipped, and of the wire's
             dtype.
         dense_variables: indices of variables, in the order of the model.
-        rows: gradients of some rows of a variable.
         state: by server and dtype, the variables that no optimizer updates, after the step, flat.
         decays: of moving averages, by variable: how much of its old value the step's new one is made of.
         overflow: why the gradients can't be used: those of the scaled loss are not finite; "" where they can.
     """
 
-    logs: dict[str, Any]
-    states: States
     gradients: list[dict[str, Array]]
     dense_variables: tuple[int, ...]
-    rows: RowGradients
     state: list[dict[str, Array]]
     decays: Mapping[int, float]
     overflow: str = ""
@@ -81,15 +92,6 @@ class Computation(ABC):
 
         Raises:
             ModelFileError: the ids that it looks up can't be known, or are out of range.
-        """
-
-    @abstractmethod
-    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> StepResult:
-        """Gradients of a batch at `weights`, which become the model's.
-
-        Args:
-            version: of the weights; the `iterations` of the optimizers.
-            rows: of the embedding tables, by the ids of the batch.
         """
 
     @abstractmethod
@@ -115,6 +117,48 @@ class Computation(ABC):
         Args:
             tables: (variable, ids [n], rows [n, dim]). The arrays are not changed afterwards.
         """
+
+
+class GradientComputation(Computation):
+    """A model whose gradients go to servers, which apply them."""
+
+    @abstractmethod
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> GradientResult:
+        """Gradients of a batch at `weights`, which become the model's.
+
+        Args:
+            version: of the weights; the `iterations` of the optimizers.
+            rows: of the embedding tables, by the ids of the batch.
+        """
+
+
+class LocalComputation(Computation):
+    """A model that its own optimizers train, but for the rows of embedding tables."""
+
+    @abstractmethod
+    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
+        """Trains the model on a batch, as Keras does.
+
+        Args:
+            rows: of the embedding tables, by the ids of the batch. Their gradients alone are handed over.
+        """
+
+    @property
+    @abstractmethod
+    def decays(self) -> Mapping[int, float]:
+        """Of moving averages, by variable: how much of its old value that after a batch is made of."""
+
+    @abstractmethod
+    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
+        """The model's present weights, cut for servers."""
+
+    @abstractmethod
+    def optimizer_state(self) -> OptimizerState:
+        """What the optimizers hold of all but embedding tables."""
+
+    @abstractmethod
+    def set_optimizer_state(self, state: OptimizerState) -> None:
+        """Makes the optimizers hold `state`; what it lacks stays as it is, and so does a learning rate."""
 
 
 class PlacedComputation(ABC):
@@ -191,7 +235,7 @@ class Backend(ABC):
         specs: Sequence[VariableSpec],
         partition: Sequence[Sequence[Slice]],
         wire_dtype: WireDtype,
-    ) -> Computation:
+    ) -> GradientComputation:
         """The steps of a model. Rows of its embedding tables come from elsewhere from now on.
 
         Args:
@@ -204,6 +248,16 @@ class Backend(ABC):
         Raises:
             ModelFileError: the model can't be trained on so many servers.
         """
+
+    @abstractmethod
+    def local_computation(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+    ) -> LocalComputation:
+        """The steps of a model that trains here. Arguments and errors as of `computation`."""
 
     @abstractmethod
     def placed(

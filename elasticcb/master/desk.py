@@ -287,5 +287,5 @@ def _recovers_ps(settings: JobSettings) -> bool:
     """
     if settings.command in (Command.EVALUATE, Command.PREDICT):
         return True
-    consistent = settings.training.use_async or settings.cluster.num_ps == 1
+    consistent = not settings.training.is_synchronous or settings.cluster.num_ps == 1
     return consistent and settings.checkpoint.interval_seconds > 0

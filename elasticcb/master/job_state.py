@@ -24,7 +24,7 @@ from elasticcb.master.job_record import JobRecord
 from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
-from elasticcb.settings import Command
+from elasticcb.settings import Command, Updates
 from elasticcb.settings.arguments import as_user_writes
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class JobState(JobRecord):
     def _note_losses(self, mean: float, batches: int) -> None:
         self.loss = mean
         workers = len(self.roster.up(Role.WORKER))
-        if self.settings is not None and self.settings.training.use_async and workers > 1:
+        if self.settings is not None and self.settings.training.updates is Updates.ASYNC and workers > 1:
             sign = self.loss_jumps.note(mean, batches, workers)
             if sign:
                 self.say(as_user_writes(sign, self.settings))

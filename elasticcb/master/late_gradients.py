@@ -18,7 +18,7 @@ _LEAST_WINDOWS = 8
 _JUMP = 3.0  # times the median
 _JUMPS = 2  # of so many windows, to be called a sign
 
-_ADVICE = "--use_async=false --grads_to_wait={} applies the mean of their gradients, and none late"
+_ADVICE = "--updates=local lets each worker train by itself, and merges their work"
 
 
 def risk(workers: int, kinds: Collection[str]) -> str:
@@ -32,7 +32,7 @@ def risk(workers: int, kinds: Collection[str]) -> str:
     return (
         f"Each gradient of {workers} workers is applied as it comes, some {workers - 1} updates late. With the "
         f"momentum of {' and '.join(kinds)} the model can become worse than that of one process: compare them. "
-        f"{_ADVICE.format(workers)}."
+        f"{_ADVICE}."
     )
 
 
@@ -59,5 +59,5 @@ class LossJumps:
             return ""
         return (
             f"The training loss jumps, to {mean:.3g} from {usual:.3g}: a sign of gradients that {workers} workers "
-            f"apply late. {_ADVICE.format(workers)}; or take a smaller learning rate, or fewer workers."
+            f"apply late. {_ADVICE}; or take a smaller learning rate, or fewer workers."
         )

@@ -37,7 +37,7 @@ from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import kinds_with_momentum, model_optimizers
-from elasticcb.settings import INITIAL_FOLDER, Command, Mode
+from elasticcb.settings import INITIAL_FOLDER, Command, Mode, Updates
 from elasticcb.settings.arguments import as_user_writes
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
@@ -347,7 +347,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
 
 def _tell_risk(order: Order, host: ModelHost) -> None:
     settings = order.settings
-    if settings.command is Command.TRAIN and settings.training.use_async and order.memory is None:
+    if settings.command is Command.TRAIN and settings.training.updates is Updates.ASYNC and order.memory is None:
         workers = settings.cluster.autoscale.most or settings.cluster.num_workers
         found = risk(workers, kinds_with_momentum(model_optimizers(host.model)))
         if found:

@@ -107,8 +107,8 @@ def _check(state: JobState, servers: int) -> int:
         raise UsageError(f"The job {'is starting' if state.queue is None else 'is over'}; it can't be scaled now.")
     if state.settings.command is not Command.TRAIN:
         raise UsageError("Only the parameter servers of a job that trains can become more or fewer.")
-    if not state.settings.training.use_async:
-        raise UsageError("In synchronous mode (--use_async=false) the number of parameter servers can't change.")
+    if state.settings.training.is_synchronous:
+        raise UsageError("In synchronous mode (--updates=sync) the number of parameter servers can't change.")
     if state.settings.cluster.ps_replicas:
         raise UsageError("With --ps_replicas the number of parameter servers can't change.")
     if state.wish is not None and not state.wish.done:

@@ -72,7 +72,7 @@ class Servers:
                 state.lost_ps.clear()  # they hold no model yet, neither do others
                 self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
         self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
-        self._synchronous = settings is not None and not settings.training.use_async
+        self._synchronous = settings is not None and settings.training.is_synchronous
         self._patience = desk.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(

@@ -131,6 +131,30 @@ def write_optimizers(
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
 
 
+def set_optimizers(
+    state: OptimizerState,
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    owners: Sequence[int],
+) -> None:
+    """Makes the optimizers hold what `state` has of their variables; others, and learning rates, stay as they are.
+
+    Args:
+        model_optimizers, model_variables, owners: as in `read_optimizers`.
+    """
+    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
+        pairs = [(slot.value, state.slots.get((slot.variable, slot.name))) for slot in found.slots]
+        pairs += [(slot.value, state.extras.get((slot.variable, slot.name))) for slot in found.extras]
+        pairs += [
+            (value, state.shared.get(leaf.prefix + name))
+            for name, value in found.shared.items()
+            if name != "learning_rate"
+        ]
+        for target, value in pairs:
+            if value is not None:
+                target.assign(np.array(value))  # TensorFlow may keep its memory, and write to it
+
+
 @dataclass
 class _Matches:
     """Variables of optimizers, and what a state holds for them.

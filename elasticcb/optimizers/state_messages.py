@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import WireError
-from elasticcb.optimizers.state import Key, OptimizerState
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.sharding.array_names import (
     EXTRAS,
     SHARED,
@@ -22,7 +22,7 @@ from elasticcb.sharding.array_names import (
     of_kind,
     without,
 )
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
 
 Array = npt.NDArray[Any]
 
@@ -49,19 +49,8 @@ def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequ
 
     Raises `WireError` when a slot has another shape than its variable.
     """
-    held = {part.variable: part for part in slices if specs[part.variable].trainable}
-    slots: dict[Key, Array] = {}
-    for (index, name), value in state.slots.items():
-        if index not in held:
-            continue
-        spec = specs[index]
-        if value.shape != spec.shape:
-            raise WireError(
-                f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, the variable "
-                f"{list(spec.shape)}. The state is of another model."
-            )
-        part = held[index]
-        slots[index, name] = value.reshape(-1)[part.start : part.stop].reshape(part.shape(spec))
+    held = {part.variable for part in slices if specs[part.variable].trainable}
+    slots = cut_slots(state.slots, specs, slices)
     extras = {key: value for key, value in state.extras.items() if key[0] in held}
     return OptimizerState(slots, extras, dict(state.shared), state.optimizers)
 

@@ -206,7 +206,7 @@ class Holder:
     ) -> ServedModel:
         forget_kernels()  # of models that are gone
         options, training = self._options, self._options.training
-        use_peers = request.index == 0 and not training.use_async
+        use_peers = request.index == 0 and training.is_synchronous
         if use_peers and len(request.ps_addresses) != request.num_ps:
             if request.num_ps > 1:
                 raise WireError(
@@ -238,7 +238,7 @@ class Holder:
         buckets: BucketMap,
     ) -> ServedModel:
         """What a move fills."""
-        if not self._options.training.use_async:
+        if self._options.training.is_synchronous:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
         zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
         place, limits = (request.index, buckets), replace(self._options.limits)

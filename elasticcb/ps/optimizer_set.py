@@ -156,6 +156,27 @@ class OptimizerSet:
         given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets()]
         assign([(target, value) for target, value in given if value is not None])
 
+    def merge(self, state: OptimizerState, share: float, others: int) -> None:
+        """Moves towards what a worker's optimizers hold, as far as a share says.
+
+        Args:
+            state: checked.
+            others: batches of other workers that the state knows nothing of.
+        """
+        merged: list[tuple[keras.Variable | Piece, Array]] = []
+        for kind, key, target in self._targets():
+            given = getattr(state, kind).get(key)
+            if given is None or (kind == "shared" and str(key).endswith("learning_rate")):  # the servers' own
+                continue
+            if given.dtype.kind in "iu":
+                merged.append((target, given + given.dtype.type(others)))  # it counts steps
+            elif share < 1:
+                held = _present(target)
+                merged.append((target, (held + (given - held) * share).astype(given.dtype)))
+            else:
+                merged.append((target, given))
+        assign(merged)
+
     def restore(self, part: Part) -> None:
         """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
@@ -158,7 +159,10 @@ class Parameters:
             self._trained.need_optimizers().set_learning_rate(push.learning_rate)
 
     def apply(self, push: Push) -> None:
-        """Applies a checked push as one update; the version rises by one."""
+        """Applies a checked push as one update; the version rises by one, or by the batches of local training."""
+        if push.batches is not None:
+            self._merge(push, push.batches)
+            return
         self._part_groups(push)
         optimizers = self._trained.need_optimizers()
         base = None
@@ -176,17 +180,50 @@ class Parameters:
         finally:
             if base is not None:
                 optimizers.set_learning_rate(base)
+        self._move_state(push, self._batches_since(push))
+        self.version += 1
+        if optimizers.has_schedule:
+            self._rate = None
+
+    def _merge(self, push: Push, batches: int) -> None:
+        """Moves the model as far as local training did that began with the version `push.state_base`.
+
+        Where others have moved it since, each has the share of its batches in all of them: that of a worker among N
+        that take turns is 1/N, as in local SGD (Stich 2019), and the longer one takes, the less it counts, as in
+        asynchronous federated optimization (Xie et al. 2019).
+        """
+        optimizers = self._trained.need_optimizers()
+        with tf.device("/CPU:0"):
+            self.tables.update(push.rows, self.version + 1)
+        if not batches:
+            return
+        others = self._batches_since(push)
+        share = batches / (batches + others)
+        self._trained.move(push.blocks, share)
+        with tf.device("/CPU:0"):
+            optimizers.merge(from_tensors(push.optimizers), share, others)
+        self._move_state(push, others / batches)
+        self.version += batches
+        self._blocks = None
+        if optimizers.has_schedule:
+            self._rate = None
+
+    def _batches_since(self, push: Push) -> int:
+        """Versions since the one that a push builds on, as far as anybody knows."""
+        return max(0, self.version - push.state_base) if push.state_base >= 0 else 0
+
+    def _move_state(self, push: Push, lag: float) -> None:
         if any(shares.any() for shares in push.shares.values()):
-            lag = max(0, self.version - push.state_base) if push.state_base >= 0 else 0
             new = {
                 dtype: _frozen(moved_state(self._state[dtype], values, push.shares[dtype], lag))
                 for dtype, values in push.state.items()
             }
             self._state = {**self._state, **new}
             self.state_version += 1
-        self.version += 1
-        if optimizers.has_schedule:
-            self._rate = None
+
+    def optimizer_state(self) -> OptimizerState:
+        """What the optimizers hold of all but embedding tables. The arrays do not change later."""
+        return OptimizerState() if self.optimizers is None else self.optimizers.state()
 
     def finalize(self) -> None:
         """Lets the optimizers set the final weights (their moving average); a version of its own."""

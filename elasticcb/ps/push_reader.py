@@ -66,6 +66,11 @@ class PushReader:
                 )
         if push.learning_rate is not None and not math.isfinite(push.learning_rate):
             raise WireError(f"The push asks for the learning rate {push.learning_rate}; it must be finite.")
+        if push.batches and len(held) != len(self._parts):
+            raise WireError(
+                f"The push says how far local training moved {len(held)} of the {len(self._parts)} variables that this "
+                "server trains; it must say so of all."
+            )
         updated = frozenset(map(self._trainable, {*push.updated, *push.dense, *push.rows}))
         return replace(push, dense=tuple(held), blocks=blocks, rows=rows, updated=updated)
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.compiled_update import CompiledUpdate
-from elasticcb.ps.joined import Piece, Run, add_run, concatenated, parted
+from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.rpc.tensors import Array
@@ -120,6 +121,20 @@ class TrainedPart:
                 user_traceback(error),
             ) from error
 
+    def move(self, movement: Mapping[str, Array], share: float) -> None:
+        """Adds a share of how far all variables were moved, flat, by dtype. A constraint holds afterwards, too."""
+        present = self.weights()
+        moved = {dtype: _added(block, movement[dtype], share) for dtype, block in present.items()}
+        with tf.device("/CPU:0"):
+            assign(
+                (self.variables[part.variable], moved[dtype][offset : offset + part.elements].reshape(part.shape(spec)))
+                for part, dtype, offset in layout(self._specs, self._slices, True)
+                for spec in [self._specs[part.variable]]
+            )
+            for variable in self.variables.values():
+                if share < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
+                    variable.assign(variable.constraint(variable))
+
     def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool) -> CompiledUpdate:
         """Applies the push with a function made for its kind, which it returns."""
         # The first call compiles. XLA makes updates some three times as fast, but can't compile every
@@ -150,6 +165,12 @@ class TrainedPart:
             optimizer = self.need_optimizers().of(index)
             self._row_updates[index] = RowUpdate(optimizer, index, self.variables[index])
         return self._row_updates[index]
+
+
+def _added(block: Array, movement: Array, share: float) -> Array:
+    wide = np.dtype(np.float32) if block.dtype.itemsize == 2 else block.dtype
+    total: Array = (block.astype(wide) + movement.astype(wide) * wide.type(share)).astype(block.dtype)
+    return total
 
 
 def _variable(spec: VariableSpec, value: Array) -> keras.Variable:

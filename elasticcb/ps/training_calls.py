@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.replica_log import Entry
 from elasticcb.ps.served_model import PushAnswer, ServedModel, Staged
@@ -57,7 +58,11 @@ class TrainingCalls:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         ids = by_index(WANTED, frame.tensors)
         tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
-        if not request.pull:
+        # A worker whose movement alone made this version knows what came of it.
+        knows = request.batches > 0 and parameters.version == request.state_base + request.batches
+        if request.optimizers and not knows:
+            tensors |= to_tensors(parameters.optimizer_state())
+        if not request.pull or knows:
             return Frame(response, tensors)
         pulled = snapshot or parameters.snapshot()
         # Not "older than known": a server that was restored may stand at a lower version.
@@ -76,6 +81,7 @@ class TrainingCalls:
             return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
         push = model.reader.read(Push.decode(request, tensors))
         model.parameters.check_learning_rate(push)
+        model.parameters.check_state(from_tensors(push.optimizers))
         verdict = self._judge(name, request, push, model)
         model.answered.remember(name, verdict)
         if model.replica is not None and verdict.status == pb.ACCEPTED:

@@ -132,9 +132,9 @@ class Synchronous(UpdatePolicy):
 
 def policy_of(training: TrainingSettings) -> UpdatePolicy:
     """The policy that a job's settings ask for."""
-    if training.use_async:
-        return Asynchronous()
-    return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
+    if training.is_synchronous:
+        return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
+    return Asynchronous()
 
 
 def _update(pushes: tuple[PushName, ...]) -> Decision:

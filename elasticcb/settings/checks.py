@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from elasticcb.settings.choices import WhenFull, WorkerRange
+from elasticcb.settings.choices import Updates, WhenFull, WorkerRange
 from elasticcb.settings.job import JobSettings
 
 
@@ -45,7 +45,12 @@ def completed(settings: JobSettings, said: Said) -> JobSettings:
         more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
     if cluster.autoscale.most and "cluster.num_workers" not in said:
         more["num_workers"] = cluster.autoscale.least
-    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
+    training = settings.training
+    if training.is_local and "training.num_minibatches_per_task" not in said:
+        # A worker's steps are merged at the end of each task.
+        batches = max(training.num_minibatches_per_task, training.local_steps)
+        training = dataclasses.replace(training, num_minibatches_per_task=batches)
+    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more), training=training)
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:
@@ -65,24 +70,39 @@ def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
         )
 
 
+# Settings that have a meaning in some modes only.
+_MEANT_FOR = {
+    "training.local_steps": (Updates.LOCAL,),
+    "training.grads_to_wait": (Updates.SYNC,),
+    "training.sync_version_tolerance": (Updates.SYNC,),
+    "training.max_staleness": (Updates.ASYNC,),
+    "training.get_model_steps": (Updates.SYNC, Updates.ASYNC),
+}
+
+
+def _mode_path(said: Said) -> str:
+    """Which of the two settings of the mode the user has given."""
+    return "training.use_async" if "training.use_async" in said else "training.updates"
+
+
 def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
-    training, mode = settings.training, "training.use_async"
-    if training.use_async:
-        for path in ("training.grads_to_wait", "training.sync_version_tolerance"):
-            if path in said:
-                yield (
-                    f"{said.with_value(path)} has a meaning in synchronous mode only, and this job is asynchronous. "
-                    f"Add {said.as_given(mode, False)}, or leave out {said.name(path)}."
-                )
-        return
-    staleness, tolerance = "training.max_staleness", "training.sync_version_tolerance"
-    if training.max_staleness:
+    training, path = settings.training, _mode_path(said)
+    if "training.use_async" in said and "training.updates" in said:
         yield (
-            f"{said.with_value(staleness)} has a meaning in asynchronous mode only. Leave it out, or leave out "
-            f"{said.as_given(mode, False)}; {said.name(tolerance)} says how old gradients may be in synchronous mode."
+            f"{said.with_value('training.use_async')} and {said.with_value('training.updates')} are about the same "
+            f"thing. Leave out {said.name('training.use_async')}, which is the earlier name."
         )
-    if training.grads_to_wait < 1:
-        return  # told already
+        return
+    for name, modes in _MEANT_FOR.items():
+        if name in said and training.updates not in modes:
+            wanted = " or ".join(said.as_given("training.updates", mode.value) for mode in modes)
+            yield (
+                f"{said.with_value(name)} has a meaning with {wanted} only, and this job has {said.with_value(path)}. "
+                f"Give {wanted}, or leave out {said.name(name)}."
+            )
+    if not training.is_synchronous or training.grads_to_wait < 1:
+        return
+    tolerance = "training.sync_version_tolerance"
     age = (training.get_model_steps - 1) // training.grads_to_wait
     if age > training.sync_version_tolerance:
         steps = "training.get_model_steps"
@@ -115,17 +135,16 @@ def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
 
 def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
     if settings.cluster.ps_replicas == 1:
-        for path, why in _conflicts_with_replicas(settings):
+        for path, why in _conflicts_with_replicas(settings, _mode_path(said)):
             yield f"{said.with_value('cluster.ps_replicas')} can't be with {said.with_value(path)}: {why}"
 
 
-def _conflicts_with_replicas(settings: JobSettings) -> Iterator[tuple[str, str]]:
+def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple[str, str]]:
     embedding = settings.embedding
     if settings.cluster.num_ps < 2:
         yield "cluster.num_ps", "the next server keeps the replica of a server. Start at least 2."
-    if not settings.training.use_async:
-        why = "in synchronous mode all servers start anew when one is lost. Leave one of them out."
-        yield "training.use_async", why
+    if settings.training.is_synchronous:
+        yield mode, "in synchronous mode all servers start anew when one is lost. Leave one of them out."
     if not settings.checkpoint.interval_seconds:
         why = "a replica holds what the files lack that are written then. Give it some seconds."
         yield "checkpoint.interval_seconds", why

@@ -33,6 +33,14 @@ class Mode(str, Enum):
         return {Command.TRAIN: cls.TRAINING, Command.EVALUATE: cls.EVALUATION, Command.PREDICT: cls.PREDICTION}[command]
 
 
+class Updates(str, Enum):
+    """How the work of several workers becomes one model."""
+
+    LOCAL = "local"  # each trains by itself for some batches; then how far its weights moved is merged
+    SYNC = "sync"  # the mean of several gradients is applied
+    ASYNC = "async"  # each gradient is applied as it comes
+
+
 class NonFinite(str, Enum):
     """What a NaN or an infinity in a loss or a gradient leads to."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticcb.settings.choices import CallbackErrors, NonFinite, WhenFull, WireDtype
+from elasticcb.settings.choices import CallbackErrors, NonFinite, Updates, WhenFull, WireDtype
 from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Section, setting
 
 
@@ -51,10 +51,24 @@ class TrainingSettings(ExchangeOptions):
         unit="VERSIONS",
         minimum=0,
     )
-    use_async: bool = setting(
-        True,
-        "true: each gradient is applied as it comes. false: synchronous, the mean of --grads_to_wait gradients is "
-        "applied.",
+    updates: Updates = setting(
+        Updates.ASYNC,
+        "How the work of several workers becomes one model. local: each trains by itself for --local_steps batches, "
+        "then how far its weights moved is merged. sync: the mean of --grads_to_wait gradients is applied. async: each "
+        "gradient is applied as it comes.",
+        argument="updates",
+    )
+    local_steps: int = setting(
+        16,
+        "Local mode: batches that a worker trains on before its work is merged; a task ends them, too.",
+        unit="BATCHES",
+        minimum=1,
+        argument="local_steps",
+    )
+    # None: `updates` says it
+    use_async: bool | None = setting(
+        None,
+        "What --updates was before: true is --updates=async, false is --updates=sync.",
         argument="use_async",
     )
     grads_to_wait: int = setting(
@@ -101,6 +115,21 @@ class TrainingSettings(ExchangeOptions):
     initial_epoch: int = 0  # epochs before it are taken as done
     validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
 
+    def __post_init__(self) -> None:
+        if self.use_async is not None:
+            object.__setattr__(self, "updates", Updates.ASYNC if self.use_async else Updates.SYNC)
+            object.__setattr__(self, "use_async", None)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether an update is made of several gradients, by all servers at once."""
+        return self.updates is Updates.SYNC
+
+    @property
+    def is_local(self) -> bool:
+        """Whether workers run their own optimizers."""
+        return self.updates is Updates.LOCAL
+
     @property
     def records_per_task(self) -> int:
         return self.minibatch_size * self.num_minibatches_per_task
@@ -108,7 +137,7 @@ class TrainingSettings(ExchangeOptions):
     @property
     def max_batches(self) -> int:
         """Training batches that `max_step` versions take; 0: no limit."""
-        return self.max_step * (1 if self.use_async else self.grads_to_wait)
+        return self.max_step * (self.grads_to_wait if self.is_synchronous else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

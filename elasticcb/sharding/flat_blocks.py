@@ -86,7 +86,7 @@ def state_moves(
     return towards, shares
 
 
-def moved_state(block: Array, values: Array, shares: Array, lag: int) -> Array:
+def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array:
     """Non-trainable variables after a step that may have begun with older ones, a new array.
 
     Each floating value stays between those that were there and those that steps came to, however late a push is.

@@ -270,3 +270,26 @@ def check_blocks(blocks: Mapping[str, Array], sizes: Mapping[str, int], what: st
                 f"{what}: for dtype {dtype} {wanted} was expected, {shown} was given. Both sides must "
                 "have the same model and the same number of parameter servers."
             )
+
+
+def cut_slots(
+    slots: Mapping[tuple[int, str], Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
+) -> dict[tuple[int, str], Array]:
+    """What the server that holds `slices` gets of arrays of the variables' shapes; that of untrained ones is left out.
+
+    Raises `WireError` for one of another shape.
+    """
+    held = {part.variable: part for part in slices if specs[part.variable].trainable}
+    found = {}
+    for (index, name), value in slots.items():
+        if index not in held:
+            continue
+        spec = specs[index]
+        if value.shape != spec.shape:
+            raise WireError(
+                f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, the variable "
+                f"{list(spec.shape)}. The state is of another model."
+            )
+        part = held[index]
+        found[index, name] = value.reshape(-1)[part.start : part.stop].reshape(part.shape(spec))
+    return found

@@ -11,12 +11,26 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.array_names import GRADIENTS, ROWS, SHARES, STATE, by_index_and_name, kind_of, named, of_kind
+from elasticcb.sharding.array_names import (
+    EXTRAS,
+    GRADIENTS,
+    ROWS,
+    SHARED,
+    SHARES,
+    SLOTS,
+    STATE,
+    by_index_and_name,
+    kind_of,
+    named,
+    of_kind,
+    only,
+)
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.flat_blocks import recut
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
 
-_KINDS = (GRADIENTS, STATE, SHARES, ROWS)
+_OPTIMIZERS = (SLOTS, EXTRAS, SHARED)
+_KINDS = (GRADIENTS, STATE, SHARES, ROWS, *_OPTIMIZERS)
 _IDS, _VALUES = "ids", "values"  # what "rows/INDEX/…" holds
 
 
@@ -39,6 +53,8 @@ class Push:
     state_base: int = -1  # the last version that `state` builds on; -1: nobody knows
     learning_rate: float | None = None  # for this update only
     updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
+    batches: int | None = None  # of local training, that moved the weights by `blocks`; None: these are gradients
+    optimizers: Mapping[str, Array] = field(default_factory=dict)  # after local training: "slots/I/NAME" and so on
 
     def copied(self) -> Push:
         """One that outlives its call: the worker's next one takes the same memory."""
@@ -48,6 +64,7 @@ class Push:
             rows={index: Rows(rows.ids.copy(), rows.values.copy()) for index, rows in self.rows.items()},
             state={dtype: block.copy() for dtype, block in self.state.items()},
             shares={dtype: block.copy() for dtype, block in self.shares.items()},
+            optimizers={name: array.copy() for name, array in self.optimizers.items()},
         )
 
     def encode(self, header: pb.ExchangeRequest) -> dict[str, Array]:
@@ -57,10 +74,12 @@ class Push:
         header.state_base = self.state_base
         if self.learning_rate is not None:
             header.learning_rate, header.has_learning_rate = self.learning_rate, True
+        if self.batches is not None:
+            header.batches = self.batches
         arrays = named(GRADIENTS, self.blocks) | named(STATE, self.state) | named(SHARES, self.shares)
         for index, rows in self.rows.items():
             arrays |= named(ROWS, {(index, _IDS): rows.ids, (index, _VALUES): rows.values})
-        return arrays
+        return {**arrays, **self.optimizers}
 
     @classmethod
     def decode(cls, header: pb.ExchangeRequest, arrays: Mapping[str, Array]) -> Push:
@@ -76,7 +95,7 @@ class Push:
         if unknown:
             raise WireError(
                 f"A push holds a tensor named {unknown[0]!r}; known are gradients/DTYPE, rows/INDEX/ids, "
-                "rows/INDEX/values, state/DTYPE and shares/DTYPE."
+                "rows/INDEX/values, state/DTYPE, shares/DTYPE, slots/INDEX/NAME, extras/INDEX/NAME and shared/NAME."
             )
         for index, pair in pairs.items():
             if len(pair) < 2:
@@ -92,6 +111,8 @@ class Push:
             header.state_base,
             header.learning_rate if header.has_learning_rate else None,
             frozenset({*header.dense_variables, *header.row_variables, *pairs}),
+            header.batches if header.HasField("batches") else None,
+            only(arrays, *_OPTIMIZERS),
         )
 
 
@@ -109,6 +130,8 @@ class Gradients:
         non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
             nothing does.
         partition: by server, the slices that `gradients`, `state` and `shares` are of; None: those of the client.
+        batches: of local training, that moved the weights by `gradients`; None: these are gradients.
+        optimizers: after local training: "slots/I/NAME" and so on, whole.
     """
 
     gradients: list[dict[str, Array]]
@@ -119,6 +142,8 @@ class Gradients:
     loss: float
     non_finite: str = ""
     partition: Sequence[Sequence[Slice]] | None = None
+    batches: int | None = None
+    optimizers: Mapping[str, Array] = field(default_factory=dict)
 
     def recut(self, specs: Sequence[VariableSpec], partition: Sequence[Sequence[Slice]]) -> Gradients:
         """The same for servers of another partition."""
@@ -152,6 +177,18 @@ class Gradients:
             state_base,
             learning_rate,
             frozenset({*self.dense_variables, *self.rows}),
+            self.batches,
+            self._optimizers_of(specs, slices),
+        )
+
+    def _optimizers_of(self, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
+        held = {part.variable for part in slices}
+        slots = cut_slots(by_index_and_name(SLOTS, self.optimizers), specs, slices)
+        extras = by_index_and_name(EXTRAS, self.optimizers)
+        return (
+            named(SLOTS, slots)
+            | named(EXTRAS, {key: each for key, each in extras.items() if key[0] in held})
+            | only(self.optimizers, SHARED)
         )
 
     def _rows_of(

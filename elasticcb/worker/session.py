@@ -12,6 +12,7 @@ from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.compute.backend import Computation, GradientComputation
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
@@ -20,11 +21,12 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import JobSettings, Mode
+from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.learning_rate import WorkerRate
+from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
@@ -88,6 +90,7 @@ class Session:
         reports_batches, reports_predictions: the master wants to hear of batches, and to have predictions.
         holds_predictions: callbacks here hold them until the end.
         stop_told: the master knows that a callback wants training to stop.
+        local: how this worker trains by itself; None where servers apply its gradients.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -100,10 +103,18 @@ class Session:
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
         self.ps = _client_of(built, cluster)
-        self.computation = backend().computation(
-            self.model, self.metrics, self.ps.servers.specs, self.ps.servers.partition, training.wire_dtype
-        )
-        self.exchanges = Exchanges(self.ps, training.max_staleness, training.get_model_steps == 1)
+        servers = self.ps.servers
+        self.local: LocalUpdates | None = None
+        if settings.command is Command.TRAIN and training.is_local:
+            own = backend().local_computation(self.model, self.metrics, servers.specs, servers.partition)
+            self.computation: Computation = own
+            self.local = LocalUpdates(own, self.ps)
+        else:
+            self.computation = backend().computation(
+                self.model, self.metrics, servers.specs, servers.partition, training.wire_dtype
+            )
+        pulls_with_rows = self.local is None and training.get_model_steps == 1
+        self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
@@ -132,6 +143,12 @@ class Session:
         self.exchanges.close()
         self.ps.servers.close()
 
+    @property
+    def gradient_computation(self) -> GradientComputation:
+        """What computes gradients, where servers apply them."""
+        assert isinstance(self.computation, GradientComputation)
+        return self.computation
+
     # ------------------------------------------------------------ hooks
 
     def call(self, hook: str, *args: Any) -> None:
@@ -145,7 +162,7 @@ class Session:
 
     def call_of_batch(self, hook: str, version: int, logs: dict[str, Any]) -> None:
         """Calls a hook of training batches, on a model that holds the newest weights."""
-        if self.callbacks.is_due(hook):
+        if self.local is None and self.callbacks.is_due(hook):
             self.show(self.ps.blocks)
         self.call(hook, version, logs)
 
@@ -180,6 +197,9 @@ class Session:
         self.ps.pull()
         self.exchanges.forget_rows()
         self.rate.adopt_base()
+        if self.local is not None:
+            self.local.follow(overwritten=self._assigned is not None)
+            self.forget_shown()
 
 
 def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
@@ -193,7 +213,7 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_server,
         client.find_map,
     )
-    return PSClient(servers, client.id, not settings.training.use_async, client.measures)
+    return PSClient(servers, client.id, settings.training.is_synchronous, client.measures)
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:

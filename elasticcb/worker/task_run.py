@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -12,7 +13,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from elasticcb.clients.ps import PushResult
+from elasticcb.compute.backend import StepResult
 from elasticcb.errors import (
     CallbackError,
     DataChangedError,
@@ -27,6 +31,7 @@ from elasticcb.model.metrics import MetricTransport
 from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import Command, NonFinite
+from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.session import Session
 from elasticcb.worker.task_input import Batch, TaskStarted
 from elasticcb.worker.trainer import TrainResult, train
@@ -47,6 +52,16 @@ class _Pushed:
     answer: Future[PushResult]
     started: float
     version: int  # of the weights that they were computed on; -1: not known
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A batch that this worker has trained on by itself, and that is not merged yet."""
+
+    batch: Batch
+    loss: float | None  # None: it was passed over
+    seconds: float
+    event: pb.BatchEvent | None
 
 
 @dataclass
@@ -95,6 +110,7 @@ class TaskRun:
         self._outputs: list[Outputs] = []  # by batch, for the master
         self._event: pb.BatchEvent | None = None  # of the present batch
         self._pushed: deque[_Pushed] = deque()  # not answered yet
+        self._window: list[_Trained] = []  # not merged yet
         self.end: int | None = None
         self.is_left = False
         self.gave_up = False
@@ -109,6 +125,8 @@ class TaskRun:
             self._tally.present = present
             if task.type == pb.TRAINING:
                 session.begin_training_pass()
+        elif task.type == pb.TRAINING and session.local is not None and session.local.is_behind:
+            session.begin_training_pass()
         session.passes.leave(task)
         if task.type == pb.EVALUATION:
             session.show_snapshot(task.evaluation_round)
@@ -145,13 +163,82 @@ class TaskRun:
         self._tally.batches[self._tally.present] += 1
         self._event = None
         if self.task.type == pb.TRAINING:
-            self._train(batch, index)
+            local = self._session.local
+            if local is None:
+                self._train(batch, index)
+            else:
+                self._train_here(local, batch, index)
             return
         if self.task.type == pb.EVALUATION:
             self._evaluate(batch, index)
         else:
             self._predict(batch, index)
         self._note_done(batch, None)
+
+    def _train_here(self, local: LocalUpdates, batch: Batch, index: int) -> None:
+        """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
+        session, training = self._session, self._session.settings.training
+        if len(self._window) >= training.local_steps:
+            self._merge(local)
+        session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
+        started = time.perf_counter()
+        with session.progress.computing(self.task.lease):
+            result, loss = self._step_here(local, batch)
+        session.forget_shown()
+        if not math.isfinite(loss):
+            self._redo_without(local, batch, f"The loss is {loss} (version {local.version}).", result.logs)
+            return
+        local.count()
+        self._tally.steps += 1
+        self._add_states(result.states)
+        self._note_event(batch, local.version, result.logs)
+        session.callbacks.note_batch(time.perf_counter() - started)
+        session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
+        self._window.append(_Trained(batch, loss, self._lap(), self._event))
+        # A sign of life. The batch is done when it is merged.
+        session.progress.update(self.task.lease, self._units_to_tell, session.ps.version)
+
+    def _step_here(self, local: LocalUpdates, batch: Batch) -> tuple[StepResult, float]:
+        session = self._session
+        rows = session.exchanges.rows_of(batch) if batch.ids else {}
+        result = local.train(batch.inputs, rows)
+        loss = float(np.mean(result.logs["loss"])) if "loss" in result.logs else 0.0
+        if result.rows and math.isfinite(loss):
+            coming = session.input.coming(session.exchanges.batches_ahead)
+            session.exchanges.push(local.rows(result, loss), None, False, coming).result()
+        return result, loss
+
+    def _redo_without(self, local: LocalUpdates, batch: Batch, reason: str, logs: dict[str, Any]) -> None:
+        """A batch has ruined the weights here: they become what they would be without it."""
+        self._pass_over(reason, batch, logs)
+        local.forget()
+        local.follow()
+        for trained in self._window:
+            if trained.loss is not None:
+                self._step_here(local, trained.batch)
+                local.count()
+        self._window.append(_Trained(batch, None, 0.0, None))
+
+    def _merge(self, local: LocalUpdates) -> None:
+        session, window = self._session, self._window
+        version = local.version
+        self._window = []
+        losses = [each.loss for each in window if each.loss is not None]
+        answer = local.merge(losses[-1] if losses else 0.0)
+        if answer.status == pb.NON_FINITE:
+            if session.settings.training.non_finite is NonFinite.STOP:
+                raise NonFiniteError(answer.reason)
+            logger.warning("%d batches skipped: %s", len(window), answer.reason)
+            self._report.batches_skipped += len(window)
+            local.follow()
+        elif not self._tally.first_step_told:
+            logger.info("The first steps are done, after compiling them")
+            self._tally.first_step_told = True
+        session.client.measures.histograms[STALENESS].observe(max(0, answer.version - version))
+        session.rate.adopt_base()
+        for trained in window:
+            self._event = trained.event
+            self._note_done(trained.batch, trained.loss, trained.seconds)
 
     def _train(self, batch: Batch, index: int) -> None:
         session, training = self._session, self._session.settings.training
@@ -162,7 +249,7 @@ class TaskRun:
             version = session.ps.weights_version
             with session.progress.computing(self.task.lease):
                 weights, specs = session.ps.blocks, session.ps.servers.specs
-                result = train(session.computation, specs, batch.inputs, weights, session.ps.version, rows)
+                result = train(session.gradient_computation, specs, batch.inputs, weights, session.ps.version, rows)
             session.forget_shown()
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)
@@ -208,7 +295,9 @@ class TaskRun:
         return True
 
     def settle_all(self) -> None:
-        """Waits for the answers to all pushes."""
+        """Waits for the answers to all pushes; what is trained here is merged."""
+        if self._window and self._session.local is not None:
+            self._merge(self._session.local)
         while self._pushed:
             self._settle(self._pushed.popleft())
 
@@ -263,19 +352,33 @@ class TaskRun:
 
     # ------------------------------------------------------------ progress
 
-    def _note_done(self, batch: Batch, loss: float | None) -> None:
-        """Counts a batch as done, and tells the master at times."""
-        session, training = self._session, self.task.type == pb.TRAINING
-        self._units_done += batch.units
+    @property
+    def _units_to_tell(self) -> int:
+        """What is done of the task for good."""
+        session = self._session
         # Predictions of half a task die with its worker.
         lost = self.task.type == pb.PREDICTION and (session.reports_predictions or session.holds_predictions)
-        done = self._units_done if self._counts_progress and not lost else 0
+        return self._units_done if self._counts_progress and not lost else 0
+
+    def _lap(self) -> float:
+        """Seconds since the batch before; 0 where they tell nothing."""
         now = time.monotonic()
-        compiled = self._tally.steps > 1 + session.settings.training.max_staleness
-        seconds, self._done_at = now - self._done_at if compiled and training else 0.0, now
+        compiled = self._tally.steps > 1 + self._session.settings.training.max_staleness
+        seconds, self._done_at = now - self._done_at, now
+        return seconds if compiled and self.task.type == pb.TRAINING else 0.0
+
+    def _note_done(self, batch: Batch, loss: float | None, seconds: float | None = None) -> None:
+        """Counts a batch as done, and tells the master at times.
+
+        Args:
+            seconds: that it took, where they are known already.
+        """
+        session = self._session
+        self._units_done += batch.units
+        seconds = self._lap() if seconds is None else seconds
         session.progress.update(
             self.task.lease,
-            done,
+            self._units_to_tell,
             session.ps.version,
             loss,
             urgent=self._passed_a_milestone(),
@@ -299,8 +402,13 @@ class TaskRun:
     # ------------------------------------------------------------ the end
 
     @property
+    def _begun(self) -> list[Batch]:
+        """Batches that are not done yet."""
+        return [pushed.batch for pushed in self._pushed] + [trained.batch for trained in self._window]
+
+    @property
     def units_begun(self) -> int:
-        return self._units_done + sum(pushed.batch.units for pushed in self._pushed)
+        return self._units_done + sum(batch.units for batch in self._begun)
 
     def end_early(self) -> None:
         """Reports the task if all that this worker is to do of it is begun."""
@@ -355,6 +463,9 @@ class TaskRun:
         """Nothing more is done of it here."""
         self.is_left = True
         self._pushed.clear()
+        if self._window and self._session.local is not None:
+            self._window = []
+            self._session.local.forget()
         self._session.exchanges.forget_rows()
         self._session.progress.clear()
         self._session.input.release(self.task.lease)

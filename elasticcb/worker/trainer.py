@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.compute.backend import Computation, Prepared, TableRows
+from elasticcb.compute.backend import GradientComputation, Prepared, TableRows
 from elasticcb.model.metric_messages import States
 from elasticcb.rpc.tensors import all_finite
 from elasticcb.sharding.flat_blocks import PlacedBlocks, state_moves
@@ -29,7 +29,7 @@ class TrainResult:
 
 
 def train(
-    computation: Computation,
+    computation: GradientComputation,
     specs: Sequence[VariableSpec],
     batch: Prepared,
     weights: PlacedBlocks,

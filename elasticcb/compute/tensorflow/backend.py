@@ -7,10 +7,11 @@ from typing import Any
 
 import keras
 
-from elasticcb.compute.backend import Backend, Computation, Exchange, PlacedComputation
+from elasticcb.compute.backend import Backend, Exchange, GradientComputation, LocalComputation, PlacedComputation
 from elasticcb.compute.tensorflow.build import build
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
-from elasticcb.compute.tensorflow.computation import TensorFlowComputation
+from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
+from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
 from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
 from elasticcb.model.metrics import ModelMetrics
@@ -45,8 +46,17 @@ class TensorFlowBackend(Backend):
         specs: Sequence[VariableSpec],
         partition: Sequence[Sequence[Slice]],
         wire_dtype: WireDtype,
-    ) -> Computation:
-        return TensorFlowComputation(model, metrics, specs, partition, wire_dtype)
+    ) -> GradientComputation:
+        return TensorFlowGradients(model, metrics, specs, partition, wire_dtype)
+
+    def local_computation(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+    ) -> LocalComputation:
+        return TensorFlowLocal(model, metrics, specs, partition)
 
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from elasticcb.compute.tensorflow.late_reads import LateReads
+from elasticcb.compute.tensorflow.loss_scale import plain_gradient
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.step_logs import flat_logs
-from elasticcb.optimizers.traits import model_optimizers
+from elasticcb.optimizers.traits import model_optimizers, unwrapped
 
 
 class Update(NamedTuple):
@@ -27,18 +28,22 @@ class OptimizerCapture:
 
     Args:
         model: whose optimizers these are.
+        variables: indices in `model.weights` of those whose gradients are kept, alone; the optimizers apply the others
+            as ever. None: all are kept.
 
     Attributes:
         optimizers: of the model; `Update.optimizer` counts them.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, variables: Collection[int] | None = None) -> None:
         self._model = model
+        self._variables = variables
         self.optimizers = model_optimizers(model)
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, graph)
         self._late_reads = LateReads()
-        for index in range(len(self.optimizers)):
-            self._replace_apply(index)
+        if variables is None or variables:
+            for index in range(len(self.optimizers)):
+                self._replace_apply(index)
 
     def _replace_apply(self, index: int) -> None:
         optimizer = self.optimizers[index]
@@ -53,16 +58,36 @@ class OptimizerCapture:
                 )
             graph = _graph()
             pairs = list(zip(grads, trainable_variables, strict=True))
+            if self._variables is not None:
+                pairs = self._apply_others(optimizer, pairs)
             self._given += [(index, gradient, variable, graph) for gradient, variable in pairs]
-            self._late_reads.given([variable for gradient, variable in pairs if gradient is not None], optimizer.name)
+            if self._variables is None:
+                self._late_reads.given(
+                    [variable for gradient, variable in pairs if gradient is not None], optimizer.name
+                )
 
         # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
         object.__setattr__(optimizer, "apply", apply)
 
+    def _apply_others(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Applies the gradients that are not to be kept; answers the others, of the plain loss."""
+        keys = {_key(self._model.weights[index]) for index in self._variables or ()}
+        kept = [
+            (plain_gradient(optimizer, gradient), variable)
+            for gradient, variable in pairs
+            if _key(variable) in keys and gradient is not None
+        ]
+        others = [(gradient, variable) for gradient, variable in pairs if _key(variable) not in keys]
+        if others:
+            type(optimizer).apply(optimizer, *zip(*others, strict=True))
+        else:
+            unwrapped(optimizer)._iterations.assign_add(1)
+        return kept
+
     def release(self) -> None:
         """Gives the optimizers their own `apply` back."""
         for optimizer in self.optimizers:
-            object.__delattr__(optimizer, "apply")
+            vars(optimizer).pop("apply", None)
 
     def train_step(self, batch: Any) -> tuple[dict[str, Any], dict[int, Update]]:
         """The logs of the model's `train_step`, and the gradients that it gave, by index in `model.weights`.
@@ -95,7 +120,7 @@ class OptimizerCapture:
             if index in updates:
                 raise self._second_update(updates[index].optimizer, optimizer, variable)
             updates[index] = Update(optimizer, gradient)
-        if not updates:
+        if not updates and self._variables is None:
             raise ModelFileError(
                 "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the "
                 "loss does not depend on the weights, or its optimizer is no attribute of the model: it must be "

@@ -1,14 +1,10 @@
-"""One compiled function per kind of batch, around the model's own `train_step` and friends.
-
-The optimizers keep what they are given (capture.py), so that the gradients of the
-traced step come out of the function as outputs instead of being applied. Pulled weights are assigned,
-and gradients packed into one flat array per server and dtype, inside the same function.
-"""
+"""One compiled function per kind of batch, around the model's own `train_step` and friends."""
 
 from __future__ import annotations
 
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +12,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import Computation, Prepared, StepResult, TableRows
-from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.compute.tensorflow.assignments import refused_assignments
+from elasticcb.compute.backend import Computation, Prepared, TableRows
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
-from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
 from elasticcb.compute.tensorflow.lookups import serve_tables
-from elasticcb.compute.tensorflow.loss_scale import LossScale
-from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metrics import MetricTransport, ModelMetrics, to_number
-from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import Mode, WireDtype
+from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec, layout
@@ -59,7 +49,12 @@ class _Steps:
 
 
 class TensorFlowComputation(Computation):
-    """Runs batches of one model. For the arguments see `Backend.computation`."""
+    """Runs batches of one model.
+
+    Args:
+        model, metrics, specs, partition: as in `Backend.computation`.
+        capture: of its optimizers.
+    """
 
     def __init__(
         self,
@@ -67,17 +62,13 @@ class TensorFlowComputation(Computation):
         metrics: ModelMetrics,
         specs: Sequence[VariableSpec],
         partition: Sequence[Sequence[Slice]],
-        wire_dtype: WireDtype,
+        capture: OptimizerCapture,
     ) -> None:
         self._model = model
-        self._rounds = wire_dtype is WireDtype.BFLOAT16
         self._metrics = metrics
         self._specs = specs
         self._partition = partition
-        self._capture = OptimizerCapture(model)
-        self._clipped = clippings(model, specs, self._capture.optimizers, len(partition))
-        self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
-        self._averages = MovingAverages(model)
+        self._capture = capture
         self._assign = tf.function(self._assign_blocks, autograph=False)
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
         self._served = serve_tables(model, tables)
@@ -128,106 +119,37 @@ class TensorFlowComputation(Computation):
         ids = {table: array_of(found) for table, (found, _) in wanted.items()}
         return Prepared(data, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})
 
-    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> StepResult:
-        self._follow(weights)
-        logs, states, dense, gradients, pairs, state, usable, served = self._run(
-            "train",
-            batch.data,
-            _to_tensors(weights),
-            tf.constant(not_cached(version), tf.int64),
-            _table_tensors(rows),
-            batch.places,
-        )
-        return StepResult(
-            logs={name: to_number(value) for name, value in logs.items()},
-            states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
-            gradients=_to_arrays(gradients),
-            dense_variables=tuple(dense),
-            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
-            | {index: (batch.ids[index], array_of(values)) for index, values in served.items()},
-            state=_to_arrays(state),
-            decays=self._averages.decays,
-            overflow=self._explain_overflow(usable.numpy()),
-        )
-
-    def _explain_overflow(self, usable: Any) -> str:
-        if usable.all():
-            return ""
-        return ", ".join(
-            f"gradients of the scaled loss are not finite; {optimizer.name!r} lowers its scale to {scale.value:g}"
-            for optimizer, scale, fits in zip(self._capture.optimizers, self._scales, usable, strict=True)
-            if not fits
-        )
-
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        logs, outputs = self._run("test", batch.data, _table_tensors(rows), batch.places)
+        logs, outputs = self._run("test", batch.data, table_tensors(rows), batch.places)
         return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
 
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
-        return tf.nest.map_structure(_as_array, self._run("predict", batch.data, _table_tensors(rows), batch.places))
+        return tf.nest.map_structure(_as_array, self._run("predict", batch.data, table_tensors(rows), batch.places))
 
     def set_weights(self, weights: PlacedBlocks) -> None:
-        self._follow(weights)
-        self._assign(_to_tensors(weights))
+        self._follow(weights.partition)
+        self._assign(to_tensors(weights))
 
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
         self._served.release()
         for index, ids, rows in tables:
             install(self._model, index, ids, rows)
 
-    def _follow(self, weights: PlacedBlocks) -> None:
-        """Takes weights by the servers that they are of; steps are compiled anew when these are others."""
-        if weights.partition != self._partition:
-            if len(weights.partition) != len(self._partition):
-                count = len(weights.partition)
-                self._clipped = clippings(self._model, self._specs, self._capture.optimizers, count)
-            self._partition = weights.partition
-            self._assign = tf.function(self._assign_blocks, autograph=False)
-            self._steps = self._compiled(self._steps.jit)
+    @abstractmethod
+    def _train_step(self, batch: Any, *args: Any) -> Any:
+        """What `train` runs, on tensors."""
 
-    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
-        """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
-        pairs = zip(self._model.weights, self._specs, strict=True)
-        with (
-            self._served.serving(rows, positions),
-            self._averages.counted(),
-            refused_assignments([variable for variable, spec in pairs if spec.trainable]),
-        ):
-            logs, updates = self._capture.train_step(batch)
-        gradients: dict[int, Any] = {}
-        usable = []
-        for number, scale in enumerate(self._scales):
-            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
-            unscaled, fits = scale.unscale(own) if own else ({}, tf.constant(True))
-            gradients |= unscaled
-            usable.append(fits)
-        return logs, gradients, tf.stack(usable)
+    @abstractmethod
+    def _model_step(self, batch: Any, rows: Any, places: Any) -> Any:
+        """The part of it that XLA may compile."""
 
-    def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
-        self._assign_blocks(blocks)
-        for optimizer in self._capture.optimizers:
-            unwrapped(optimizer)._iterations.assign(version)
-        self._metrics.reset()
-        logs, found, usable = self._steps.model_step(batch, rows, positions)
-        states = self._metrics.state_tensors()
-        self._check_updated(found)
-        dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
-        gradients = [self._pack(server, dense) for server in self._partition]
-        state = [self._pack_state(slices) for slices in self._partition]
-        gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
-        # Keys, because a function compiled for another kind of batch may have other variables.
-        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
-
-    def _rounded(self, gradient: Any) -> Any:
-        return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
-
-    def _check_updated(self, found: Mapping[int, Any]) -> None:
-        unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
-        if unexpected:
-            raise ModelFileError(
-                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
-                "it did not when the job started. Which variables a step updates must be the same for every batch."
-            )
+    def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
+        """Takes weights by the servers that they are of; whether these are others."""
+        if partition == self._partition:
+            return False
+        self._partition = partition
+        self._assign = tf.function(self._assign_blocks, autograph=False)
+        return True
 
     def _test_step(self, batch: Any) -> Any:
         outputs: Any = ()
@@ -275,15 +197,15 @@ class TensorFlowComputation(Computation):
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
 
-def _table_tensors(rows: TableRows) -> dict[int, Any]:
+def table_tensors(rows: TableRows) -> dict[int, Any]:
     return {index: tensor_of(values) for index, values in rows.items()}
 
 
-def _to_tensors(blocks: Blocks) -> Any:
+def to_tensors(blocks: Blocks) -> Any:
     return [{name: tensor_of(block) for name, block in server.items()} for server in blocks]
 
 
-def _to_arrays(servers: Any) -> Any:
+def to_arrays(servers: Any) -> Any:
     return [{name: array_of(tensor) for name, tensor in server.items()} for server in servers]
 
 

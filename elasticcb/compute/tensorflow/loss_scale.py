@@ -56,6 +56,13 @@ class LossScale:
         return unscaled, finite
 
 
+def plain_gradient(optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
+    """A gradient of the loss as `optimizer` has scaled it, as that of the loss itself."""
+    dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scale = tf.convert_to_tensor(optimizer.dynamic_scale.value) if dynamic else optimizer.loss_scale_factor
+    return gradient if scale is None else _divided(gradient, scale)
+
+
 def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
 

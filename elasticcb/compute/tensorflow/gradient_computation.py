@@ -1,0 +1,127 @@
+"""Training steps whose gradients go to servers.
+
+The optimizers keep what they are given (capture.py), so that the gradients of the traced step come out of the function
+as outputs instead of being applied. Pulled weights are assigned, and gradients packed into one flat array per server
+and dtype, inside the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.compute.backend import GradientComputation, GradientResult, Prepared, TableRows
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.tensorflow.assignments import refused_assignments
+from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
+from elasticcb.compute.tensorflow.gradients import Clipping, clippings, sort_gradients
+from elasticcb.compute.tensorflow.loss_scale import LossScale
+from elasticcb.errors import ModelFileError
+from elasticcb.model.metrics import ModelMetrics, to_number
+from elasticcb.optimizers.traits import not_cached, unwrapped
+from elasticcb.settings import WireDtype
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.tf.convert import array_of
+
+
+class TensorFlowGradients(TensorFlowComputation, GradientComputation):
+    """For the arguments see `Backend.computation`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        metrics: ModelMetrics,
+        specs: Sequence[VariableSpec],
+        partition: Sequence[Sequence[Slice]],
+        wire_dtype: WireDtype,
+    ) -> None:
+        super().__init__(model, metrics, specs, partition, OptimizerCapture(model))
+        self._rounds = wire_dtype is WireDtype.BFLOAT16
+        self._clipped = self._clippings()
+        self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
+        self._averages = MovingAverages(model)
+
+    def _clippings(self) -> list[Clipping]:
+        return clippings(self._model, self._specs, self._capture.optimizers, len(self._partition))
+
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> GradientResult:
+        if self._follow(weights.partition):
+            self._clipped = self._clippings()
+            self._steps = self._compiled(self._steps.jit)
+        logs, states, dense, gradients, pairs, state, usable, served = self._run(
+            "train",
+            batch.data,
+            to_tensors(weights),
+            tf.constant(not_cached(version), tf.int64),
+            table_tensors(rows),
+            batch.places,
+        )
+        return GradientResult(
+            logs={name: to_number(value) for name, value in logs.items()},
+            states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
+            gradients=to_arrays(gradients),
+            dense_variables=tuple(dense),
+            rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
+            | {index: (batch.ids[index], array_of(values)) for index, values in served.items()},
+            state=to_arrays(state),
+            decays=self._averages.decays,
+            overflow=self._explain_overflow(usable.numpy()),
+        )
+
+    def _explain_overflow(self, usable: Any) -> str:
+        if usable.all():
+            return ""
+        return ", ".join(
+            f"gradients of the scaled loss are not finite; {optimizer.name!r} lowers its scale to {scale.value:g}"
+            for optimizer, scale, fits in zip(self._capture.optimizers, self._scales, usable, strict=True)
+            if not fits
+        )
+
+    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
+        """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
+        pairs = zip(self._model.weights, self._specs, strict=True)
+        with (
+            self._served.serving(rows, positions),
+            self._averages.counted(),
+            refused_assignments([variable for variable, spec in pairs if spec.trainable]),
+        ):
+            logs, updates = self._capture.train_step(batch)
+        gradients: dict[int, Any] = {}
+        usable = []
+        for number, scale in enumerate(self._scales):
+            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
+            unscaled, fits = scale.unscale(own) if own else ({}, tf.constant(True))
+            gradients |= unscaled
+            usable.append(fits)
+        return logs, gradients, tf.stack(usable)
+
+    def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
+        self._assign_blocks(blocks)
+        for optimizer in self._capture.optimizers:
+            unwrapped(optimizer)._iterations.assign(version)
+        self._metrics.reset()
+        logs, found, usable = self._steps.model_step(batch, rows, positions)
+        states = self._metrics.state_tensors()
+        self._check_updated(found)
+        dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
+        gradients = [self._pack(server, dense) for server in self._partition]
+        state = [self._pack_state(slices) for slices in self._partition]
+        gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
+        # Keys, because a function compiled for another kind of batch may have other variables.
+        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
+
+    def _rounded(self, gradient: Any) -> Any:
+        return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
+
+    def _check_updated(self, found: Mapping[int, Any]) -> None:
+        unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
+        if unexpected:
+            raise ModelFileError(
+                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
+                "it did not when the job started. Which variables a step updates must be the same for every batch."
+            )

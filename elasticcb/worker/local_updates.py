@@ -1,0 +1,141 @@
+"""Training on a worker's own weights, and what of it goes to the servers: how far it moved them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from elasticcb.clients.ps import PSClient, PushResult
+from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import to_tensors
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array, all_finite
+from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
+from elasticcb.sharding.flat_blocks import PlacedBlocks, state_moves
+from elasticcb.sharding.partition import VariableSpec, layout
+from elasticcb.sharding.push import Gradients
+
+
+class LocalUpdates:
+    """A worker that trains for some batches, and then has how far its weights moved merged into the servers'.
+
+    The servers give a movement its share in all that moved the model since the worker's last merge. A worker that is
+    alone goes on with its own weights, which then are those of the servers; so it trains as `fit` does, to the bit.
+
+    Args:
+        computation: of the model.
+        ps: the servers.
+    """
+
+    def __init__(self, computation: LocalComputation, ps: PSClient) -> None:
+        self._computation, self._ps = computation, ps
+        self._base = PlacedBlocks((), ())  # what the servers held after the last merge
+        self._versions: Sequence[int] = ()  # of that, by server
+        self._batches = 0  # trained on since
+
+    @property
+    def version(self) -> int:
+        """Of the model, as far as this worker knows, with the batches that are not merged yet."""
+        return (self._versions[0] if self._versions else self._ps.version) + self._batches
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model here is none that training can go on from."""
+        return not self._versions
+
+    def follow(self, overwritten: bool = False) -> None:
+        """Goes on from what the servers hold, where that is not what this worker has brought them to.
+
+        Args:
+            overwritten: the model here holds other weights meanwhile.
+        """
+        self._ps.pull()
+        if overwritten or self._ps.versions != self._versions:
+            _, optimizers = self._ps.pull_with_optimizers()
+            self._take(optimizers)
+
+    def forget(self) -> None:
+        """What is not merged does not count: others do it."""
+        self._batches, self._versions = 0, ()
+
+    def _take(self, optimizers: OptimizerState | None) -> None:
+        """The model, and its optimizers, become what the servers hold; None: they are that."""
+        if optimizers is not None:
+            self._computation.set_optimizer_state(optimizers)
+            self._computation.set_weights(self._ps.blocks)
+        self._base, self._versions, self._batches = self._ps.blocks, self._ps.versions, 0
+
+    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
+        """Trains on a batch, which counts once its result is found to be of use."""
+        return self._computation.train(batch, rows)
+
+    def count(self) -> None:
+        """The model was trained on another batch."""
+        self._batches += 1
+
+    def rows(self, result: StepResult, loss: float) -> Gradients:
+        """A push of the gradients of rows of embedding tables, which servers apply at once."""
+        servers = self._ps.servers.partition
+
+        def nothing() -> list[dict[str, Array]]:
+            return [{} for _ in servers]
+
+        return Gradients(nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0)
+
+    def merge(self, loss: float) -> PushResult:
+        """Has the movement since the last merge merged, and goes on from what comes of it.
+
+        Args:
+            loss: of the last batch.
+        """
+        push = self._movement(loss)
+        answer = self._ps.push(push, None, pull=True)
+        if answer.status == pb.NON_FINITE:
+            self.forget()
+        else:
+            self._take(answer.optimizers)
+        return answer
+
+    def _movement(self, loss: float) -> Gradients:
+        base, specs = self._base, self._ps.servers.specs
+        present = self._computation.weights(base.partition)
+        moved = []
+        for before, now in zip(base, present, strict=True):
+            old = of_kind(WEIGHTS, before)
+            moved.append({dtype: block - old[dtype] for dtype, block in of_kind(WEIGHTS, now).items()})
+        decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
+        state, shares = state_moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
+        return Gradients(
+            moved,
+            tuple(index for index, spec in enumerate(specs) if spec.trainable and not spec.table),
+            {},
+            state,
+            shares,
+            loss,
+            _non_finite(moved, present, specs),
+            base.partition,
+            self._batches,
+            to_tensors(_trained(self._computation.optimizer_state(), specs)),
+        )
+
+
+def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerState:
+    """Without what belongs to variables that servers do not train as a whole."""
+
+    def own(arrays: dict[tuple[int, str], Array]) -> dict[tuple[int, str], Array]:
+        return {key: each for key, each in arrays.items() if specs[key[0]].trainable and not specs[key[0]].table}
+
+    return OptimizerState(own(state.slots), own(state.extras), state.shared)
+
+
+def _non_finite(moved: Sequence[dict[str, Array]], present: PlacedBlocks, specs: Sequence[VariableSpec]) -> str:
+    """What of the model holds NaN or infinity; "" when nothing does."""
+    for blocks, slices in zip(moved, present.partition, strict=True):
+        if not all(map(all_finite, blocks.values())):
+            named = {dtype: np.isfinite(block.astype(np.float64)) for dtype, block in blocks.items()}
+            for part, dtype, offset in layout(specs, slices, True):
+                if not named[dtype][offset : offset + part.elements].all():
+                    return f"the new value of {specs[part.variable].path!r}"
+    return ""
