@@ -214,11 +214,13 @@ def test_a_compute_backend(copy):
 
 
         class MyFramework(Backend):
-            def build(self, spec, model, batch, mode): ...
+            def build(self, spec, model, batch, mode, local=False): ...
 
-            def find_tables(self, model, batch, mode, threshold_bytes, allowed): ...
+            def find_tables(self, model, batch, mode, threshold_bytes, allowed, local=False): ...
 
             def computation(self, model, metrics, specs, partition, wire_dtype): ...
+
+            def local_computation(self, model, metrics, specs, partition): ...
 
             def placed(self, model, specs, num_ps, exchange): ...
         """,
@@ -266,7 +268,7 @@ def test_an_update_rule(copy):
     )
     copy.insert(
         "elasticcb/ps/update_policy.py",
-        "    if training.use_async:\n",
+        "    if training.is_synchronous:\n",
         "    if training.my_rule:\n        return MyRule()\n",
     )
     printed = copy.run(

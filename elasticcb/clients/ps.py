@@ -32,7 +32,7 @@ from elasticcb.sharding.array_names import (
     only,
 )
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, kept, moved_state, unpack_weights
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Gradients, knows_result
 
 Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
@@ -272,10 +272,8 @@ class PSClient:
 
     def _after_movement(self, push: Gradients, requests: Sequence[pb.ExchangeRequest]) -> OptimizerState | None:
         """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all."""
-        servers, batches = self.servers.known, push.batches or 0
-        alone = [
-            server.version == request.state_base + batches for server, request in zip(servers, requests, strict=True)
-        ]
+        servers = self.servers.known
+        alone = [knows_result(request, server.version) for server, request in zip(servers, requests, strict=True)]
         for index, server in enumerate(servers):
             if alone[index]:
                 before, moved = of_kind(WEIGHTS, server.blocks), push.gradients[index]

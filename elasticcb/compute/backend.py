@@ -193,7 +193,9 @@ class Backend(ABC):
     """A framework."""
 
     @abstractmethod
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
+    def build(
+        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
+    ) -> dict[int, int] | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
         Metrics then hold that batch: reset them.
@@ -201,6 +203,7 @@ class Backend(ABC):
         Args:
             model: of `spec`, compiled unless `mode` is `PREDICTION`.
             batch: of the input pipeline.
+            local: in training, workers apply gradients themselves, so that their steps may do what Keras does.
 
         Returns:
             In training, for a model whose step is its own or that has several optimizers: the index of the optimizer
@@ -212,13 +215,19 @@ class Backend(ABC):
 
     @abstractmethod
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, threshold_bytes: int, allowed: Callable[[int], bool]
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        threshold_bytes: int,
+        allowed: Callable[[int], bool],
+        local: bool = False,
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
         `keras.layers.Embedding` that is large enough and whose results do not change when servers hold its rows.
 
         Args:
-            model, batch, mode: as in `build`, which comes before.
+            model, batch, mode, local: as in `build`, which comes before.
             threshold_bytes: size from which a keras.layers.Embedding is one.
             allowed: whether one may be moved.
 

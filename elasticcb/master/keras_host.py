@@ -70,6 +70,7 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
+            self._is_local = settings.training.is_local
             batch, updated = self._build(pipeline, mode)
             self.sources: dict[str, Sources] = self._counts.result()
             self.metrics.reset()
@@ -96,7 +97,7 @@ class ModelHost:
         """Builds the model with its first batch; returns that, and which variables are updated by which optimizer."""
         try:
             batch = pipeline.first_batch()
-            return batch, backend().build(self.spec, self.model, batch, mode)
+            return batch, backend().build(self.spec, self.model, batch, mode, self._is_local)
         except ElasticCBError:
             self._counts.result()  # damaged data is the better explanation
             raise
@@ -144,6 +145,8 @@ class ModelHost:
             if not self.trains:
                 return True
             optimizer = optimizers[(updated or {}).get(index, 0)]
+            if self._is_local and unwrapped(optimizer).global_clipnorm:  # of all gradients, which a worker clips
+                return False
             return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
 
         threshold = settings.embedding.threshold_bytes
@@ -153,7 +156,12 @@ class ModelHost:
             saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
             threshold = 0 if saved else sys.maxsize
         return backend().find_tables(
-            self.model, batch, mode, threshold, lambda index: allowed(index) and (saved is None or index in saved)
+            self.model,
+            batch,
+            mode,
+            threshold,
+            lambda index: allowed(index) and (saved is None or index in saved),
+            self._is_local,
         )
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:

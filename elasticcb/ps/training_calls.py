@@ -14,7 +14,7 @@ from elasticcb.ps.served_model import PushAnswer, ServedModel, Staged
 from elasticcb.ps.update_policy import Action, PushName
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.sharding.array_names import STATE, TABLE, WANTED, WEIGHTS, by_index, named, without
-from elasticcb.sharding.push import Push
+from elasticcb.sharding.push import Push, knows_result
 
 
 class TrainingCalls:
@@ -58,8 +58,7 @@ class TrainingCalls:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         ids = by_index(WANTED, frame.tensors)
         tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
-        # A worker whose movement alone made this version knows what came of it.
-        knows = request.batches > 0 and parameters.version == request.state_base + request.batches
+        knows = request.batches > 0 and knows_result(request, parameters.version)
         if request.optimizers and not knows:
             tensors |= to_tensors(parameters.optimizer_state())
         if not request.pull or knows:

@@ -211,3 +211,11 @@ class Gradients:
                 here = slice(None)  # a view instead of a copy
             found[part.variable] = Rows(ids[here] - first, values[here])
         return found
+
+
+def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
+    """Whether a worker's movement alone made this version of a server, from one that the worker had pulled.
+
+    Then it knows what the server holds. Of one that took the place of a lost one it had pulled nothing.
+    """
+    return 0 <= request.known_version == request.state_base == version - request.batches

@@ -90,12 +90,14 @@ class LocalUpdates:
         Args:
             loss: of the last batch.
         """
-        push = self._movement(loss)
+        push, is_current = self._movement(loss), self._ps.versions == self._versions
         answer = self._ps.push(push, None, pull=True)
         if answer.status == pb.NON_FINITE:
             self.forget()
-        else:
+        elif is_current or answer.optimizers is not None:
             self._take(answer.optimizers)
+        else:  # other weights were pulled meanwhile, as when the number of servers changes
+            self.follow(overwritten=True)
         return answer
 
     def _movement(self, loss: float) -> Gradients:

@@ -51,7 +51,8 @@ class BuiltModel:
         self.model = spec.build_model()
         self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
-        backend().build(spec, self.model, self.pipeline(self.first_mode).first_batch(), self.first_mode)
+        batch = self.pipeline(self.first_mode).first_batch()
+        backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
         self.metrics.reset()
         remove_generated_files()  # a job may end before there is a task for this worker
         logger.info("The model is built")

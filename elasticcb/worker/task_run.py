@@ -163,17 +163,20 @@ class TaskRun:
         self._tally.batches[self._tally.present] += 1
         self._event = None
         if self.task.type == pb.TRAINING:
-            local = self._session.local
-            if local is None:
-                self._train(batch, index)
-            else:
-                self._train_here(local, batch, index)
+            self._train(batch, index)
             return
         if self.task.type == pb.EVALUATION:
             self._evaluate(batch, index)
         else:
             self._predict(batch, index)
         self._note_done(batch, None)
+
+    def _train(self, batch: Batch, index: int) -> None:
+        local = self._session.local
+        if local is None:
+            self._hand_over(batch, index)
+        else:
+            self._train_here(local, batch, index)
 
     def _train_here(self, local: LocalUpdates, batch: Batch, index: int) -> None:
         """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
@@ -240,7 +243,8 @@ class TaskRun:
             self._event = trained.event
             self._note_done(trained.batch, trained.loss, trained.seconds)
 
-    def _train(self, batch: Batch, index: int) -> None:
+    def _hand_over(self, batch: Batch, index: int) -> None:
+        """Computes the gradients of a batch, and hands them to the servers."""
         session, training = self._session, self._session.settings.training
         session.call_of_batch("on_train_batch_begin", session.ps.version, {"batch": index, "size": batch.records})
         while True:

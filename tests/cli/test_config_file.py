@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticcb.settings import Updates
+
 CONFIG = """\
 # a job
 model-zoo: ../zoo
@@ -24,7 +26,7 @@ def test_a_config_file_holds_the_same_names(workplace, job):
     settings = workplace.settings("--config", str(job))
     assert settings.cluster.num_ps == 2
     assert settings.cluster.num_workers == 3
-    assert settings.training.use_async is False
+    assert settings.training.updates is Updates.SYNC
     assert settings.model.params == {"units": 64, "rate": 0.001, "sizes": [1, 2]}
 
 

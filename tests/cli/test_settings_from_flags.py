@@ -12,6 +12,7 @@ from elasticcb.settings import (
     JobSettings,
     NonFinite,
     TrainingSettings,
+    Updates,
     WorkerRange,
 )
 
@@ -57,7 +58,7 @@ def test_dashes_and_underscores_are_the_same(workplace):
     )
     assert settings.cluster.num_workers == 3
     assert settings.training.grads_to_wait == 2
-    assert settings.training.use_async is False
+    assert settings.training.updates is Updates.SYNC
 
 
 @pytest.mark.parametrize("flag", ["--num_ps", "--num-ps", "--num_ps_pods", "--num-ps-pods"])

@@ -27,6 +27,7 @@ EVENTS = {
     # of a worker
     "asks for a task": ("elasticcb.clients.master", "MasterClient.get_task", "before"),
     "trains a batch": ("elasticcb.worker.task_run", "TaskRun._train", "before"),
+    "has what it trained merged": ("elasticcb.worker.local_updates", "LocalUpdates.merge", "after"),
     "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
     "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),
     "has sent half a call to a server": ("elasticcb.rpc.unix_socket", "ClientLink.call", "within"),

@@ -76,7 +76,21 @@ KEPT_MODELS = (
 
 @pytest.mark.parametrize("name", deep_but(CASES, *KEPT_MODELS))
 def test_model_ends_where_fit_ends(cluster, name):
-    case = CASES[name]
+    compare_with_fit(cluster, CASES[name])
+
+
+@pytest.fixture(scope="module")
+def local_worker():
+    with elasticcb.Cluster(1, 1, kind="inprocess", updates="local", local_steps=3, log_level="WARNING") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("name", deep_but(CASES, "functional", "own_steps", "mixed_float16"))
+def test_a_worker_that_trains_by_itself_ends_where_fit_ends(local_worker, name):
+    compare_with_fit(local_worker, CASES[name])
+
+
+def compare_with_fit(cluster, case):
     given = case.make()
     parts = [part for part in (given.x, given.y, given.sample_weight) if part is not None]
     fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0, "sample_weight": given.sample_weight, **given.options}
@@ -136,6 +150,15 @@ KEPT_OPTIMIZERS = (
 
 @pytest.mark.parametrize("name", deep_but(MAKERS, *KEPT_OPTIMIZERS))
 def test_optimizer_ends_where_fit_ends(cluster, name):
+    compare_optimizer_with_fit(cluster, name)
+
+
+@pytest.mark.parametrize("name", deep_but(MAKERS, "Adam", "`gradient_accumulation_steps` with `clipnorm`"))
+def test_an_optimizer_on_a_worker_ends_where_fit_ends(local_worker, name):
+    compare_optimizer_with_fit(local_worker, name)
+
+
+def compare_optimizer_with_fit(cluster, name):
     expected, model = fresh(MAKERS[name]), fresh(MAKERS[name])
     history = expected.fit(X, Y, epochs=EPOCHS, **FIT).history
     found = cluster.fit(model, X, Y, epochs=EPOCHS, **FIT).history

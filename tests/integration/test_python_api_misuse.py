@@ -78,7 +78,7 @@ def test_numbers_of_numpy_make_a_cluster():
             "raise ExchangeOptions.sync_version_tolerance.",
             {"use_async": False, "exchange": ExchangeOptions(get_model_steps=3)},
         ),
-        ("Add use_async=False, or leave out grads_to_wait.", {"grads_to_wait": 2}),
+        ("Give updates='sync', or leave out grads_to_wait.", {"grads_to_wait": 2}),
         ("exchange=3 can't be. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
         (
             "RecoveryOptions(ps_replicas=1) can't be with num_ps=1: the next server",

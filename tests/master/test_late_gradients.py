@@ -26,7 +26,7 @@ def test_many_workers_with_momentum_are_told_what_to_do():
     said = risk(4, ["Adam"])
     assert "some 3 updates late" in said
     assert "momentum of Adam" in said
-    assert "--use_async=false --grads_to_wait=4" in said
+    assert "--updates=local" in said
     assert risk(2, ["Adam"]) == ""
     assert risk(8, []) == ""
 

@@ -203,9 +203,11 @@ class Cluster:
             )
             self.call(index, "Initialize", Frame(request, tensors))
 
+    def frame(self, dense, index=0, **header):
+        return push_frame(dense, self.slices[index], self.specs, **header)
+
     def push(self, dense, index=0, **header):
-        frame = push_frame(dense, self.slices[index], self.specs, **header)
-        return self.call(index, "Exchange", frame)
+        return self.call(index, "Exchange", self.frame(dense, index, **header))
 
     def values(self, snapshot=0):
         arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]

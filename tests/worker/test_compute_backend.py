@@ -9,9 +9,16 @@ import pytest
 
 import elasticcb
 from elasticcb.compute import registry
-from elasticcb.compute.backend import Backend, Computation, Exchange, PlacedComputation, Prepared, StepResult
+from elasticcb.compute.backend import (
+    Backend,
+    Exchange,
+    GradientComputation,
+    GradientResult,
+    LocalComputation,
+    PlacedComputation,
+    Prepared,
+)
 from elasticcb.model.metrics import ModelMetrics
-from elasticcb.model.spec import Spec
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
@@ -22,7 +29,7 @@ X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 
 
-class LinearRegression(Computation):
+class LinearRegression(GradientComputation):
     """Of one Dense layer, compiled with "mse"."""
 
     def __init__(self, metrics: ModelMetrics, specs: Sequence[VariableSpec]) -> None:
@@ -38,12 +45,12 @@ class LinearRegression(Computation):
     def set_weights(self, weights: PlacedBlocks) -> None:
         self._kernel, self._bias = unpack_weights(weights, self._specs, weights.partition)
 
-    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: Mapping[int, Array]) -> StepResult:
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: Mapping[int, Array]) -> GradientResult:
         self.set_weights(weights)
         error, loss = self._error(batch)
         slope = 2 * error / error.size
         gradients = [batch.data[0].T @ slope, slope.sum(0)]
-        return StepResult(
+        return GradientResult(
             logs={"loss": loss},
             states={"loss": [np.float32(loss * batch.records), np.float32(batch.records)]},
             gradients=[pack(gradients, self._specs, slices, trainable=True) for slices in weights.partition],
@@ -70,7 +77,7 @@ class LinearRegression(Computation):
 
 
 class NumPyBackend(Backend):
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
+    def build(self, *args: Any) -> None:
         pass  # it has an Input
 
     def find_tables(self, *args: Any) -> dict[int, TableSpec]:
@@ -83,8 +90,11 @@ class NumPyBackend(Backend):
         specs: Sequence[VariableSpec],
         partition: Sequence[Sequence[Slice]],
         wire_dtype: WireDtype,
-    ) -> Computation:
+    ) -> GradientComputation:
         return LinearRegression(metrics, specs)
+
+    def local_computation(self, *args: Any) -> LocalComputation:
+        raise NotImplementedError
 
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange

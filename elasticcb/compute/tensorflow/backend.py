@@ -24,16 +24,24 @@ from elasticcb.sharding.table_spec import TableSpec
 class TensorFlowBackend(Backend):
     """Keras on TensorFlow."""
 
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
-        return build(spec, model, batch, mode)
+    def build(
+        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
+    ) -> dict[int, int] | None:
+        return build(spec, model, batch, mode, local)
 
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, threshold_bytes: int, allowed: Callable[[int], bool]
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        threshold_bytes: int,
+        allowed: Callable[[int], bool],
+        local: bool = False,
     ) -> dict[int, TableSpec]:
         if mode is not Mode.TRAINING:
             step = model.test_step if mode is Mode.EVALUATION else model.predict_step
             return movable(model, step, batch, threshold_bytes, allowed)
-        capture = OptimizerCapture(model)
+        capture = OptimizerCapture(model, refuses=not local)
         try:
             return movable(model, capture.train_step, batch, threshold_bytes, allowed)
         finally:

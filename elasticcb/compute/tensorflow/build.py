@@ -20,7 +20,7 @@ from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
     """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
     Metrics then hold that batch: reset them.
@@ -28,6 +28,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, i
     Args:
         model: of `spec`, compiled unless `mode` is `PREDICTION`.
         batch: what the step takes: `(features, labels[, sample_weight])`, or `(features,)` for `PREDICTION`.
+        local: in training, workers apply gradients themselves.
 
     Returns:
         In training, for a model whose step is its own or that has several optimizers: the index of the optimizer that
@@ -51,7 +52,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, i
     try:
         with building:
             if mode is Mode.TRAINING:
-                updated = _prime_training(model, batch)
+                updated = _prime_training(model, batch, local)
             elif mode is Mode.EVALUATION:
                 _run_unchanged(model, model.test_step, batch)
             else:
@@ -69,12 +70,12 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> dict[int, i
     return updated
 
 
-def _prime_training(model: keras.Model, batch: Any) -> dict[int, int] | None:
+def _prime_training(model: keras.Model, batch: Any, local: bool) -> dict[int, int] | None:
     own_step = is_overridden(model, "train_step")
     if not own_step:
         # Does all that the stock train_step does to the model, and changes no weights.
         _run_unchanged(model, functools.partial(keras.Model.test_step, model), batch)
-    updated = updated_variables(model, batch) if own_step or len(model_optimizers(model)) > 1 else None
+    updated = updated_variables(model, batch, not local) if own_step or len(model_optimizers(model)) > 1 else None
     if own_step or is_overridden(model, "test_step"):
         # Evaluation rounds need its metrics. A model that can't do it may train: `fit` asks for it as late as that.
         with contextlib.suppress(Exception):

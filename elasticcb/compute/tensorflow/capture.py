@@ -30,14 +30,15 @@ class OptimizerCapture:
         model: whose optimizers these are.
         variables: indices in `model.weights` of those whose gradients are kept, alone; the optimizers apply the others
             as ever. None: all are kept.
+        refuses: steps are refused that servers can't do by gradients. Others may do what Keras does.
 
     Attributes:
         optimizers: of the model; `Update.optimizer` counts them.
     """
 
-    def __init__(self, model: keras.Model, variables: Collection[int] | None = None) -> None:
+    def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
         self._model = model
-        self._variables = variables
+        self._variables, self._refuses = variables, refuses
         self.optimizers = model_optimizers(model)
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, graph)
         self._late_reads = LateReads()
@@ -61,7 +62,7 @@ class OptimizerCapture:
             if self._variables is not None:
                 pairs = self._apply_others(optimizer, pairs)
             self._given += [(index, gradient, variable, graph) for gradient, variable in pairs]
-            if self._variables is None:
+            if self._refuses:
                 self._late_reads.given(
                     [variable for gradient, variable in pairs if gradient is not None], optimizer.name
                 )
@@ -109,8 +110,12 @@ class OptimizerCapture:
         for optimizer, gradient, variable, graph in given:
             if gradient is None:
                 continue
-            self._check_graph(optimizer, graph)
             index = indices.get(_key(variable))
+            if not self._refuses and self._variables is None:
+                if index is not None:
+                    updates.setdefault(index, Update(optimizer, gradient))
+                continue
+            self._check_graph(optimizer, graph)
             if index is None:
                 raise ModelFileError(
                     f"The optimizer {self._named(optimizer)} was given a gradient of {_path(variable)!r}, which is no "
@@ -120,7 +125,7 @@ class OptimizerCapture:
             if index in updates:
                 raise self._second_update(updates[index].optimizer, optimizer, variable)
             updates[index] = Update(optimizer, gradient)
-        if not updates and self._variables is None:
+        if not updates and self._refuses:
             raise ModelFileError(
                 "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the "
                 "loss does not depend on the weights, or its optimizer is no attribute of the model: it must be "
@@ -153,12 +158,15 @@ class OptimizerCapture:
         return f"{self.optimizers[index].name!r}"
 
 
-def updated_variables(model: keras.Model, batch: Any) -> dict[int, int]:
+def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
     """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
 
     The step is traced, not run; what `run_eagerly` makes run leaves the model as it was.
+
+    Args:
+        refuses: as of `OptimizerCapture`.
     """
-    capture = OptimizerCapture(model)
+    capture = OptimizerCapture(model, refuses=refuses)
     found: dict[int, Update] = {}
 
     def step(data: Any) -> None:

@@ -35,13 +35,19 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         partition: Sequence[Sequence[Slice]],
     ) -> None:
         tables = [index for index, spec in enumerate(specs) if spec.table]
-        capture = OptimizerCapture(model, tables)
+        capture = OptimizerCapture(model, tables, refuses=False)
         if tables:
             _check_clipping(capture.optimizers)
         super().__init__(model, metrics, specs, partition, capture)
         self._averages = MovingAverages(model)
         self._owners = [spec.optimizer for spec in specs]
         self.optimizer_state()  # builds the optimizers
+        for optimizer in map(unwrapped, capture.optimizers):
+            # What `exclude_from_weight_decay` was told, the master has worked out.
+            optimizer._exclude_from_weight_decay_cache = {
+                optimizer._var_key(variable): not spec.no_weight_decay
+                for variable, spec in zip(model.weights, specs, strict=True)
+            }
         self._pack_all = tf.function(self._packed, autograph=False)
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
@@ -97,6 +103,5 @@ def _check_clipping(optimizers: Sequence[Any]) -> None:
             raise ModelFileError(
                 f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
                 "servers. With --updates=local a worker applies all gradients but those of their rows, so it can't "
-                "clip them together. Use clipnorm or clipvalue, --updates=async, or a --embedding_threshold_bytes that "
-                "is larger than the tables."
+                "clip them together. Use clipnorm or clipvalue, keras.layers.Embedding, or --updates=async."
             )

@@ -1,0 +1,195 @@
+"""Workers that train by themselves, and have how far their weights moved merged."""
+
+import re
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import elasticcb
+from elasticcb.errors import JobFailedError
+from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+
+RECORDS = 6_000
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+    linear_data(tmp_path, train=RECORDS, test=400)
+    return tmp_path
+
+
+@pytest.mark.timeout(600)
+def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once(data, start_job, faults):
+    happened = [
+        faults.fail_at("worker", 0, "trains a batch", nth=33),
+        faults.fail_at("worker", 1, "has what it trained merged", nth=4),
+        faults.fail_at("ps", 1, "has applied a push", nth=40),
+        faults.fail_at("master", 0, "has taken a report", nth=12),
+    ]
+    small = {"evaluation_steps": 200, "checkpoint_interval": 0.2, "num_epochs": 2, "num_ps": 2}
+    job = start_job("train", *train_flags(data, "linear", updates="local", local_steps=5, **small))
+    assert job.finish() == 0, job.output
+    assert all(each() for each in happened)
+    assert number(job.output, "records trained in epoch 1") == RECORDS
+    assert number(job.output, "records trained in epoch 2") == RECORDS
+    assert number(job.output, "records trained more than once") <= 4 * 200  # a task for each process
+    assert number(job.output, "workers lost") == 2
+    assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
+    job.assert_no_orphans()
+
+
+def test_sigterm_to_a_worker_merges_what_it_has_trained(data, start_job):
+    flags = train_flags(data, "linear", updates="local", local_steps=1_000, num_minibatches_per_task=700, num_workers=1)
+    job = start_job("train", *flags, "--num_epochs=3")
+    job.wait_for_line(r"training: epoch 2/3")
+    job.kill("worker", 0, signal.SIGTERM)
+    assert job.finish() == 0, job.output
+    for epoch in (1, 2, 3):
+        assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
+    assert number(job.output, "records trained more than once") == 0
+
+
+class DCGAN(keras.Model):
+    """As in Keras's examples: the generator's loss is that of the discriminator as it was just updated."""
+
+    def __init__(self):
+        super().__init__()
+        layers = keras.layers
+        dense = [keras.Input((6,)), layers.Dense(16), layers.LeakyReLU(0.2), layers.Dropout(0.2, seed=3)]
+        self.discriminator = keras.Sequential([*dense, layers.Dense(1)])
+        dense = [keras.Input((4,)), layers.Dense(16), layers.BatchNormalization(), layers.LeakyReLU(0.2)]
+        self.generator = keras.Sequential([*dense, layers.Dense(6)])
+        self.seed = keras.random.SeedGenerator(7)
+        self.losses_seen = {name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")}
+        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(1e-3), keras.optimizers.Adam(2e-3)
+
+    @property
+    def metrics(self):
+        return list(self.losses_seen.values())
+
+    def update(self, name, optimizer, network, loss):
+        with tf.GradientTape() as tape:
+            value = loss()
+        weights = network.trainable_weights
+        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+        self.losses_seen[name].update_state(value)
+
+    def train_step(self, real):
+        count = tf.shape(real)[0]
+        compute = keras.losses.BinaryCrossentropy(from_logits=True)
+        fake = self.generator(keras.random.normal((count, 4), seed=self.seed))
+        both, labels = tf.concat([fake, real], 0), tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
+        self.update("d_loss", self.d_optimizer, self.discriminator, lambda: compute(labels, self.discriminator(both)))
+        noise = keras.random.normal((count, 4), seed=self.seed)
+        self.update(
+            "g_loss",
+            self.g_optimizer,
+            self.generator,
+            lambda: compute(tf.zeros((count, 1)), self.discriminator(self.generator(noise))),
+        )
+        return {name: metric.result() for name, metric in self.losses_seen.items()}
+
+
+def dcgan():
+    keras.utils.set_random_seed(1)
+    model = DCGAN()
+    model.compile()
+    return model
+
+
+def test_updates_that_build_on_each_other_do_what_they_do_in_keras():
+    data = np.random.default_rng(0).normal(2, 1, (240, 6)).astype("float32")
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected, model = dcgan(), dcgan()
+    history = expected.fit(data, **fit).history
+    with elasticcb.Cluster(1, 2, kind="inprocess", updates="local", local_steps=4, log_level="WARNING") as cluster:
+        found = cluster.fit(model, data, **fit).history
+    for name, values in history.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def table_model(**options):
+    keras.utils.set_random_seed(2)
+    ids = keras.Input((3,), dtype="int64")
+    x = keras.layers.Flatten()(keras.layers.Embedding(500, 8)(ids))
+    x = keras.layers.Dense(8, activation="relu")(x)
+    model = keras.Model(ids, keras.layers.Dense(1)(x))
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **options})
+    return model
+
+
+IDS = np.random.default_rng(3).integers(0, 500, (640, 3))
+LABELS = np.sin(IDS).sum(1, keepdims=True).astype("float32")
+SERVED = elasticcb.EmbeddingOptions(threshold_bytes=0)
+
+
+def test_rows_of_embedding_tables_are_updated_by_the_servers_at_each_batch():
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected, model = table_model(), table_model()
+    expected.fit(IDS, LABELS, **fit)
+    with elasticcb.Cluster(1, 2, kind="inprocess", updates="local", embedding=SERVED, log_level="WARNING") as cluster:
+        cluster.fit(model, IDS, LABELS, **fit)
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    assert int(model.optimizer.iterations) == 80
+
+
+def test_several_workers_with_tables_learn_as_one_process_does():
+    fit = {"batch_size": 16, "epochs": 12, "verbose": 0}
+    adam = {"optimizer": keras.optimizers.Adam(0.01)}
+    with elasticcb.Cluster(
+        3, 2, kind="inprocess", updates="local", local_steps=4, embedding=SERVED, log_level="WARNING"
+    ) as cluster:
+        losses = cluster.fit(table_model(**adam), IDS, LABELS, **fit).history["loss"]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_gradients_that_are_clipped_together_stay_together():
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    expected, model = (table_model(optimizer=keras.optimizers.SGD(0.1, global_clipnorm=0.1)) for _ in range(2))
+    expected.fit(IDS, LABELS, **fit)
+    with elasticcb.Cluster(1, 1, kind="inprocess", updates="local", embedding=SERVED, log_level="ERROR") as cluster:
+        cluster.fit(model, IDS, LABELS, **fit)
+        for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        own = keras.Sequential(
+            [keras.Input((3,), dtype="int64"), elasticcb.layers.Embedding(input_dim=500, output_dim=8)]
+        )
+        own.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.1), "mse")
+        with pytest.raises(JobFailedError, match="has global_clipnorm, and the model has embedding tables"):
+            cluster.fit(own, IDS, np.zeros((640, 3, 8)), verbose=0)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_batch_with_nan_leaves_no_trace_or_ends_the_job(skips):
+    x = np.random.default_rng(5).normal(size=(160, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    spoiled = x.copy()
+    spoiled[80:96] = np.nan  # the sixth batch
+
+    def model():
+        keras.utils.set_random_seed(4)
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        return made
+
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    options = {"kind": "inprocess", "updates": "local", "local_steps": 4, "log_level": "ERROR"}
+    with elasticcb.Cluster(1, 1, non_finite="skip" if skips else "stop", **options) as cluster:
+        found = model()
+        if skips:
+            cluster.fit(found, spoiled, y, **fit)
+            expected = model()
+            keep = np.r_[0:80, 96:160]
+            expected.fit(x[keep], y[keep], **fit)
+            for mine, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
+                np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        else:
+            with pytest.raises(JobFailedError, match="loss is nan"):
+                cluster.fit(found, spoiled, y, **fit)
