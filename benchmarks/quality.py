@@ -37,7 +37,7 @@ class Setting:
 
 SETTINGS = {
     "synchronous": Setting(
-        "synchronous", ("--use_async=false", f"--grads_to_wait={WORKERS}", "--sync_version_tolerance=0"), WORKERS
+        "synchronous", ("--updates=sync", f"--grads_to_wait={WORKERS}", "--sync_version_tolerance=0"), WORKERS
     ),
     **{
         f"stale{staleness}{suffix}": Setting(
