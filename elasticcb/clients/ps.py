@@ -248,6 +248,8 @@ class PSClient:
             frames.append(Frame(header, tensors))
         first = 1 if self.staged else 0
         headers = self._exchange(servers.known[first:], frames[first:])
+        if push.batches:
+            headers = [self._merged(*each) for each in zip(servers.known, frames, headers, strict=True)]
         refused = next((header for header in headers if header.status == pb.NON_FINITE), None)
         if self.staged and refused is None:
             headers = self._exchange(servers.known[:1], frames[:1])
@@ -269,6 +271,25 @@ class PSClient:
         elif pull:
             self.pull()
         return result
+
+    def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> Any:
+        """Waits until a server has merged a movement, which may wait for those of other workers.
+
+        Args:
+            frame: of the movement.
+            pushed: the header of the answer to it. Returned; another one if the movement had to be sent again.
+        """
+        answer, pause = pushed, 0.0005
+        while answer.waits or answer.unknown:
+            if answer.unknown:  # this server took the place of one that was lost
+                (answer,) = (pushed,) = self._exchange([server], [frame])
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            request = self._request(server, None, pull=True)
+            request.header.awaited, request.header.optimizers = self._sequence, True
+            (answer,) = self._exchange([server], [request])
+        return pushed
 
     def _after_movement(self, push: Gradients, requests: Sequence[pb.ExchangeRequest]) -> OptimizerState | None:
         """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all."""
@@ -328,6 +349,8 @@ class PSClient:
         answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
             header = answer.header
+            if header.waits or header.unknown:
+                continue
             if server is self.servers.known[0]:
                 self.version, self.learning_rate = header.version, header.learning_rate
                 self.learning_rate_version = header.base_learning_rate_version

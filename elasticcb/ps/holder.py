@@ -223,7 +223,7 @@ class Holder:
             parameters=parameters,
             reader=PushReader(specs, slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
-            policy=policy_of(training),
+            policy=policy_of(training, options.replicas),
             staged={},
             answered=answered,
             snapshots={},

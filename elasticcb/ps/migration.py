@@ -286,6 +286,8 @@ class Moves:
             if model is None:
                 return pb.MoveResponse()
             model.gate = model.gate or MoveGate()
+            if model.policy.workers_wait:
+                model.flush()
             return pb.MoveResponse(pushes=_names(model.answered.last().items()), version=model.parameters.version)
 
     def _drain(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:

@@ -159,10 +159,7 @@ class Parameters:
             self._trained.need_optimizers().set_learning_rate(push.learning_rate)
 
     def apply(self, push: Push) -> None:
-        """Applies a checked push as one update; the version rises by one, or by the batches of local training."""
-        if push.batches is not None:
-            self._merge(push, push.batches)
-            return
+        """Applies a checked push as one update; the version rises by one."""
         self._part_groups(push)
         optimizers = self._trained.need_optimizers()
         base = None
@@ -185,25 +182,29 @@ class Parameters:
         if optimizers.has_schedule:
             self._rate = None
 
-    def _merge(self, push: Push, batches: int) -> None:
-        """Moves the model as far as local training did that began with the version `push.state_base`.
+    def merge(self, pushes: Sequence[Push]) -> None:
+        """Moves the model as far as the local training of some workers did; the version rises by their batches.
 
-        Where others have moved it since, each has the share of its batches in all of them: that of a worker among N
-        that take turns is 1/N, as in local SGD (Stich 2019), and the longer one takes, the less it counts, as in
-        asynchronous federated optimization (Xie et al. 2019).
+        Movements that began with the present version count by their batches, so that the weights become the mean of
+        those of the workers, as in local SGD (Stich 2019). One that began earlier counts the less the more batches have
+        been merged since, as in asynchronous federated optimization (Xie et al. 2019).
         """
         optimizers = self._trained.need_optimizers()
         with tf.device("/CPU:0"):
-            self.tables.update(push.rows, self.version + 1)
-        if not batches:
+            for push in pushes:
+                self.tables.update(push.rows, self.version + 1)
+        moving = [(push, push.batches, self._batches_since(push)) for push in pushes if push.batches]
+        if not moving:
             return
-        others = self._batches_since(push)
-        share = batches / (batches + others)
-        self._trained.move(push.blocks, share)
-        with tf.device("/CPU:0"):
-            optimizers.merge(from_tensors(push.optimizers), share, others)
-        self._move_state(push, others / batches)
-        self.version += batches
+        total, done = sum(batches for _, batches, _ in moving), 0
+        self._trained.move([(push.blocks, batches / (total + since)) for push, batches, since in moving])
+        for push, batches, since in moving:  # one after another, which makes means, too
+            others = done + since
+            with tf.device("/CPU:0"):
+                optimizers.merge(from_tensors(push.optimizers), batches / (batches + others), others)
+            self._move_state(push, others / batches)
+            done += batches
+        self.version += total
         self._blocks = None
         if optimizers.has_schedule:
             self._rate = None

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
@@ -130,6 +131,28 @@ class ServedModel:
                     "The others may have made it, so training can't go on; start again from the last checkpoint."
                 )
             raise
+
+    def update(self, names: Sequence[PushName]) -> None:
+        """Applies staged pushes as one update, on all servers when this is the first of several."""
+        pushes = [self.staged.pop(name).push for name in names]
+        if not pushes:
+            return
+        if pushes[0].batches is not None:
+            self.parameters.merge(pushes)
+            for name in names:
+                self.answered.remember(name, PushAnswer(pb.ACCEPTED, "merged"))
+            return
+        push, version = self.reader.mean(pushes), self.parameters.version + 1
+        with self.all_or_none(version):
+            named = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
+            self.peers.call("Apply", pb.ApplyRequest(pushes=named, version=version))
+            self.parameters.apply(push)
+
+    def flush(self) -> None:
+        """Makes an update of the pushes that wait."""
+        names = self.policy.flush().pushes
+        if names:
+            self.update(names)
 
     def release_held(self) -> None:
         """Forgets what was to be written for a checkpoint."""

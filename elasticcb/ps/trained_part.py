@@ -121,10 +121,13 @@ class TrainedPart:
                 user_traceback(error),
             ) from error
 
-    def move(self, movement: Mapping[str, Array], share: float) -> None:
-        """Adds a share of how far all variables were moved, flat, by dtype. A constraint holds afterwards, too."""
-        present = self.weights()
-        moved = {dtype: _added(block, movement[dtype], share) for dtype, block in present.items()}
+    def move(self, movements: Sequence[tuple[Mapping[str, Array], float]]) -> None:
+        """Moves all variables. A constraint holds afterwards, too.
+
+        Args:
+            movements: flat, by dtype, and which share of each counts.
+        """
+        moved = {dtype: _moved(block, dtype, movements) for dtype, block in self.weights().items()}
         with tf.device("/CPU:0"):
             assign(
                 (self.variables[part.variable], moved[dtype][offset : offset + part.elements].reshape(part.shape(spec)))
@@ -132,7 +135,7 @@ class TrainedPart:
                 for spec in [self._specs[part.variable]]
             )
             for variable in self.variables.values():
-                if share < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
+                if movements[0][1] < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
                     variable.assign(variable.constraint(variable))
 
     def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool) -> CompiledUpdate:
@@ -167,10 +170,12 @@ class TrainedPart:
         return self._row_updates[index]
 
 
-def _added(block: Array, movement: Array, share: float) -> Array:
+def _moved(block: Array, dtype: str, movements: Sequence[tuple[Mapping[str, Array], float]]) -> Array:
     wide = np.dtype(np.float32) if block.dtype.itemsize == 2 else block.dtype
-    total: Array = (block.astype(wide) + movement.astype(wide) * wide.type(share)).astype(block.dtype)
-    return total
+    total = block.astype(wide)
+    for movement, share in movements:
+        total += movement[dtype].astype(wide, copy=False) * wide.type(share)
+    return total.astype(block.dtype, copy=False)
 
 
 def _variable(spec: VariableSpec, value: Array) -> keras.Variable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, WireError
@@ -44,6 +44,10 @@ class TrainingCalls:
             verdict = self._push(request, pushed, model)
         elif pushed:
             raise WireError("A push needs a sequence number above 0; this one has none.")
+        awaited = PushName(request.worker_id, request.awaited or request.sequence)
+        due = model.policy.due(self._lost_workers)
+        if due is not None:
+            model.update([name for name in due.pushes if name.worker not in self._lost_workers])
         parameters = model.parameters
         response = pb.ExchangeResponse(
             status=verdict.status,  # type: ignore[arg-type]
@@ -52,7 +56,11 @@ class TrainingCalls:
             state_version=parameters.state_version,
             learning_rate=parameters.learning_rate,
             base_learning_rate_version=model.rate_version,
+            waits=_waits(awaited, model),
+            unknown=request.awaited > 0 and not _waits(awaited, model) and not model.answered.knows(awaited),
         )
+        if response.waits or response.unknown:
+            return Frame(response, {})
         snapshot = model.snapshot_of(request.snapshot) if request.snapshot else None
         if snapshot is not None:
             response.version, response.state_version = snapshot.version, snapshot.state_version
@@ -76,13 +84,16 @@ class TrainingCalls:
         verdict = model.answered.find(name)
         if verdict is not None:
             return verdict
+        if _waits(name, model):
+            return PushAnswer(pb.ACCEPTED, "it waits")
         if model.answered.forgotten(name):
             return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
         push = model.reader.read(Push.decode(request, tensors))
         model.parameters.check_learning_rate(push)
         model.parameters.check_state(from_tensors(push.optimizers))
         verdict = self._judge(name, request, push, model)
-        model.answered.remember(name, verdict)
+        if not _waits(name, model):
+            model.answered.remember(name, verdict)
         if model.replica is not None and verdict.status == pb.ACCEPTED:
             model.replica.note("Exchange", request, tensors)
         return verdict
@@ -103,23 +114,19 @@ class TrainingCalls:
             # Whether it is used, and when, the first server decides.
             model.staged[name] = Staged(push.copied(), request.version)
             return PushAnswer(pb.ACCEPTED, "staged")
+        if push.batches == 0:  # there are rows alone
+            model.parameters.merge([push])
+            return PushAnswer(pb.ACCEPTED, "rows")
         decision = model.policy.decide(name, request.version, present)
         if decision.action is Action.STALE:
             return PushAnswer(pb.STALE, decision.reason)
         applied_now = decision.action is Action.APPLY
         model.staged[name] = Staged(push if applied_now else push.copied(), request.version)
-        if decision.action is Action.APPLY:
-            self._update(decision.pushes, model)
+        if applied_now:
+            model.update(decision.pushes)
+        elif model.gate is not None and model.policy.workers_wait:  # others hold what this server is to hand over
+            model.flush()
         return PushAnswer(pb.ACCEPTED, decision.reason)
-
-    def _update(self, names: Sequence[PushName], model: ServedModel) -> None:
-        """Applies the mean of staged pushes, on all servers when this is the first of several."""
-        push = model.reader.mean([model.staged.pop(name).push for name in names])
-        version = model.parameters.version + 1
-        with model.all_or_none(version):
-            pushes = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
-            model.peers.call("Apply", pb.ApplyRequest(pushes=pushes, version=version))
-            model.parameters.apply(push)
 
     def apply(self, frame: Frame[pb.ApplyRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
@@ -140,9 +147,7 @@ class TrainingCalls:
         return Frame(pb.ApplyResponse(version=parameters.version), {})
 
     def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
-        names = model.policy.flush().pushes
-        if names:
-            self._update(names, model)
+        model.flush()
         model.staged.clear()
         if frame.header.finalize:
             model.parameters.finalize()
@@ -169,6 +174,11 @@ class TrainingCalls:
             model.parameters.set_learning_rate(pb.SetLearningRateRequest.FromString(entry.header).learning_rate)
             return True
         return False
+
+
+def _waits(name: PushName, model: ServedModel) -> bool:
+    """Whether the worker has to wait for others."""
+    return model.policy.workers_wait and name in model.policy.waiting
 
 
 def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> str:

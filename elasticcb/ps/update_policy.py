@@ -5,9 +5,10 @@ Pure: pushes in, decisions out, each with its reason.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Generic, NamedTuple, TypeVar
@@ -43,10 +44,12 @@ class UpdatePolicy(ABC):
     Attributes:
         name: of the mode, for messages.
         first_decides: whether the first server decides for all, which then keep pushes until it says so.
+        workers_wait: whether a worker goes on only when what it has pushed is a part of the model.
     """
 
     name: ClassVar[str]
     first_decides: ClassVar[bool]
+    workers_wait: ClassVar[bool] = False
 
     @property
     def waiting(self) -> tuple[PushName, ...]:
@@ -63,6 +66,10 @@ class UpdatePolicy(ABC):
 
     def keep(self, pushes: Collection[PushName]) -> None:  # noqa: B027 - where nothing waits
         """Forgets what waits, but for these."""
+
+    def due(self, lost_workers: Collection[int]) -> Decision | None:
+        """An update of what waits, if it waits for nobody any more."""
+        return None
 
     def flush(self) -> Decision:
         """Makes an update of what waits, however little it is."""
@@ -130,8 +137,66 @@ class Synchronous(UpdatePolicy):
         return _update(pushes)
 
 
-def policy_of(training: TrainingSettings) -> UpdatePolicy:
-    """The policy that a job's settings ask for."""
+class Rounds(UpdatePolicy):
+    """Movements of local training are merged together: those of all workers that took part in the round before.
+
+    One that does not come is waited for as long as the first one of the round took, or for `LEAST_SECONDS`. It takes
+    part again when it comes.
+
+    Args:
+        clock: in seconds.
+    """
+
+    name = "local"
+    first_decides = False
+    workers_wait = True
+    LEAST_SECONDS = 0.02
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: list[PushName] = []
+        self._expected: frozenset[int] = frozenset()
+        self._ended = self._first = clock()  # the last round; when the first movement of this one came
+
+    @property
+    def waiting(self) -> tuple[PushName, ...]:
+        return tuple(self._waiting)
+
+    def decide(self, push: PushName, version: int, present: int) -> Decision:
+        if not self._waiting:
+            self._first = self._clock()
+        self._waiting.append(push)
+        missing = len(self._expected.difference(self._come))
+        return self.due(()) or Decision(Action.WAIT, f"{missing} more workers are expected")
+
+    @property
+    def _come(self) -> frozenset[int]:
+        return frozenset(name.worker for name in self._waiting)
+
+    def due(self, lost_workers: Collection[int]) -> Decision | None:
+        if not self._waiting:
+            return None
+        patience = max(self._first - self._ended, self.LEAST_SECONDS)
+        is_over = self._clock() - self._first >= patience
+        return self.flush() if is_over or self._expected.difference(lost_workers) <= self._come else None
+
+    def keep(self, pushes: Collection[PushName]) -> None:
+        self._waiting = [name for name in self._waiting if name in pushes]
+
+    def flush(self) -> Decision:
+        pushes, self._expected, self._ended = self.waiting, self._come or self._expected, self._clock()
+        self._waiting = []
+        return _update(pushes)
+
+
+def policy_of(training: TrainingSettings, replicas: bool = False) -> UpdatePolicy:
+    """The policy that a job's settings ask for.
+
+    Args:
+        replicas: changes are made again from a neighbour's notes, which do not tell who waited for whom.
+    """
+    if training.is_local and not replicas:
+        return Rounds()
     if training.is_synchronous:
         return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
     return Asynchronous()
@@ -158,6 +223,10 @@ class Answered(Generic[Answer]):
     def forgotten(self, push: PushName) -> bool:
         """Whether the push was answered so long ago that the answer is gone."""
         return push.sequence <= self._dropped.get(push.worker, 0)
+
+    def knows(self, push: PushName) -> bool:
+        """Whether the push was answered at any time."""
+        return self.find(push) is not None or self.forgotten(push)
 
     def last(self) -> dict[int, int]:
         """By worker, the sequence number of the last push that was answered."""

@@ -227,7 +227,8 @@ class TaskRun:
         version = local.version
         self._window = []
         losses = [each.loss for each in window if each.loss is not None]
-        answer = local.merge(losses[-1] if losses else 0.0)
+        with session.progress.computing(self.task.lease):  # others may take their time
+            answer = local.merge(losses[-1] if losses else 0.0)
         if answer.status == pb.NON_FINITE:
             if session.settings.training.non_finite is NonFinite.STOP:
                 raise NonFiniteError(answer.reason)

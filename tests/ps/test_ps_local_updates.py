@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import WireError
+from elasticcb.ps.update_policy import Rounds
 from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import SPECS, TRAINABLE, Cluster, initial_values
 
@@ -37,7 +38,15 @@ def merge(one, value, batches, base, worker=1, sequence=1, tensors=None, known=N
         **header,
     )
     frame.tensors.update(tensors or {})
-    return one.call(0, "Exchange", frame)
+    answer = one.call(0, "Exchange", frame)
+    while answer.header.waits:
+        answer = ask(one, worker, sequence)
+    return answer
+
+
+def ask(one, worker, sequence):
+    """Asks whether a movement waits still."""
+    return one.call(0, "Exchange", one.frame({}, worker_id=worker, awaited=sequence, pull=True, optimizers=True))
 
 
 def test_a_movement_counts_by_its_share_in_the_batches_since_it_began(one):
@@ -49,6 +58,25 @@ def test_a_movement_counts_by_its_share_in_the_batches_since_it_began(one):
     np.testing.assert_allclose(answer.tensors["weights/float32"][:48], FIRST[0].reshape(-1) + 1.5, rtol=1e-5)
     merge(one, 1.0, batches=2, base=4, sequence=2)  # of 6
     np.testing.assert_allclose(one.values()[2], FIRST[2] + 1.5 + 1 / 3, rtol=1e-5)
+
+
+def test_workers_of_a_round_come_to_the_mean_by_batches(one, monkeypatch):
+    merge(one, 0.0, batches=4, base=0)
+    monkeypatch.setattr(Rounds, "LEAST_SECONDS", 60.0)
+    frame = one.frame(moved_by(1.0), worker_id=2, sequence=1, batches=6, state_base=4, known_version=4, pull=True)
+    waits = one.call(0, "Exchange", frame)  # for worker 1
+    assert waits.header.waits
+    assert not waits.tensors
+    again = one.call(0, "Exchange", frame)  # as when its answer was lost
+    assert again.header.waits
+    answer = merge(one, 4.0, batches=2, base=4, sequence=2, pull=True)
+    assert answer.header.version == 12
+    np.testing.assert_allclose(one.values()[2], FIRST[2] + (6 * 1.0 + 2 * 4.0) / 8, rtol=1e-5)
+    assert ask(one, 2, 1).header.version == 12
+
+
+def test_a_server_that_knows_nothing_of_a_movement_asks_for_it_again(one):
+    assert ask(one, 1, 5).header.unknown
 
 
 def test_a_worker_that_has_pulled_nothing_from_this_server_is_told_all(one):
@@ -99,8 +127,11 @@ def test_a_constraint_holds_of_what_several_workers_make():
     try:
         one.initialize([np.zeros(6, "float32")])
         for worker, value in ((1, 1.0), (2, -4.0)):
-            frame = one.frame({0: np.full(6, value, "float32")}, worker_id=worker, sequence=1, batches=1, state_base=0)
+            moved = {0: np.full(6, value, "float32")}
+            frame = one.frame(moved, worker_id=worker, sequence=1, batches=1, state_base=0)
             one.call(0, "Exchange", frame)
+        while ask(one, 2, 1).header.waits:
+            pass
         np.testing.assert_array_equal(one.values()[0], np.zeros(6))
     finally:
         one.close()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from elasticcb.ps.update_policy import Action, Answered, Asynchronous, PushName, Synchronous
+import pytest
+
+from elasticcb.ps.update_policy import Action, Answered, Asynchronous, PushName, Rounds, Synchronous
 
 
 def test_every_asynchronous_push_is_an_update():
@@ -38,6 +40,53 @@ def test_flushing_makes_an_update_of_what_waits():
     policy.decide(PushName(1, 1), 0, 0)
     assert policy.flush().pushes == (PushName(1, 1),)
     assert policy.flush().pushes == ()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def rounds():
+    """Between workers 1 and 2, who have taken part in one that has just ended, after 10 seconds."""
+    clock = Clock()
+    policy = Rounds(clock)
+    clock.now = 10.0
+    assert policy.decide(PushName(1, 1), 0, 0).pushes == (PushName(1, 1),)  # nobody else is known
+    assert policy.decide(PushName(2, 1), 0, 0).action is Action.WAIT
+    assert policy.decide(PushName(1, 2), 0, 0).pushes == (PushName(2, 1), PushName(1, 2))
+    return policy, clock
+
+
+def test_a_round_waits_for_all_workers_of_the_round_before(rounds):
+    policy, clock = rounds
+    clock.now = 14.0
+    waits = policy.decide(PushName(2, 2), 0, 0)
+    assert (waits.action, waits.reason) == (Action.WAIT, "1 more workers are expected")
+    assert policy.decide(PushName(1, 3), 0, 0).pushes == (PushName(2, 2), PushName(1, 3))
+    assert policy.waiting == ()
+
+
+def test_a_round_waits_for_as_long_as_its_first_worker_took(rounds):
+    policy, clock = rounds
+    clock.now = 14.0
+    policy.decide(PushName(2, 2), 0, 0)
+    clock.now = 17.9
+    assert policy.due(()) is None
+    clock.now = 18.0
+    assert policy.due(()).pushes == (PushName(2, 2),)
+    assert policy.decide(PushName(2, 3), 0, 0).action is Action.APPLY  # worker 1 is waited for no more
+    assert policy.decide(PushName(1, 3), 0, 0).action is Action.WAIT  # until it comes again
+
+
+def test_a_round_waits_for_no_worker_that_is_lost(rounds):
+    policy, clock = rounds
+    clock.now = 14.0
+    policy.decide(PushName(2, 2), 0, 0)
+    assert policy.due({1}).pushes == (PushName(2, 2),)
 
 
 def test_gradients_that_are_no_use_any_more_do_not_wait():
