@@ -116,9 +116,9 @@ class TrainingSettings(ExchangeOptions):
     validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
 
     def __post_init__(self) -> None:
-        if self.use_async is not None:
-            object.__setattr__(self, "updates", Updates.ASYNC if self.use_async else Updates.SYNC)
-            object.__setattr__(self, "use_async", None)
+        updates = self.updates if self.use_async is None else (Updates.ASYNC if self.use_async else Updates.SYNC)
+        object.__setattr__(self, "updates", Updates(updates))
+        object.__setattr__(self, "use_async", None)
 
     @property
     def is_synchronous(self) -> bool:

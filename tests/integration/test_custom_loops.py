@@ -209,8 +209,8 @@ def test_model_that_can_not_be_placed_is_refused(cluster):
     pair.compile(keras.optimizers.SGD(), keras.optimizers.SGD())
     with pytest.raises(UsageError, match=r"none that trains '.*'.*optimizer.build\(variables\)"):
         cluster.place(pair)
-    with pytest.raises(UsageError, match="use_async=True"):
-        elasticcb.Cluster(use_async=False).place(make_model())
+    with pytest.raises(UsageError, match="updates=.async"):
+        elasticcb.Cluster(updates="sync").place(make_model())
 
 
 def test_functions_of_a_killed_worker_run_again_and_each_has_one_result(tmp_path):
