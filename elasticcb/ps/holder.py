@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,7 +224,7 @@ class Holder:
             parameters=parameters,
             reader=PushReader(specs, slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
-            policy=policy_of(training, options.replicas),
+            policy=policy_of(training, options.replicas, time.monotonic),
             staged={},
             answered=answered,
             snapshots={},

@@ -5,7 +5,6 @@ Pure: pushes in, decisions out, each with its reason.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -152,7 +151,7 @@ class Rounds(UpdatePolicy):
     workers_wait = True
     LEAST_SECONDS = 0.02
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waiting: list[PushName] = []
         self._expected: frozenset[int] = frozenset()
@@ -189,14 +188,15 @@ class Rounds(UpdatePolicy):
         return _update(pushes)
 
 
-def policy_of(training: TrainingSettings, replicas: bool = False) -> UpdatePolicy:
+def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], float]) -> UpdatePolicy:
     """The policy that a job's settings ask for.
 
     Args:
+        clock: as of `Rounds`.
         replicas: changes are made again from a neighbour's notes, which do not tell who waited for whom.
     """
     if training.is_local and not replicas:
-        return Rounds()
+        return Rounds(clock)
     if training.is_synchronous:
         return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
     return Asynchronous()
