@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         lengths[item.path] += _length(item)
     items.sort(key=lambda item: -lengths[item.path])
+
+
+def pytest_collection_finish(session):
+    """What was imported for the tests stays. Roles in this process collect garbage after each job, and leave it out."""
+    gc.collect()
+    gc.freeze()
 
 
 def _length(item):
