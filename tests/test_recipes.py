@@ -276,7 +276,7 @@ def test_an_update_rule(copy):
         from elasticcb.ps.update_policy import PushName, policy_of
         from elasticcb.settings import TrainingSettings
 
-        policy = policy_of(TrainingSettings(my_rule=True))
+        policy = policy_of(TrainingSettings(my_rule=True), False, float)
         for sequence in (1, 2):
             print(policy.decide(PushName(0, sequence), 0, 0).action.name)
         """
