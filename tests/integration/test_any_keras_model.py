@@ -6,9 +6,7 @@ from user_models import MODELS, OWN_STEP, PLAIN_LOGS, XY
 
 from deep_cases import deep_but
 
-KEPT = (
-    "apply_without_variables", "target_network", "accumulation_with_global_clipnorm", "several_inside_one",
-)  # fmt: skip
+KEPT = ("target_network", "accumulation_with_global_clipnorm", "several_inside_one")
 
 
 @pytest.mark.parametrize("name", deep_but(MODELS, *KEPT))

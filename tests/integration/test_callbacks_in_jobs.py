@@ -319,7 +319,7 @@ def callbacks():
     return [Slow()]
 """
         path = model_file(tmp_path, text, "slow_hook")
-        _, display = run_job(small_job(tmp_path, path, num_epochs=4, num_workers=1, validation=""))
+        _, display = run_job(small_job(tmp_path, path, num_epochs=2, num_workers=1, validation=""))
         (message,) = [message for message in display.messages if "slow" in message]
         assert "Slow.on_train_batch_end" in message
         assert "every(n)" in message

@@ -118,16 +118,20 @@ def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) 
     assert int(model.optimizer.iterations.numpy()) == 80
 
 
-def test_rows_age_on_from_one_fit_to_the_next() -> None:
+def test_rows_age_on_from_one_fit_to_the_next_and_those_that_the_caller_gives_are_new() -> None:
     model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
     ids = np.arange(320).reshape(80, 4)
     with cluster(embedding=tables(max_age=30)) as servers:
         for part in np.split(ids, 2):  # 20 versions each
             servers.fit(model, part, np.ones((40, 1)), batch_size=2, shuffle=False, verbose=0)
-    # The last look for old rows was at version 39, and took those of the first versions.
-    held, _ = model.layers[1].rows()
-    assert 0 not in held
-    assert set(range(80, 320)) <= set(held.tolist())
+        # The last look for old rows was at version 39, and took those of the first versions.
+        held, _ = model.layers[1].rows()
+        assert 0 not in held
+        assert set(range(80, 320)) <= set(held.tolist())
+        # Rows that the caller gives count as trained when they come.
+        model.layers[1].set_rows(np.arange(320))
+        servers.fit(model, ids[40:], np.ones((40, 1)), batch_size=2, shuffle=False, verbose=0)
+    assert model.layers[1].rows()[0].tolist() == list(range(320))
 
 
 def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
@@ -148,26 +152,11 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
     model.fit(second, np.ones((35, 1)), verbose=0)  # by Keras, with the slots of all rows
 
 
-def test_rows_that_the_caller_gives_count_as_trained_when_they_come() -> None:
-    model = model_of(Embedding(8), keras.optimizers.SGD(0.01))
-    ids = np.arange(160).reshape(40, 4)
-    with cluster(embedding=tables(max_age=30)) as servers:
-        servers.fit(model, ids, np.ones((40, 1)), batch_size=1, shuffle=False, verbose=0)  # 40 versions
-        model.layers[1].set_rows(ids.ravel())
-        servers.fit(model, ids[:20], np.ones((20, 1)), batch_size=1, shuffle=False, verbose=0)
-    assert model.layers[1].rows()[0].tolist() == ids.ravel().tolist()
-
-
-def test_evaluate_leaves_the_learning_rate_alone() -> None:
-    model = native_model(keras.optimizers.SGD(0.1))
-    with cluster(num_ps=1) as servers:
-        servers.evaluate(model, IDS, LABELS, verbose=0)
-    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
-
-
 def test_synchronous_workers_make_one_update_of_rows() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     with cluster(num_workers=2, use_async=False, grads_to_wait=2) as servers:
+        servers.evaluate(ours, IDS, LABELS, batch_size=160, verbose=0)
+        assert float(ours.optimizer.learning_rate.numpy()) == pytest.approx(0.1)  # which evaluation leaves alone
         servers.fit(ours, IDS, LABELS, batch_size=160, epochs=3, shuffle=False, verbose=0)
     plain.fit(IDS, LABELS, batch_size=320, epochs=3, shuffle=False, verbose=0)
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):

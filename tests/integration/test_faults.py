@@ -6,7 +6,6 @@ import signal
 import pytest
 from health_probe import SERVING, check
 
-from deep_cases import deep_but
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
 MORE = """
@@ -53,14 +52,15 @@ def assert_complete(job):
 
 
 MOMENTS = ("asks for a task", "trains a batch", "evaluates a batch")
+STOPPED = "(silent for 4 s|it made no progress on its task)"  # whichever is noticed first
 
 
-@pytest.mark.parametrize("event", deep_but(MOMENTS, "trains a batch"))
+@pytest.mark.deep  # the test after the next one has a case
+@pytest.mark.parametrize("event", MOMENTS)
 def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_job, faults, event):
     happened = faults.fail_at("worker", 0, event, "stop")
     job = start_job("train", *flags(data, num_workers=1, lease_seconds=4, silence_seconds=4))
-    reason = "(silent for 4 s|it made no progress on its task)"  # whichever is noticed first
-    job.wait_for_line(rf"worker 0 .* was lost: {reason}; restart 1 of 10")
+    job.wait_for_line(rf"worker 0 .* was lost: {STOPPED}; restart 1 of 10")
     assert_complete(job)
     assert happened()
     assert number(job.output, "workers lost") >= 1
@@ -86,47 +86,43 @@ def test_a_worker_that_is_stopped_while_it_predicts_is_replaced(data, start_job,
     assert number(prediction.output, "records predicted") == EVALUATED
 
 
-def test_workers_that_reach_neither_the_master_nor_a_server_are_replaced(data, start_job, faults):
+def test_workers_that_are_stopped_or_reach_neither_the_master_nor_a_server_are_replaced(data, start_job, faults):
     with faults.network() as network:
-        job = start_job("train", *flags(data, lease_seconds=4))
+        job = start_job("train", *flags(data, num_workers=3, lease_seconds=4, silence_seconds=4))
         job.wait_for_line(r"Evaluation at version")
         routes = [network.route("worker-0", "master"), network.route("worker-1", "ps")]
         for route in routes:
             route.partition()
-        for _ in routes:
+        job.children("worker")[2].suspend()
+        for _ in range(3):
             job.wait_for_line(r"worker \d .* was lost: .*restart \d of 10")
+        assert re.search(rf"worker 2 .* was lost: {STOPPED}", job.output)
         for route in routes:
             route.heal()
         assert_complete(job)
+        assert number(job.output, "workers lost") >= 3
         assert number(job.output, "parameter servers lost") == 0
 
 
-def test_a_server_that_nobody_reaches_is_replaced(data, start_job, faults):
+def test_a_server_whose_answers_are_late_is_waited_for_and_one_that_nobody_reaches_is_replaced(data, start_job, faults):
     with faults.network() as network:
-        job = start_job("train", *flags(data, silence_seconds=3))
-        job.wait_for_line(r"Evaluation at version")
-        for source in ("master-0", "worker-0", "worker-1"):
-            network.route(source, "ps").partition()
-            network.route(source, "ps").cut()
-        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 3 s; restart 1 of 10")
-        job.wait_for_line(IS_BACK)
-        assert_complete(job)
-        assert number(job.output, "workers lost") == 0
-
-
-def test_a_server_whose_answers_are_late_is_waited_for_and_connections_that_are_cut_are_made_again(
-    data, start_job, faults
-):
-    with faults.network() as network:
-        job = start_job("train", *flags(data))
+        job = start_job("train", *flags(data, num_epochs=2, silence_seconds=3))
         for _ in range(2):
             job.wait_for_line(r"Evaluation at version")
             for source in ("worker-0", "worker-1"):
                 network.route(source, "ps").delay(0.005)
                 network.route(source, "ps").cut()
             network.route("worker-1", "master").cut()
+        for _ in range(2):  # by connections that were made again
+            job.wait_for_line(r"Evaluation at version")
+        for source in ("master-0", "worker-0", "worker-1"):
+            network.route(source, "ps").partition()
+            network.route(source, "ps").cut()
+        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 3 s; restart 1 of 10")
+        job.wait_for_line(IS_BACK)
         assert_complete(job)
-        for label in ("records trained more than once", "workers lost", "parameter servers lost"):
+        assert number(job.output, "parameter servers lost") == 1
+        for label in ("records trained more than once", "workers lost"):
             assert number(job.output, label) == 0
 
 

@@ -17,6 +17,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'elas
 
 pytestmark = pytest.mark.timeout(600)
 
+RECORDS = 1_600
 HEAD, NODES = "127.0.0.2", ("127.0.0.3", "127.0.0.4")  # Ray hangs at 127.0.0.1
 
 FLAGS = {"cluster": "ray", "evaluation_steps": 50, "num_minibatches_per_task": 5}
@@ -51,7 +52,7 @@ def cluster():
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     write_model_file(tmp_path, LINEAR_MODEL + GATE.format(version=150), "linear")
-    linear_data(tmp_path, train=4_000, test=200)
+    linear_data(tmp_path, train=RECORDS, test=200)
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", secrets.token_hex(16))
     return tmp_path
 
@@ -83,7 +84,7 @@ def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_t
     open_gate(data)
     assert job.finish() == 0, job.output
 
-    assert number(job.output, "records trained in epoch 1") == 4_000
+    assert number(job.output, "records trained in epoch 1") == RECORDS
     rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
     assert set(rows) == {200}
     assert not job_processes()

@@ -40,20 +40,16 @@ def test_backup_and_restore_goes_on_with_weights_momentum_and_epoch_after_a_fail
     assert [row["epoch"] for row in rows_of(tmp_path / "log.csv")] == ["0"]
     assert (tmp_path / "backup").exists()
 
-    summary, _ = train(tmp_path, BACKUP, epochs=3, optimizer=MOMENTUM)
+    keeps = BACKUP.replace("'/backup'", "'/backup', delete_checkpoint=False")
+    summary, _ = train(tmp_path, keeps, epochs=3, optimizer=MOMENTUM)
     assert [row["epoch"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
     assert sum(summary.records_per_epoch) == 2 * 320
     assert_same(final_weights(tmp_path), whole)
-    assert not (tmp_path / "backup").exists()
 
-
-def test_backup_that_holds_the_last_epoch_leaves_nothing_to_train(tmp_path):
-    backup = BACKUP.replace("'/backup'", "'/backup', delete_checkpoint=False")
-    train(tmp_path, backup, epochs=2)
-    trained = final_weights(tmp_path)
-    summary, _ = train(tmp_path, backup, epochs=2)
+    # The backup holds the last epoch now.
+    summary, _ = train(tmp_path, keeps, epochs=3, optimizer=MOMENTUM)
     assert sum(summary.records_per_epoch) == 0
-    assert_same(final_weights(tmp_path), trained)
+    assert_same(final_weights(tmp_path), whole)
 
 
 def test_backup_and_restore_every_so_many_batches_restores_the_epoch_it_was_in(tmp_path):
@@ -67,14 +63,6 @@ def test_backup_and_restore_every_so_many_batches_restores_the_epoch_it_was_in(t
 
 
 # ---------------------------------------------------------------- EarlyStopping
-
-
-def test_early_stopping_ends_training_when_the_metric_stalls(tmp_path):
-    summary, _ = train(
-        tmp_path, "keras.callbacks.EarlyStopping(monitor='val_loss', min_delta=10.0, patience=1)", epochs=20
-    )
-    assert summary.version == 2 * BATCHES  # the first epoch sets the mark, the second does not reach it
-    assert "EarlyStopping" in summary.stopped_early
 
 
 @pytest.mark.parametrize("servers", deep_but([1, 2], 2))
@@ -115,14 +103,17 @@ def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(tm
 # ---------------------------------------------------------------- learning rates
 
 
-def test_reduce_lr_on_plateau_lowers_the_rate_that_the_servers_use(tmp_path):
-    train(
+def test_when_the_metric_stalls_the_rate_that_the_servers_use_is_lowered_and_training_ends(tmp_path):
+    summary, _ = train(
         tmp_path,
         "keras.callbacks.ReduceLROnPlateau(monitor='val_loss', factor=0.1, patience=1, min_delta=10.0), "
+        "keras.callbacks.EarlyStopping(monitor='val_loss', min_delta=10.0, patience=4), "
         "keras.callbacks.CSVLogger(FOLDER + '/log.csv'), "
         "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}.weights.h5', save_weights_only=True)",
-        epochs=5,
+        epochs=20,
     )
+    assert summary.version == 5 * BATCHES  # the first epoch sets the mark, four do not reach it
+    assert "EarlyStopping" in summary.stopped_early
     rates = [float(row["learning_rate"]) for row in rows_of(tmp_path / "log.csv")]
     assert rates[0] == pytest.approx(0.05)
     assert rates[-1] < 0.001
@@ -229,7 +220,10 @@ def test_swap_ema_weights_evaluates_the_averages_and_trains_the_weights(tmp_path
     )
     assert run_job(settings)[0].metrics["loss"] == pytest.approx(summary.metrics["loss"], rel=1e-5)
 
-    # By epoch, it gives the averages to the callbacks after it.
+
+@pytest.mark.deep  # test_stock_callbacks_in_fit.py has a case
+def test_swap_ema_weights_by_epoch_gives_the_averages_to_the_callbacks_after_it(tmp_path):
+    _, plain, plain_final, _ = swap_ema(tmp_path, "")
     _, models, final, _ = swap_ema(tmp_path, "keras.callbacks.SwapEMAWeights(swap_on_epoch=True), ")
     for model, without in zip(models[:-1], plain, strict=False):
         assert_same(model.get_weights(), averages(without), rtol=1e-4)
