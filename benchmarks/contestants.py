@@ -54,9 +54,9 @@ def _strategy(key: str, workers: int, steps: int = _STRATEGY_STEPS, title: str =
     return Contestant(key, f"ParameterServerStrategy, {_workers(workers)}{title}", workers, 1, command)
 
 
-def elastic(key: str, workers: int, title: str = "", **exchange: Any) -> Contestant:
+def elastic(key: str, workers: int, title: str = "", updates: str = "async", **exchange: Any) -> Contestant:
     """ElasticCB with so many workers, and fields of `elasticcb.ExchangeOptions`."""
-    given = json.dumps({"num_workers": workers, "num_ps": 1, "exchange": exchange})
+    given = json.dumps({"num_workers": workers, "num_ps": 1, "updates": updates, "exchange": exchange})
     return Contestant(
         key,
         f"ElasticCB, {_workers(workers)}{title}",
@@ -76,6 +76,8 @@ STRATEGIES = (_strategy("strategy1", 1), _strategy("strategy2", 2))
 ELASTIC = (
     elastic("elastic1", 1),
     elastic("elastic2", 2),
+    elastic("elastic1-local", 1, ", local updates", updates="local"),
+    elastic("elastic2-local", 2, ", local updates", updates="local"),
     elastic("elastic1-stale1", 1, ", staleness 1", max_staleness=1),
     elastic("elastic2-stale1", 2, ", staleness 1", max_staleness=1),
 )
