@@ -27,6 +27,7 @@ from elasticcb.sharding.array_names import (
     WANTED,
     WEIGHTS,
     by_index,
+    kind_of,
     named,
     of_kind,
     only,
@@ -239,7 +240,7 @@ class PSClient:
             header = self._request(server, push, pull_along).header
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
-            header.optimizers = bool(push.batches)
+            header.optimizers = any(kind_of(name) != SHARED for name in push.optimizers)
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
             tensors = part.encode(header)
             if not self.staged:
@@ -287,7 +288,7 @@ class PSClient:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             request = self._request(server, None, pull=True)
-            request.header.awaited, request.header.optimizers = self._sequence, True
+            request.header.awaited, request.header.optimizers = self._sequence, frame.header.optimizers
             (answer,) = self._exchange([server], [request])
         return pushed
 
@@ -359,7 +360,7 @@ class PSClient:
                 server.state_base = header.version
                 server.pulled = True
             server.rows = by_index(TABLE, answer.tensors)
-            if frame.header.optimizers:
+            if frame.header.optimizers or frame.header.batches or frame.header.awaited:
                 server.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
             blocks = only(answer.tensors, WEIGHTS, STATE)
             if blocks:

@@ -84,13 +84,15 @@ class LocalUpdates:
 
         return Gradients(nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0)
 
-    def merge(self, loss: float) -> PushResult:
+    def merge(self, loss: float, with_slots: bool) -> PushResult:
         """Has the movement since the last merge merged, and goes on from what comes of it.
 
         Args:
             loss: of the last batch.
+            with_slots: what the optimizers hold of each variable is merged, too. It takes as many bytes as the weights,
+                or more, and makes no better model if it is merged more often than at the end of a task.
         """
-        push, is_current = self._movement(loss), self._ps.versions == self._versions
+        push, is_current = self._movement(loss, with_slots), self._ps.versions == self._versions
         answer = self._ps.push(push, None, pull=True)
         if answer.status == pb.NON_FINITE:
             self.forget()
@@ -100,7 +102,7 @@ class LocalUpdates:
             self.follow(overwritten=True)
         return answer
 
-    def _movement(self, loss: float) -> Gradients:
+    def _movement(self, loss: float, with_slots: bool) -> Gradients:
         base, specs = self._base, self._ps.servers.specs
         present = self._computation.weights(base.partition)
         moved = []
@@ -119,7 +121,7 @@ class LocalUpdates:
             _non_finite(moved, present, specs),
             base.partition,
             self._batches,
-            to_tensors(_trained(self._computation.optimizer_state(), specs)),
+            to_tensors(_trained(self._computation.optimizer_state(with_slots), specs)),
         )
 
 

@@ -182,7 +182,7 @@ class TaskRun:
         """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
         session, training = self._session, self._session.settings.training
         if len(self._window) >= training.local_steps:
-            self._merge(local)
+            self._merge(local, with_slots=False)
         session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
         with session.progress.computing(self.task.lease):
@@ -222,13 +222,13 @@ class TaskRun:
                 local.count()
         self._window.append(_Trained(batch, None, 0.0, None))
 
-    def _merge(self, local: LocalUpdates) -> None:
+    def _merge(self, local: LocalUpdates, with_slots: bool) -> None:
         session, window = self._session, self._window
         version = local.version
         self._window = []
         losses = [each.loss for each in window if each.loss is not None]
         with session.progress.computing(self.task.lease):  # others may take their time
-            answer = local.merge(losses[-1] if losses else 0.0)
+            answer = local.merge(losses[-1] if losses else 0.0, with_slots)
         if answer.status == pb.NON_FINITE:
             if session.settings.training.non_finite is NonFinite.STOP:
                 raise NonFiniteError(answer.reason)
@@ -302,7 +302,7 @@ class TaskRun:
     def settle_all(self) -> None:
         """Waits for the answers to all pushes; what is trained here is merged."""
         if self._window and self._session.local is not None:
-            self._merge(self._session.local)
+            self._merge(self._session.local, with_slots=True)
         while self._pushed:
             self._settle(self._pushed.popleft())
 

@@ -90,8 +90,8 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         copies = ({name: aligned_copy(block) for name, block in server.items()} for server in weights)
         super().set_weights(PlacedBlocks(copies, weights.partition))
 
-    def optimizer_state(self) -> OptimizerState:
-        return read_optimizers(self._capture.optimizers, self._model.weights, self._owners)
+    def optimizer_state(self, with_slots: bool = True) -> OptimizerState:
+        return read_optimizers(self._capture.optimizers, self._model.weights, self._owners, with_slots)
 
     def set_optimizer_state(self, state: OptimizerState) -> None:
         set_optimizers(state, self._capture.optimizers, self._model.weights, self._owners)
