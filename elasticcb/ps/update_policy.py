@@ -6,10 +6,11 @@ Pure: pushes in, decisions out, each with its reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from elasticcb.settings import TrainingSettings
@@ -136,11 +137,15 @@ class Synchronous(UpdatePolicy):
         return _update(pushes)
 
 
+_ROUNDS_KEPT = 9
+
+
 class Rounds(UpdatePolicy):
     """Movements of local training are merged together: those of all workers that took part in the round before.
 
-    One that does not come is waited for as long as the first one of the round took, or for `LEAST_SECONDS`. It takes
-    part again when it comes.
+    One that does not come is waited for as long as the first one of a round usually takes: the median of the last
+    rounds, which a pause between two epochs does not change; for `LEAST_SECONDS` at least. It takes part again when it
+    comes.
 
     Args:
         clock: in seconds.
@@ -156,6 +161,7 @@ class Rounds(UpdatePolicy):
         self._waiting: list[PushName] = []
         self._expected: frozenset[int] = frozenset()
         self._ended = self._first = clock()  # the last round; when the first movement of this one came
+        self._usual: deque[float] = deque(maxlen=_ROUNDS_KEPT)  # seconds between the two
 
     @property
     def waiting(self) -> tuple[PushName, ...]:
@@ -164,6 +170,7 @@ class Rounds(UpdatePolicy):
     def decide(self, push: PushName, version: int, present: int) -> Decision:
         if not self._waiting:
             self._first = self._clock()
+            self._usual.append(self._first - self._ended)
         self._waiting.append(push)
         missing = len(self._expected.difference(self._come))
         return self.due(()) or Decision(Action.WAIT, f"{missing} more workers are expected")
@@ -175,7 +182,7 @@ class Rounds(UpdatePolicy):
     def due(self, lost_workers: Collection[int]) -> Decision | None:
         if not self._waiting:
             return None
-        patience = max(self._first - self._ended, self.LEAST_SECONDS)
+        patience = max(median(self._usual), self.LEAST_SECONDS)
         is_over = self._clock() - self._first >= patience
         return self.flush() if is_over or self._expected.difference(lost_workers) <= self._come else None
 
