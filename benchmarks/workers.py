@@ -5,8 +5,8 @@ round trip of 1 ms.
 
 1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
 it; by Unix sockets alone; by TCP without TLS and with it; and by TCP with a simulated delay of 1 ms in every call. Each
-with staleness 0 and 1. The networks take turns, window by window. Prints a Markdown table of examples/s, medians over
-windows as in throughput.py.
+with asynchronous updates of staleness 0 and 1, and with local updates. The networks take turns, window by window.
+Prints a Markdown table of examples/s, medians over windows as in throughput.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ NETWORKS = {  # title: folders on Python's path, environment
     "TCP with TLS": ((_DELAYED,), _UNSHARED | _TCP),
     "TCP with TLS, 1 ms": ((_DELAYED,), _TCP | {"BENCHMARK_DELAY_MS": "1"}),
 }
+UPDATES = {
+    "async": {},
+    "async, staleness 1": {"max_staleness": 1},
+    "local": {"updates": "local"},
+}
 
 
 def main() -> None:
@@ -36,20 +41,20 @@ def main() -> None:
     parser.add_argument("--workload", default="mlp")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--workers", default="1,2,4")
-    parser.add_argument("--staleness", default="0,1")
+    parser.add_argument("--updates", default=";".join(UPDATES), help="with semicolons between them")
     parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons between them")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
     arguments = parser.parse_args()
     workers = [int(count) for count in arguments.workers.split(",")]
     plan = QUICK if arguments.quick else FULL
     counts = "".join(f" {count} workers |" if count > 1 else " 1 worker |" for count in workers)
-    lines = [f"{machine()}:\n", f"| {arguments.workload}, batch {arguments.batch_size} | staleness |{counts}"]
+    lines = [f"{machine()}:\n", f"| {arguments.workload}, batch {arguments.batch_size} | updates |{counts}"]
     lines.append("|---|---|" + "---|" * len(workers))
     networks = [title for title in NETWORKS if title in arguments.networks.split(";")]
-    for staleness in arguments.staleness.split(","):
+    for updates in (title for title in UPDATES if title in arguments.updates.split(";")):
         rates = dict.fromkeys(networks, "")
         for count in workers:
-            contestant = elastic(f"elastic{count}", count, max_staleness=int(staleness))
+            contestant = elastic(f"elastic{count}", count, "", **UPDATES[updates])
             contestants = [
                 replace(contestant, key=f"elastic{count}-{number}", title=title, path=path, environment=environment)
                 for number, (title, (path, environment)) in enumerate(NETWORKS.items())
@@ -57,7 +62,7 @@ def main() -> None:
             ]
             for runner in measure(arguments.workload, arguments.batch_size, contestants, plan):
                 rates[runner.contestant.title] += f" {median(runner.rates):,.0f} |"
-        lines += [f"| {title} | {staleness} |{measured}" for title, measured in rates.items()]
+        lines += [f"| {title} | {updates} |{measured}" for title, measured in rates.items()]
     publish("workers", "\n".join(lines), arguments.into)
 
 
