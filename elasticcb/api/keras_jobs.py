@@ -28,6 +28,7 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
+from elasticcb.settings.checks import in_windows
 
 logger = logging.getLogger(__name__)
 
@@ -168,11 +169,16 @@ class KerasJobs:
     def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
         """Settings of a job whose tasks are ranges of batches."""
         sizes = [source.num_batches for source in sources.values()]
-        tasks = self._settings.cluster.num_workers * _TASKS_PER_WORKER
+        training, workers = self._settings.training, self._settings.cluster.num_workers
+        tasks = workers * _TASKS_PER_WORKER
         known = [size for size in sizes if size is not None]
         per_task = min(max(max(known, default=0) // tasks, 1), _MOST_BATCHES_PER_TASK)
         if None in sizes:
             per_task = _BATCHES_PER_TASK_OF_UNKNOWN
+        if training.is_local and Mode.TRAINING in sources:
+            batches = sources[Mode.TRAINING].num_batches
+            most = _MOST_BATCHES_PER_TASK if batches is None else -(-batches // workers)
+            per_task = max(1, min(in_windows(per_task, training.local_steps), most))
         return {
             "minibatch_size": 1,
             "num_minibatches_per_task": per_task,

@@ -157,6 +157,10 @@ class LocalComputation(Computation):
         """What the optimizers hold of all but embedding tables; of no single variable, unless `with_slots`."""
 
     @abstractmethod
+    def shared_optimizer_state(self) -> Mapping[str, Array]:
+        """What they hold of no variable: `OptimizerState.shared`."""
+
+    @abstractmethod
     def set_optimizer_state(self, state: OptimizerState) -> None:
         """Makes the optimizers hold `state`; what it lacks stays as it is, and so does a learning rate."""
 

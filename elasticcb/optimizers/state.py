@@ -89,6 +89,19 @@ def read_optimizers(
     return state
 
 
+def shared_variables(
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    owners: Sequence[int],
+) -> dict[str, keras.Variable]:
+    """The variables behind `OptimizerState.shared`; for the arguments see `read_optimizers`."""
+    return {
+        leaf.prefix + name: variable
+        for leaf, found in _built_leaves(model_optimizers, model_variables, owners)
+        for name, variable in found.shared.items()
+    }
+
+
 def write_optimizers(
     state: OptimizerState,
     model_optimizers: Sequence[keras.optimizers.Optimizer],

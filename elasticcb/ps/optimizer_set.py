@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -155,6 +156,17 @@ class OptimizerSet:
         """Sets what a checked `state` holds; what it lacks stays as it is."""
         given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets()]
         assign([(target, value) for target, value in given if value is not None])
+
+    @contextlib.contextmanager
+    def lent(self, shared: Mapping[str, Array]) -> Iterator[None]:
+        """Meanwhile they hold the steps and rates of a worker's optimizers; checked, as `OptimizerState.shared`."""
+        targets = [(key, target) for kind, key, target in self._targets() if kind == "shared" and key in shared]
+        own = [(target, _present(target).copy()) for _, target in targets]
+        assign([(target, shared[str(key)]) for key, target in targets])
+        try:
+            yield
+        finally:
+            assign(own)
 
     def merge(self, state: OptimizerState, share: float, others: int) -> None:
         """Moves towards what a worker's optimizers hold, as far as a share says.

@@ -190,8 +190,9 @@ class Parameters:
         been merged since, as in asynchronous federated optimization (Xie et al. 2019).
         """
         optimizers = self._trained.need_optimizers()
-        with tf.device("/CPU:0"):
-            for push in pushes:
+        for push in pushes:
+            shared = from_tensors(push.optimizers).shared if push.rows else {}
+            with tf.device("/CPU:0"), optimizers.lent(shared):
                 self.tables.update(push.rows, self.version + 1)
         moving = [(push, push.batches, self._batches_since(push)) for push in pushes if push.batches]
         if not moving:

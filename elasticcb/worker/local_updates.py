@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +27,9 @@ class LocalUpdates:
     Args:
         computation: of the model.
         ps: the servers.
+
+    Attributes:
+        may_go_back: `go_back` may be called.
     """
 
     def __init__(self, computation: LocalComputation, ps: PSClient) -> None:
@@ -34,6 +37,9 @@ class LocalUpdates:
         self._base = PlacedBlocks((), ())  # what the servers held after the last merge
         self._versions: Sequence[int] = ()  # of that, by server
         self._batches = 0  # trained on since
+        self.may_go_back = False
+        self._optimizers = OptimizerState()  # after the last merge, if it may go back
+        self._shared: Mapping[str, Array] = {}  # of the optimizers, before the last batch, where there are tables
 
     @property
     def version(self) -> int:
@@ -60,29 +66,56 @@ class LocalUpdates:
         """What is not merged does not count: others do it."""
         self._batches, self._versions = 0, ()
 
+    def go_back(self) -> None:
+        """To where the last merge was, or what has come of it since; the batches from there on do not count."""
+        kept = self._optimizers
+        self.forget()
+        self.follow()
+        self._computation.set_optimizer_state(OptimizerState(kept.slots, kept.extras))  # servers may lack these
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.may_go_back:
+            self._optimizers = self._computation.optimizer_state(True)
+
     def _take(self, optimizers: OptimizerState | None) -> None:
         """The model, and its optimizers, become what the servers hold; None: they are that."""
         if optimizers is not None:
             self._computation.set_optimizer_state(optimizers)
             self._computation.set_weights(self._ps.blocks)
         self._base, self._versions, self._batches = self._ps.blocks, self._ps.versions, 0
+        self._keep()
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         """Trains on a batch, which counts once its result is found to be of use."""
+        if rows:
+            self._shared = self._computation.shared_optimizer_state()
         return self._computation.train(batch, rows)
 
     def count(self) -> None:
         """The model was trained on another batch."""
         self._batches += 1
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the weights that this worker trains are."""
+        weights = self._computation.weights(self._base.partition)
+        return all(all_finite(block) for server in weights for block in of_kind(WEIGHTS, server).values())
+
     def rows(self, result: StepResult, loss: float) -> Gradients:
-        """A push of the gradients of rows of embedding tables, which servers apply at once."""
+        """A push of the gradients of rows of embedding tables, which servers apply at once.
+
+        They do it with the rate and the steps that the optimizers had here.
+        """
         servers = self._ps.servers.partition
 
         def nothing() -> list[dict[str, Array]]:
             return [{} for _ in servers]
 
-        return Gradients(nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0)
+        shared = to_tensors(OptimizerState(shared=dict(self._shared)))
+        return Gradients(
+            nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0, optimizers=shared
+        )
 
     def merge(self, loss: float, with_slots: bool) -> PushResult:
         """Has the movement since the last merge merged, and goes on from what comes of it.

@@ -21,7 +21,7 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import Command, JobSettings, Mode
+from elasticcb.settings import Command, JobSettings, Mode, NonFinite
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
@@ -128,6 +128,10 @@ class Session:
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
             in_program=not settings.model.definition,
         )
+        if self.local is not None:
+            # A callback that ends training at a NaN lets the job end in order.
+            skips = training.non_finite is NonFinite.SKIP
+            self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
         self.input = TaskInput(client, self.pipeline, self.computation.prepare)

@@ -9,14 +9,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from elasticcb.clients.ps import PushResult
-from elasticcb.compute.backend import StepResult
+from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import (
     CallbackError,
     DataChangedError,
@@ -58,10 +58,13 @@ class _Pushed:
 class _Trained:
     """A batch that this worker has trained on by itself, and that is not merged yet."""
 
-    batch: Batch
-    loss: float | None  # None: it was passed over
-    seconds: float
-    event: pb.BatchEvent | None
+    units: int
+    loss: float | None = None  # None: it was passed over
+    seconds: float = 0.0
+    event: pb.BatchEvent | None = None
+    states: States = field(default_factory=dict)
+    batch: Batch | None = None  # with the rows that it had; for when it has to be done again
+    rows: TableRows = field(default_factory=dict)
 
 
 @dataclass
@@ -169,7 +172,7 @@ class TaskRun:
             self._evaluate(batch, index)
         else:
             self._predict(batch, index)
-        self._note_done(batch, None)
+        self._note_done(batch.units, None)
 
     def _train(self, batch: Batch, index: int) -> None:
         local = self._session.local
@@ -186,63 +189,80 @@ class TaskRun:
         session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
         with session.progress.computing(self.task.lease):
-            result, loss = self._step_here(local, batch)
+            rows = session.exchanges.rows_of(batch) if batch.ids else {}
+            result, loss = _step_here(local, batch, rows)
+            if not math.isfinite(loss) and training.non_finite is NonFinite.SKIP and self._redo(local):
+                result, loss = _step_here(local, batch, rows)  # what came before it had ruined the weights
+            if result.rows and math.isfinite(loss):
+                coming = session.input.coming(session.exchanges.batches_ahead)
+                session.exchanges.push(local.rows(result, loss), None, False, coming).result()
         session.forget_shown()
         if not math.isfinite(loss):
-            self._redo_without(local, batch, f"The loss is {loss} (version {local.version}).", result.logs)
+            self._pass_over(f"The loss is {loss} (version {local.version}).", batch, result.logs)
+            with session.progress.computing(self.task.lease):
+                self._redo(local)
+            self._window.append(_Trained(batch.units))
+            self._merge(local, with_slots=False)  # so that the next one that is passed over has less done again
             return
         local.count()
         self._tally.steps += 1
-        self._add_states(result.states)
         self._note_event(batch, local.version, result.logs)
         session.callbacks.note_batch(time.perf_counter() - started)
         session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
-        self._window.append(_Trained(batch, loss, self._lap(), self._event))
+        trained = _Trained(batch.units, loss, self._lap(), self._event, result.states)
+        if local.may_go_back:
+            trained = replace(trained, batch=batch, rows=rows)
+        self._window.append(trained)
         # A sign of life. The batch is done when it is merged.
         session.progress.update(self.task.lease, self._units_to_tell, session.ps.version)
 
-    def _step_here(self, local: LocalUpdates, batch: Batch) -> tuple[StepResult, float]:
-        session = self._session
-        rows = session.exchanges.rows_of(batch) if batch.ids else {}
-        result = local.train(batch.inputs, rows)
-        loss = float(np.mean(result.logs["loss"])) if "loss" in result.logs else 0.0
-        if result.rows and math.isfinite(loss):
-            coming = session.input.coming(session.exchanges.batches_ahead)
-            session.exchanges.push(local.rows(result, loss), None, False, coming).result()
-        return result, loss
+    def _redo(self, local: LocalUpdates) -> int:
+        """Makes the weights here what they are without batches of the window that ruin them; how many these are."""
+        before = self._report.batches_skipped
+        while not self._is_redone(local):
+            logger.warning("Batch skipped: the weights are not finite after it (version %d).", local.version)
+            self._report.batches_skipped += 1
+        return self._report.batches_skipped - before
 
-    def _redo_without(self, local: LocalUpdates, batch: Batch, reason: str, logs: dict[str, Any]) -> None:
-        """A batch has ruined the weights here: they become what they would be without it."""
-        self._pass_over(reason, batch, logs)
-        local.forget()
-        local.follow()
-        for trained in self._window:
-            if trained.loss is not None:
-                self._step_here(local, trained.batch)
+    def _is_redone(self, local: LocalUpdates) -> bool:
+        """Trains on the window's batches anew. One that ruins the weights is passed over; whether there is none."""
+        local.go_back()
+        for place, trained in enumerate(self._window):
+            if trained.batch is not None:
+                local.train(trained.batch.inputs, trained.rows)  # the servers have the gradients of its rows
                 local.count()
-        self._window.append(_Trained(batch, None, 0.0, None))
+                if not local.is_finite:
+                    self._window[place] = _Trained(trained.units)
+                    return False
+        return True
 
     def _merge(self, local: LocalUpdates, with_slots: bool) -> None:
-        session, window = self._session, self._window
+        session = self._session
         version = local.version
-        self._window = []
-        losses = [each.loss for each in window if each.loss is not None]
         with session.progress.computing(self.task.lease):  # others may take their time
-            answer = local.merge(losses[-1] if losses else 0.0, with_slots)
+            answer = local.merge(self._last_loss, with_slots)
         if answer.status == pb.NON_FINITE:
             if session.settings.training.non_finite is NonFinite.STOP:
+                self._window = []
                 raise NonFiniteError(answer.reason)
-            logger.warning("%d batches skipped: %s", len(window), answer.reason)
-            self._report.batches_skipped += len(window)
-            local.follow()
+            with session.progress.computing(self.task.lease):
+                self._redo(local)
+                answer = local.merge(self._last_loss, with_slots)
         elif not self._tally.first_step_told:
             logger.info("The first steps are done, after compiling them")
             self._tally.first_step_told = True
         session.client.measures.histograms[STALENESS].observe(max(0, answer.version - version))
         session.rate.adopt_base()
+        window, self._window = self._window, []
         for trained in window:
             self._event = trained.event
-            self._note_done(trained.batch, trained.loss, trained.seconds)
+            self._add_states(trained.states)
+            self._note_done(trained.units, trained.loss, trained.seconds)
+
+    @property
+    def _last_loss(self) -> float:
+        """Of the window."""
+        return next((trained.loss for trained in reversed(self._window) if trained.loss is not None), 0.0)
 
     def _hand_over(self, batch: Batch, index: int) -> None:
         """Computes the gradients of a batch, and hands them to the servers."""
@@ -260,7 +280,7 @@ class TaskRun:
                 logger.info("Batch skipped: %s", result.overflow)
                 self._report.batches_skipped += 1
                 self._add_states(result.states)
-                self._note_done(batch, result.push.loss)
+                self._note_done(batch.units, result.push.loss)
                 return
             self._tally.steps += 1
             pull = self._tally.steps % training.get_model_steps == 0
@@ -283,7 +303,7 @@ class TaskRun:
             return False
         if answer.status == pb.NON_FINITE:
             self._pass_over(answer.reason, batch, result.logs)
-            self._note_done(batch, float("nan"))
+            self._note_done(batch.units, float("nan"))
             return True
         if not self._tally.first_step_told:
             logger.info("The first step is done, after compiling it")
@@ -296,7 +316,7 @@ class TaskRun:
         self._note_event(batch, answer.version, result.logs)
         session.callbacks.note_batch(time.perf_counter() - pushed.started)
         session.call_of_batch("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
-        self._note_done(batch, result.push.loss)
+        self._note_done(batch.units, result.push.loss)
         return True
 
     def settle_all(self) -> None:
@@ -372,14 +392,15 @@ class TaskRun:
         seconds, self._done_at = now - self._done_at, now
         return seconds if compiled and self.task.type == pb.TRAINING else 0.0
 
-    def _note_done(self, batch: Batch, loss: float | None, seconds: float | None = None) -> None:
+    def _note_done(self, units: int, loss: float | None, seconds: float | None = None) -> None:
         """Counts a batch as done, and tells the master at times.
 
         Args:
+            units: of the batch.
             seconds: that it took, where they are known already.
         """
         session = self._session
-        self._units_done += batch.units
+        self._units_done += units
         seconds = self._lap() if seconds is None else seconds
         session.progress.update(
             self.task.lease,
@@ -407,13 +428,9 @@ class TaskRun:
     # ------------------------------------------------------------ the end
 
     @property
-    def _begun(self) -> list[Batch]:
-        """Batches that are not done yet."""
-        return [pushed.batch for pushed in self._pushed] + [trained.batch for trained in self._window]
-
-    @property
     def units_begun(self) -> int:
-        return self._units_done + sum(batch.units for batch in self._begun)
+        trained = sum(trained.units for trained in self._window)
+        return self._units_done + sum(pushed.batch.units for pushed in self._pushed) + trained
 
     def end_early(self) -> None:
         """Reports the task if all that this worker is to do of it is begun."""
@@ -474,6 +491,11 @@ class TaskRun:
         self._session.exchanges.forget_rows()
         self._session.progress.clear()
         self._session.input.release(self.task.lease)
+
+
+def _step_here(local: LocalUpdates, batch: Batch, rows: TableRows) -> tuple[StepResult, float]:
+    result = local.train(batch.inputs, rows)
+    return result, float(np.mean(result.logs["loss"])) if "loss" in result.logs else 0.0
 
 
 def _check_size(task: Any, outputs: list[Outputs]) -> None:

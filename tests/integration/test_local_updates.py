@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import elasticcb
 from elasticcb.errors import JobFailedError
+from elasticcb.worker.local_updates import LocalUpdates
 from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
 
 RECORDS = 6_000
@@ -114,6 +115,23 @@ def test_updates_that_build_on_each_other_do_what_they_do_in_keras():
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize(("batches", "expected"), [(24, [12, 12]), (30, [6, 12, 12]), (10, [5, 5])])
+def test_tasks_of_fit_are_whole_windows_where_each_worker_gets_one(monkeypatch, batches, expected):
+    windows, merge = [], LocalUpdates.merge
+
+    def noted(self, *given):
+        windows.append(self._batches)
+        return merge(self, *given)
+
+    monkeypatch.setattr(LocalUpdates, "merge", noted)
+    x = np.ones((16 * batches, 4), "float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with elasticcb.Cluster(2, kind="inprocess", updates="local", local_steps=12, log_level="ERROR") as cluster:
+        cluster.fit(model, x, x[:, :1], batch_size=16, verbose=0)
+    assert sorted(windows) == expected
+
+
 def table_model(**options):
     keras.utils.set_random_seed(2)
     ids = keras.Input((3,), dtype="int64")
@@ -129,9 +147,21 @@ LABELS = np.sin(IDS).sum(1, keepdims=True).astype("float32")
 SERVED = elasticcb.EmbeddingOptions(threshold_bytes=0)
 
 
-def test_rows_of_embedding_tables_are_updated_by_the_servers_at_each_batch():
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    expected, model = table_model(), table_model()
+class Halved(keras.callbacks.Callback):
+    """The learning rate of each batch of an epoch is half that of the one before."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.2 * 0.5 ** (batch % 40)
+
+
+@pytest.mark.parametrize(
+    ("rate", "callbacks"),
+    [(0.1, []), (keras.optimizers.schedules.ExponentialDecay(0.2, 8, 0.5), []), (0.1, [Halved()])],
+    ids=["constant", "schedule", "callback"],
+)
+def test_rows_of_embedding_tables_are_updated_by_the_servers_at_each_batch(rate, callbacks):
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
+    expected, model = (table_model(optimizer=keras.optimizers.SGD(rate)) for _ in range(2))
     expected.fit(IDS, LABELS, **fit)
     with elasticcb.Cluster(1, 2, kind="inprocess", updates="local", embedding=SERVED, log_level="WARNING") as cluster:
         cluster.fit(model, IDS, LABELS, **fit)
@@ -164,6 +194,55 @@ def test_gradients_that_are_clipped_together_stay_together():
         own.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.1), "mse")
         with pytest.raises(JobFailedError, match="has global_clipnorm, and the model has embedding tables"):
             cluster.fit(own, IDS, np.zeros((640, 3, 8)), verbose=0)
+
+
+class Spoiled(keras.losses.Loss):
+    """Its gradient is NaN for labels of 900, though it is finite itself."""
+
+    def call(self, labels, predictions):
+        spoiled = keras.ops.cast(labels > 800, "float32")
+        errors = keras.ops.square(predictions - labels) * (1 - spoiled)
+        return keras.ops.mean(errors + spoiled * keras.ops.sqrt(keras.ops.abs(predictions * 0.0)), -1)
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, 900.0], ids=["loss", "gradient"])
+@pytest.mark.parametrize("place", [7, 9])  # in the second window of a task, of which the latter is the end
+def test_no_batch_but_the_one_with_nan_is_passed_over(place, spoiled):
+    x = np.random.default_rng(5).normal(size=(640, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    bad = slice(16 * place, 16 * place + 16)
+    labels = y.copy()
+    labels[bad] = spoiled
+
+    def model():
+        keras.utils.set_random_seed(4)
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.05, momentum=0.9), Spoiled())
+        return made
+
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    expected, found = model(), model()
+    history = expected.fit(np.delete(x, bad, 0), np.delete(y, bad, 0), **fit).history
+    with elasticcb.Cluster(
+        kind="inprocess", updates="local", local_steps=5, non_finite="skip", log_level="ERROR"
+    ) as cluster:
+        np.testing.assert_allclose(cluster.fit(found, x, labels, **fit).history["loss"], history["loss"], rtol=1e-5)
+    for mine, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_rows_of_tables_do_not_move_again_when_a_batch_with_nan_is_passed_over():
+    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    labels = LABELS.copy()
+    labels[96:112] = np.nan
+    expected, model = table_model(), table_model()
+    expected.fit(np.delete(IDS, slice(96, 112), 0), np.delete(LABELS, slice(96, 112), 0), **fit)
+    with elasticcb.Cluster(
+        kind="inprocess", updates="local", non_finite="skip", embedding=SERVED, log_level="ERROR"
+    ) as cluster:
+        cluster.fit(model, IDS, labels, **fit)
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("skips", [True, False])

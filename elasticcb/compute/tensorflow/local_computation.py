@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
@@ -15,9 +16,10 @@ from elasticcb.compute.tensorflow.computation import TensorFlowComputation, tabl
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics, to_number
-from elasticcb.optimizers.state import OptimizerState, read_optimizers, set_optimizers
+from elasticcb.optimizers.state import OptimizerState, read_optimizers, set_optimizers, shared_variables
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec
@@ -42,6 +44,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._averages = MovingAverages(model)
         self._owners = [spec.optimizer for spec in specs]
         self.optimizer_state()  # builds the optimizers
+        self._shared = shared_variables(capture.optimizers, model.weights, self._owners)
         for optimizer in map(unwrapped, capture.optimizers):
             # What `exclude_from_weight_decay` was told, the master has worked out.
             optimizer._exclude_from_weight_decay_cache = {
@@ -92,6 +95,9 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
 
     def optimizer_state(self, with_slots: bool = True) -> OptimizerState:
         return read_optimizers(self._capture.optimizers, self._model.weights, self._owners, with_slots)
+
+    def shared_optimizer_state(self) -> Mapping[str, Array]:
+        return {name: np.array(variable.value.numpy()) for name, variable in self._shared.items()}
 
     def set_optimizer_state(self, state: OptimizerState) -> None:
         set_optimizers(state, self._capture.optimizers, self._model.weights, self._owners)
