@@ -169,16 +169,14 @@ class KerasJobs:
     def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
         """Settings of a job whose tasks are ranges of batches."""
         sizes = [source.num_batches for source in sources.values()]
-        training, workers = self._settings.training, self._settings.cluster.num_workers
-        tasks = workers * _TASKS_PER_WORKER
+        training = self._settings.training
+        tasks = self._settings.cluster.num_workers * _TASKS_PER_WORKER
         known = [size for size in sizes if size is not None]
         per_task = min(max(max(known, default=0) // tasks, 1), _MOST_BATCHES_PER_TASK)
         if None in sizes:
             per_task = _BATCHES_PER_TASK_OF_UNKNOWN
-        if training.is_local and Mode.TRAINING in sources:
-            batches = sources[Mode.TRAINING].num_batches
-            most = _MOST_BATCHES_PER_TASK if batches is None else -(-batches // workers)
-            per_task = max(1, min(in_windows(per_task, training.local_steps), most))
+        if training.is_local and per_task > training.local_steps:
+            per_task = in_windows(per_task, training.local_steps)
         return {
             "minibatch_size": 1,
             "num_minibatches_per_task": per_task,

@@ -48,7 +48,10 @@ class TrainingCalls:
         awaited = PushName(request.worker_id, request.awaited or request.sequence)
         due = model.policy.due(self._lost_workers)
         if due is not None:
-            model.update([name for name in due.pushes if name.worker not in self._lost_workers])
+            for name in due.pushes:
+                if name.worker in self._lost_workers:  # others do its batches again
+                    del model.staged[name]
+            model.update([name for name in due.pushes if name in model.staged])
         parameters = model.parameters
         response = pb.ExchangeResponse(
             status=verdict.status,  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings, Mode
 from elasticcb.worker.session import BuiltModel, Session
 from elasticcb.worker.task_input import Batch, Event, Finished, TaskRead, TaskStarted
-from elasticcb.worker.task_run import Tally, TaskRun
+from elasticcb.worker.task_progress import Tally
+from elasticcb.worker.task_run import TaskRun
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class TaskLoop:
         """Tells the master all that is done; the rest of the present task goes to others."""
         logger.info("Asked to end: the rest of the present task goes back")
         if self._run is not None:
-            self._run.settle_all()
+            self._run.settle()
         if self._tally.predicts:
             self._end_predictions()
             if self._run is not None:

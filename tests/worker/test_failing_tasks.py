@@ -10,7 +10,8 @@ import pytest
 from elasticcb.errors import DataError, NonFiniteError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.worker.task_input import TaskStarted
-from elasticcb.worker.task_run import Tally, TaskRun
+from elasticcb.worker.task_progress import Tally
+from elasticcb.worker.task_run import TaskRun
 
 
 class Told:
@@ -30,7 +31,7 @@ class Told:
 
 def run(told: Told) -> TaskRun:
     session: Any = SimpleNamespace(
-        client=told, progress=told, input=told, exchanges=SimpleNamespace(forget_rows=lambda: None)
+        client=told, progress=told, input=told, local=None, exchanges=SimpleNamespace(forget_rows=lambda: None)
     )
     return TaskRun(session, Tally(), TaskStarted(pb.Task(id=1, lease=5, type=pb.TRAINING)))
 

@@ -1,0 +1,155 @@
+"""Training by the worker itself, whose work is merged after a window of batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from elasticcb.compute.backend import StepResult, TableRows
+from elasticcb.errors import NonFiniteError
+from elasticcb.model.metric_messages import States
+from elasticcb.process.stats import STALENESS
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.settings import NonFinite
+from elasticcb.worker.local_updates import LocalUpdates
+from elasticcb.worker.session import Session
+from elasticcb.worker.task_input import Batch
+from elasticcb.worker.task_progress import Tally, TaskProgress, Training
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A batch that is not merged yet."""
+
+    units: int
+    loss: float | None = None  # None: it was passed over
+    seconds: float = 0.0
+    event: pb.BatchEvent | None = None
+    states: States = field(default_factory=dict)
+    batch: Batch | None = None  # with the rows that it had; for when it has to be done again
+    rows: TableRows = field(default_factory=dict)
+
+
+class LocalTraining(Training):
+    """Arguments as of `TaskProgress`; `progress` is that of the task, `local` of the session."""
+
+    def __init__(self, session: Session, tally: Tally, progress: TaskProgress, local: LocalUpdates) -> None:
+        self._session, self._tally, self._progress, self._local = session, tally, progress, local
+        self._window: list[_Trained] = []
+
+    def train(self, batch: Batch, index: int) -> None:
+        """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
+        session, progress, local = self._session, self._progress, self._local
+        if len(self._window) >= session.settings.training.local_steps:
+            self._merge(with_slots=False)
+        session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
+        started = time.perf_counter()
+        with session.progress.computing(progress.task.lease):
+            rows = session.exchanges.rows_of(batch) if batch.ids else {}
+            result, loss = self._step(batch, rows)
+            if not math.isfinite(loss) and session.settings.training.non_finite is NonFinite.SKIP and self._redo():
+                result, loss = self._step(batch, rows)  # what came before it had ruined the weights
+            if math.isfinite(loss):
+                self._push_rows(result, loss)
+        session.forget_shown()
+        if not math.isfinite(loss):
+            self._leave_out(batch, f"The loss is {loss} (version {local.version}).", result.logs)
+            return
+        local.count()
+        self._tally.steps += 1
+        progress.note_event(batch, local.version, result.logs)
+        session.callbacks.note_batch(time.perf_counter() - started)
+        session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
+        trained = _Trained(batch.units, loss, progress.lap(), progress.event, result.states)
+        if local.may_go_back:
+            trained = replace(trained, batch=batch, rows=rows)
+        self._window.append(trained)
+        progress.tell()  # the batch is done when it is merged
+
+    def _step(self, batch: Batch, rows: TableRows) -> tuple[StepResult, float]:
+        result = self._local.train(batch.inputs, rows)
+        return result, float(np.mean(result.logs["loss"])) if "loss" in result.logs else 0.0
+
+    def _push_rows(self, result: StepResult, loss: float) -> None:
+        if result.rows:
+            exchanges = self._session.exchanges
+            coming = self._session.input.coming(exchanges.batches_ahead)
+            exchanges.push(self._local.rows(result, loss), None, False, coming).result()
+
+    # ------------------------------------------------------------ NaN and infinity
+
+    def _leave_out(self, batch: Batch, reason: str, logs: dict[str, Any]) -> None:
+        """A batch has ruined the weights here."""
+        self._progress.pass_over(reason, batch, logs)
+        with self._session.progress.computing(self._progress.task.lease):
+            self._redo()
+        self._window.append(_Trained(batch.units))
+        self._merge(with_slots=False)  # so that the next one that is passed over has less done again
+
+    def _redo(self) -> int:
+        """Makes the weights here what they are without batches of the window that ruin them; how many these are."""
+        report, version = self._progress.report, self._local.version
+        before = report.batches_skipped
+        while not self._is_redone():
+            logger.warning("Batch skipped: the weights are not finite after it (version %d).", version)
+            report.batches_skipped += 1
+        return int(report.batches_skipped - before)
+
+    def _is_redone(self) -> bool:
+        """Trains on the window's batches anew. One that ruins the weights is passed over; whether there is none."""
+        self._local.go_back()
+        for place, trained in enumerate(self._window):
+            if trained.batch is not None:
+                self._local.train(trained.batch.inputs, trained.rows)  # the servers have the gradients of its rows
+                self._local.count()
+                if not self._local.is_finite:
+                    self._window[place] = _Trained(trained.units)
+                    return False
+        return True
+
+    # ------------------------------------------------------------ merging
+
+    def _merge(self, with_slots: bool) -> None:
+        session, progress = self._session, self._progress
+        version = self._local.version
+        with session.progress.computing(progress.task.lease):  # others may take their time
+            answer = self._local.merge(self._last_loss, with_slots)
+            if answer.status == pb.NON_FINITE:
+                if session.settings.training.non_finite is NonFinite.STOP:
+                    self.drop()
+                    raise NonFiniteError(answer.reason)
+                self._redo()
+                answer = self._local.merge(self._last_loss, with_slots)
+        self._tally.tell_first_step()
+        session.client.measures.histograms[STALENESS].observe(max(0, answer.version - version))
+        session.rate.adopt_base()
+        window, self._window = self._window, []
+        for trained in window:
+            progress.event = trained.event
+            progress.add_states(trained.states)
+            progress.note_done(trained.units, trained.loss, trained.seconds)
+
+    @property
+    def _last_loss(self) -> float:
+        """Of the window."""
+        return next((trained.loss for trained in reversed(self._window) if trained.loss is not None), 0.0)
+
+    def settle(self) -> None:
+        if self._window:
+            self._merge(with_slots=True)
+
+    @property
+    def units_begun(self) -> int:
+        return sum(trained.units for trained in self._window)
+
+    def drop(self) -> None:
+        if self._window:
+            self._window = []
+            self._local.forget()
