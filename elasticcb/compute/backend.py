@@ -153,8 +153,8 @@ class LocalComputation(Computation):
         """The model's present weights, cut for servers."""
 
     @abstractmethod
-    def optimizer_state(self, with_slots: bool = True) -> OptimizerState:
-        """What the optimizers hold of all but embedding tables; of no single variable, unless `with_slots`."""
+    def optimizer_state(self) -> OptimizerState:
+        """What the optimizers hold of all but embedding tables."""
 
     @abstractmethod
     def shared_optimizer_state(self) -> Mapping[str, Array]:

@@ -64,7 +64,6 @@ def read_optimizers(
     model_optimizers: Sequence[keras.optimizers.Optimizer],
     model_variables: Sequence[keras.Variable],
     owners: Sequence[int] | None = None,
-    with_slots: bool = True,
 ) -> OptimizerState:
     """Copies what the optimizers hold, and builds those that are not built yet.
 
@@ -73,7 +72,6 @@ def read_optimizers(
         model_variables: `model.weights`.
         owners: for each of the variables, the index of its optimizer. Without it, several optimizers that
             are not built yet are left out: what they would hold is what any new one holds.
-        with_slots: False leaves out what belongs to single variables.
 
     Raises `ElasticCBError` when a built optimizer does not know a variable that is to be trained.
     """
@@ -81,9 +79,8 @@ def read_optimizers(
     names = []
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
         names.append(leaf.class_name)
-        if with_slots:
-            state.slots |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.slots}
-            state.extras |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.extras}
+        state.slots |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.slots}
+        state.extras |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.extras}
         state.shared |= {leaf.prefix + name: _copied(value) for name, value in found.shared.items()}
     state.optimizers = tuple(names)
     return state

@@ -76,7 +76,7 @@ class LocalUpdates:
 
     def _keep(self) -> None:
         if self.may_go_back:
-            self._optimizers = self._computation.optimizer_state(True)
+            self._optimizers = self._computation.optimizer_state()
 
     def _take(self, optimizers: OptimizerState | None) -> None:
         """The model, and its optimizers, become what the servers hold; None: they are that."""
@@ -144,6 +144,8 @@ class LocalUpdates:
             moved.append({dtype: block - old[dtype] for dtype, block in of_kind(WEIGHTS, now).items()})
         decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
         state, shares = state_moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
+        shared = OptimizerState(shared=dict(self._computation.shared_optimizer_state()))
+        held = self._computation.optimizer_state() if with_slots else shared
         return Gradients(
             moved,
             tuple(index for index, spec in enumerate(specs) if spec.trainable and not spec.table),
@@ -154,7 +156,7 @@ class LocalUpdates:
             _non_finite(moved, present, specs),
             base.partition,
             self._batches,
-            to_tensors(_trained(self._computation.optimizer_state(with_slots), specs)),
+            to_tensors(_trained(held, specs)),
         )
 
 

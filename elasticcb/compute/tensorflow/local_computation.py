@@ -93,8 +93,8 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         copies = ({name: aligned_copy(block) for name, block in server.items()} for server in weights)
         super().set_weights(PlacedBlocks(copies, weights.partition))
 
-    def optimizer_state(self, with_slots: bool = True) -> OptimizerState:
-        return read_optimizers(self._capture.optimizers, self._model.weights, self._owners, with_slots)
+    def optimizer_state(self) -> OptimizerState:
+        return read_optimizers(self._capture.optimizers, self._model.weights, self._owners)
 
     def shared_optimizer_state(self) -> Mapping[str, Array]:
         return {name: np.array(variable.value.numpy()) for name, variable in self._shared.items()}
