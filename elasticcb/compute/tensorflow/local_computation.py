@@ -77,11 +77,16 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         return self._averages.decays
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        if self._follow(partition):
-            self._pack_all = tf.function(self._packed, autograph=False)
+        self._follow(partition)
         weights, state = map(to_arrays, self._pack_all())
         blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
         return PlacedBlocks(blocks, partition)
+
+    def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
+        is_another = super()._follow(partition)
+        if is_another:
+            self._pack_all = tf.function(self._packed, autograph=False)
+        return is_another
 
     def _packed(self) -> Any:
         values = {index: variable.value for index, variable in enumerate(self._model.weights)}
