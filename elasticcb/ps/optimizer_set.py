@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +76,8 @@ class OptimizerSet:
         self.variables = {index: variable for part in self.parts for index, variable in part.variables.items()}
         self.groups = [group for part in self.parts for group in part.groups]
         self._of = {index: part for part in self.parts for index in part.updates}
+        self._periods = {part.prefix + "iterations": _period(part.optimizer) for part in self.parts}
+        self._not_shown: dict[str, int] = {}  # steps that `iterations` lacks, by its key
         self._first = next((part for part in self.parts if part.name == "0"), None)
 
     @property
@@ -168,26 +171,44 @@ class OptimizerSet:
         finally:
             assign(own)
 
-    def merge(self, state: OptimizerState, share: float, others: int) -> None:
-        """Moves towards what a worker's optimizers hold, as far as a share says.
+    def merge(self, state: OptimizerState, batches: int, others: int) -> None:
+        """Moves towards what a worker's optimizers hold, as far as its share in all batches says.
 
         Args:
             state: checked.
+            batches: of the worker.
             others: batches of other workers that the state knows nothing of.
         """
+        share = batches / (batches + others)
         merged: list[tuple[keras.Variable | Piece, Array]] = []
         for kind, key, target in self._targets():
             given = getattr(state, kind).get(key)
             if given is None or (kind == "shared" and str(key).endswith("learning_rate")):  # the servers' own
                 continue
-            if given.dtype.kind in "iu":
-                merged.append((target, given + given.dtype.type(others)))  # it counts steps
+            if given.dtype.kind in "iu":  # it counts steps
+                merged.append(
+                    (target, np.asarray(self._counted(str(key), target, given, batches, others), given.dtype))
+                )
             elif share < 1:
                 held = _present(target)
                 merged.append((target, (held + (given - held) * share).astype(given.dtype)))
             else:
                 merged.append((target, given))
         assign(merged)
+
+    def _counted(self, key: str, target: keras.Variable | Piece, given: int, batches: int, others: int) -> int:
+        """The steps of all workers, of which one has come to `given`.
+
+        What is done at every so many steps, as when gradients are accumulated, each worker does by itself. So it must
+        not lose its place among these: others' steps are shown when they are as many.
+        """
+        period = self._periods.get(key, 1)
+        if period == 1 or not others:
+            return given + others
+        steps = int(_present(target)) + self._not_shown.get(key, 0) + batches
+        shown = given + max(0, steps - given) // period * period
+        self._not_shown[key] = max(0, steps - shown)
+        return shown
 
     def restore(self, part: Part) -> None:
         """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
@@ -247,6 +268,12 @@ class OptimizerSet:
         """Lets each set its final weights; whether any did."""
         finalized = [part.finalize() for part in self.parts]
         return any(finalized)
+
+
+def _period(optimizer: keras.optimizers.Optimizer) -> int:
+    """An optimizer does the same every so many steps."""
+    every = [optimizer.gradient_accumulation_steps, optimizer.ema_overwrite_frequency if optimizer.use_ema else None]
+    return math.lcm(*(steps or 1 for steps in every))
 
 
 def _present(variable: keras.Variable | Piece) -> Array:

@@ -202,7 +202,7 @@ class Parameters:
         for push, batches, since in moving:  # one after another, which makes means, too
             others = done + since
             with tf.device("/CPU:0"):
-                optimizers.merge(from_tensors(push.optimizers), batches / (batches + others), others)
+                optimizers.merge(from_tensors(push.optimizers), batches, others)
             self._move_state(push, others / batches)
             done += batches
         self.version += total

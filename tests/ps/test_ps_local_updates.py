@@ -135,3 +135,21 @@ def test_a_constraint_holds_of_what_several_workers_make():
         np.testing.assert_array_equal(one.values()[0], np.zeros(6))
     finally:
         one.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 64}, {"use_ema": True, "ema_overwrite_frequency": 64}]
+)
+def test_what_is_done_every_so_many_steps_is_done_by_each_worker(options):
+    cluster = Cluster(make_optimizer=lambda: keras.optimizers.SGD(0.5, **options), updates="local")
+    cluster.initialize(FIRST)
+    found, counted = 0, []
+    for turn in range(1, 9):
+        for worker in (1, 2, 3, 4):
+            tensors = {"shared/iterations": np.int64(found + 16)}
+            answer = merge(cluster, 0.0, 16, 64 * (turn - 1), worker, turn, tensors, optimizers=True, known=-1)
+        found = int(answer.tensors["shared/iterations"])
+        counted.append(found)
+    cluster.close()
+    assert [count % 64 for count in counted] == [16, 32, 48, 0] * 2  # else none comes to its 64th step
+    assert counted[-1] == 4 * 16 * 8
