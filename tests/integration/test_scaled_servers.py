@@ -10,9 +10,10 @@ from elasticcb.checkpoint.versions import find_latest
 from elasticcb.cli.main import main
 from jobs import number, offsets_job, open_gate, train_flags
 
-RECORDS, IDS, EPOCHS = 3_000, 40, 3
+RECORDS, IDS, EPOCHS = 6_000, 40, 4
 # The version at which the workers wait until the servers have been moved: well within the last epoch, so that they are
-# done with the evaluation round of the epoch before, during which servers don't move.
+# done with the evaluation round of the epoch before, during which servers don't move. One of them may come to it while
+# the other one waits for seconds for a server that was killed, so it is far from where the first move begins.
 GATE = (EPOCHS - 1) * RECORDS // 8 + 200
 
 
