@@ -32,13 +32,13 @@ Data = tuple[Any, Any, tuple[Any, Any]]  # x, y, (validation x, validation y)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what is told of it."""
+    """A model, and which of its metrics is reported."""
 
     make: Callable[[float], Any]  # by what its learning rate is multiplied with
     load: Callable[[Path], Data]
     epochs: int
     metric: str
-    scale: float = 1.0  # of what is told
+    scale: float = 1.0  # that the metric is multiplied with
 
 
 def houses(rows: int, seed: int) -> tuple[Any, Any]:

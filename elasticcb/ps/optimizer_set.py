@@ -129,10 +129,16 @@ class OptimizerSet:
 
     def state(self) -> OptimizerState:
         """Everything that the optimizers hold, of the shapes of this server's parts. The arrays do not change later."""
-        state = OptimizerState(optimizers=self.names)
+        state = self.shared_state()
         for part in self.parts:
             state.slots |= {(slot.variable, slot.name): _present(slot.value) for slot in part.slots}
             state.extras |= {(slot.variable, slot.name): _present(slot.value) for slot in part.extras}
+        return state
+
+    def shared_state(self) -> OptimizerState:
+        """What they hold of no single variable."""
+        state = OptimizerState(optimizers=self.names)
+        for part in self.parts:
             state.shared |= {part.prefix + name: _present(value) for name, value in part.shared.items()}
         return state
 

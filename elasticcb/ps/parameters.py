@@ -223,9 +223,11 @@ class Parameters:
             self._state = {**self._state, **new}
             self.state_version += 1
 
-    def optimizer_state(self) -> OptimizerState:
-        """What the optimizers hold of all but embedding tables. The arrays do not change later."""
-        return OptimizerState() if self.optimizers is None else self.optimizers.state()
+    def optimizer_state(self, with_slots: bool) -> OptimizerState:
+        """What the optimizers hold of all but embedding tables, or of no single variable. The arrays do not change."""
+        if self.optimizers is None:
+            return OptimizerState()
+        return self.optimizers.state() if with_slots else self.optimizers.shared_state()
 
     def finalize(self) -> None:
         """Lets the optimizers set the final weights (their moving average); a version of its own."""

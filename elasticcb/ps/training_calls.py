@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.replica_log import Entry
@@ -72,8 +71,7 @@ class TrainingCalls:
         tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
         knows = request.batches > 0 and knows_result(request, parameters.version)
         if (request.optimizers or request.batches or request.awaited) and not knows:
-            held = parameters.optimizer_state()
-            tensors |= to_tensors(held if request.optimizers else OptimizerState(shared=held.shared))
+            tensors |= to_tensors(parameters.optimizer_state(with_slots=request.optimizers))
         if not request.pull or knows:
             return Frame(response, tensors)
         pulled = snapshot or parameters.snapshot()
