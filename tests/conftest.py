@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -113,6 +114,34 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"Real data sets are not at {folder}; ELASTICCB_SHARED_DATA can name their folder.")
     return folder
+
+
+@pytest.fixture
+def serve_and_connect():
+    """Starts a server whose one method is the given function, and connects to it; gives both."""
+    from echo_server import echo, start_server
+
+    from elasticcb.rpc.connection import Connection
+    from elasticcb.security.credentials import Access
+
+    with contextlib.ExitStack() as stack:
+
+        def start(answer=echo, token=""):
+            server = start_server(answer, access=Access(token))
+            stack.callback(server.stop)
+            connection = Connection(server.address, "the echo server", 5.0, Access(token))
+            stack.callback(connection.close)
+            return server, connection
+
+        yield start
+
+
+@pytest.fixture
+def never_again(monkeypatch):
+    """No call may be tried again."""
+    from elasticcb.rpc import connection
+
+    monkeypatch.setattr(connection.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
 
 
 @pytest.fixture

@@ -12,31 +12,26 @@ from typing import Any
 
 import grpc
 import pytest
+from echo_server import ask, start_server
 from health_probe import SERVING, check
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master import metrics_server
 from elasticcb.master.master import Master
-from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc import server as rpc_server
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.health import HealthServer
-from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import Method
-from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings
 from metrics_scrapes import Scrape
 
 ACCESS = Access("secret")
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 
 def serve_with_few_descriptors(pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    server = Server(access=ACCESS)
-    server.add(FrameService({ECHO: lambda frame: Frame(pb.ExchangeResponse(version=frame.header.version), {})}))
-    server.start()
+    rpc_server._HANDSHAKE = (rpc_server._HANDSHAKE[0], 2_000)  # ms; it is what strangers keep their descriptors for
+    server = start_server(access=ACCESS)
     pipe.send(server.address)
     pipe.recv()
 
@@ -61,7 +56,7 @@ def test_idle_connections_of_strangers_do_not_end_a_server_with_few_descriptors(
     address = pipe.recv()
     with connected(address, 400, said):
         connection = Connection(address, "the server", 120.0, ACCESS)
-        assert connection.call(ECHO, Frame(pb.ExchangeRequest(version=7), {})).header.version == 7
+        assert ask(connection, 7).header.version == 7
         connection.close()
     pipe.send(None)
     process.join()

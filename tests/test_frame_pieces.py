@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from echo_server import ECHO, ask
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -14,10 +15,9 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_pieces import Pieces, UnknownPiecesError
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import Method
 from elasticcb.rpc.tensors import Frame
 
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse, transient=True)
+METHOD = replace(ECHO, transient=True)
 RNG = np.random.default_rng(0)
 
 
@@ -34,7 +34,7 @@ class Echo:
 
     def __init__(self, function, kind):
         self.function, self.requests = function, []
-        self.service = FrameService({ECHO: self._answer})
+        self.service = FrameService({METHOD: self._answer})
         self._pieces = self.service._pieces
         answer = self._pieces.answer
         self.pieces = 0
@@ -43,19 +43,19 @@ class Echo:
             self.pieces += 1
             return answer(frame)
 
-        self.service._handlers[ECHO.piece] = counted
+        self.service._handlers[METHOD.piece] = counted
         self.server = Server()
         self.server.add(self.service)
         self.server.start()
         self.connection = Connection(self.server.address, "the echo server", 5.0)
-        self._method = replace(ECHO, shared=kind != "plain", often=kind == "often")
+        self._method = replace(METHOD, shared=kind != "plain", often=kind == "often")
 
     def _answer(self, frame):
         self.requests.append(frame)
         return self.function(frame)
 
     def call(self, tensors):
-        return self.connection.call(self._method, Frame(pb.ExchangeRequest(), tensors)).tensors
+        return ask(self.connection, method=self._method, **tensors).tensors
 
     def close(self):
         self.connection.close()
@@ -132,7 +132,7 @@ def test_request_whose_pieces_are_gone_is_sent_again(start):
         echo.pieces += 1
         return losing(frame)
 
-    echo.service._handlers[ECHO.piece] = counted
+    echo.service._handlers[METHOD.piece] = counted
     assert_same(echo.call(sent), sent)
     assert lost
     assert echo.pieces == 6 + undisturbed  # the sixth was refused

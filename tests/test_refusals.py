@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+from echo_server import ECHO, ask, echo, start_server
 from ps_clients import TrainingControl
 
 from elasticcb.cli.summary import summary_lines
@@ -19,14 +20,11 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc import admission
 from elasticcb.rpc.admission import PROTOCOL
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.frame_service import FrameService
-from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import PS_METHODS, Method
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 RELEASE = ("elasticcb-protocol", str(PROTOCOL))
 TOKEN = ("elasticcb-token", "secret")
 
@@ -35,10 +33,8 @@ class Echo:
     """A server that says what it hears, and a channel to it that carries nothing by itself."""
 
     def __init__(self, **options):
-        self.answer = lambda frame: Frame(pb.ExchangeResponse(version=frame.header.version), frame.tensors)
-        self.server = Server(access=Access("secret"), **options)
-        self.server.add(FrameService({ECHO: lambda frame: self.answer(frame)}))
-        self.server.start()
+        self.answer = echo
+        self.server = start_server(lambda frame: self.answer(frame), access=Access("secret"), **options)
         self.connection = Connection(self.server.address, "the echo server", 60.0, Access("secret"))
         self.send = self.connection.channel.unary_unary(ECHO.path)
 
@@ -48,9 +44,7 @@ class Echo:
         return caught.value.code()
 
     def call(self, shared=False, **tensors):
-        return self.connection.call(
-            replace(ECHO, shared=shared), Frame(pb.ExchangeRequest(version=7), tensors)
-        ).header.version
+        return ask(self.connection, 7, replace(ECHO, shared=shared), **tensors).header.version
 
     @property
     def counts(self):
@@ -58,7 +52,7 @@ class Echo:
 
 
 @pytest.fixture
-def echo():
+def serve():
     with contextlib.ExitStack() as stack:
 
         def start(**options):
@@ -70,8 +64,8 @@ def echo():
         yield start
 
 
-def test_refused_calls_are_counted_by_reason(echo):
-    server = echo()
+def test_refused_calls_are_counted_by_reason(serve):
+    server = serve()
     assert server.refusal(b"", ("elasticcb-token", "guess"), RELEASE) is grpc.StatusCode.UNAUTHENTICATED
     assert server.refusal(b"", RELEASE) is grpc.StatusCode.UNAUTHENTICATED
     assert server.refusal(b"", TOKEN) is grpc.StatusCode.FAILED_PRECONDITION
@@ -84,15 +78,15 @@ def test_refused_calls_are_counted_by_reason(echo):
     }
 
 
-def test_a_message_that_is_too_large_is_an_error_of_its_sender(echo):
-    server = echo(largest_message=1 << 20)
+def test_a_message_that_is_too_large_is_an_error_of_its_sender(serve):
+    server = serve(largest_message=1 << 20)
     with pytest.raises(WireError, match=r"refused a message: .*larger than max"):
         server.call(a=np.zeros(1 << 20))
     assert server.call() == 7
 
 
-def test_malformed_messages_on_a_link_are_counted_too(echo):
-    server = echo()
+def test_malformed_messages_on_a_link_are_counted_too(serve):
+    server = serve()
     assert server.call(shared=True) == 7
     link = server.connection.transport_of(ECHO).memory.link
     if link is None:
@@ -102,8 +96,8 @@ def test_malformed_messages_on_a_link_are_counted_too(echo):
     assert server.counts == {"malformed": 1}
 
 
-def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(echo, caplog):
-    server = echo()
+def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(serve, caplog):
+    server = serve()
     threads, calls = 4, 500
     codes = []
 
@@ -131,8 +125,8 @@ def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(echo
     assert not [line for line in lines if "guess" in line or "secret" in line]
 
 
-def test_strangers_take_no_threads(echo):
-    server = echo(threads=1)
+def test_strangers_take_no_threads(serve):
+    server = serve(threads=1)
     held, let_go = threading.Event(), threading.Event()
     echo_of, server.answer = server.answer, lambda frame: held.set() or (let_go.wait(60) and echo_of(frame))
     call = threading.Thread(target=server.call)
@@ -163,9 +157,9 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
     ps.stop()
 
 
-def test_calls_beyond_the_most_are_refused_and_taken_later(echo, monkeypatch):
+def test_calls_beyond_the_most_are_refused_and_taken_later(serve, monkeypatch):
     monkeypatch.setattr(admission, "_MOST_CALLS", 2)
-    server = echo()
+    server = serve()
     held, let_go = threading.Semaphore(0), threading.Event()
     echo_of, server.answer = server.answer, lambda frame: held.release() or (let_go.wait(60) and echo_of(frame))
     answers = []

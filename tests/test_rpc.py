@@ -7,6 +7,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
+from echo_server import ECHO, ask, echo, start_server
 
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import (
@@ -19,16 +20,13 @@ from elasticcb.errors import (
 )
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.peers import Peers
-from elasticcb.rpc import connection as connection_module
 from elasticcb.rpc.admission import PROTOCOL
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import PS_METHODS, Method
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
-
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 
 @pytest.fixture
@@ -37,27 +35,21 @@ def serve():
     opened = []
 
     def start(function, patience_seconds=5.0, shared=False):
-        server = Server()
-        server.add(FrameService({ECHO: function}))
-        server.start()
+        server = start_server(function)
         connection = Connection(server.address, "the echo server", patience_seconds)
         opened.extend([connection.close, server.stop])
         method = replace(ECHO, shared=shared)
-        return lambda frame: connection.call(method, frame)
+        return lambda version=0, **tensors: ask(connection, version, method, **tensors)
 
     yield start
     for close in opened:
         close()
 
 
-def frame(version=0, **tensors):
-    return Frame(pb.ExchangeRequest(version=version), tensors)
-
-
 def test_a_large_frame_goes_there_and_back(serve):
     call = serve(lambda request: Frame(pb.ExchangeResponse(version=request.header.version + 1), request.tensors))
     weights = np.random.default_rng(0).normal(size=3_000_000).astype("float32")  # 12 MB; gRPC's default limit is 4
-    answer = call(frame(4, weights=weights))
+    answer = call(4, weights=weights)
     assert answer.header.version == 5
     np.testing.assert_array_equal(answer.tensors["weights"], weights)
 
@@ -71,33 +63,32 @@ def raising(error):
 
 def test_a_refused_message_raises_a_wire_error_with_the_reason(serve):
     with pytest.raises(WireError, match="refused a message: the shape is wrong"):
-        serve(raising(WireError("the shape is wrong")))(frame())
+        serve(raising(WireError("the shape is wrong")))()
 
 
 def test_an_error_of_the_server_arrives_in_its_own_words(serve):
     with pytest.raises(ElasticCBError, match=r"^the loss is NaN$"):
-        serve(raising(NonFiniteError("the loss is NaN")))(frame())
+        serve(raising(NonFiniteError("the loss is NaN")))()
 
 
 def test_a_long_error_of_the_server_is_cut_and_its_traceback_is_logged(serve, caplog):
     with pytest.raises(ElasticCBError, match=r"^the optimizer failedä{9000,}$"):
-        serve(raising(ModelFileError("the optimizer failed" + 50_000 * "ä", "line 7 of their file")))(frame())
+        serve(raising(ModelFileError("the optimizer failed" + 50_000 * "ä", "line 7 of their file")))()
     assert "line 7 of their file" in caplog.text
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_defect_of_the_server_is_an_error_at_once_in_its_words(serve, shared, monkeypatch):
+def test_a_defect_of_the_server_is_an_error_at_once_in_its_words(serve, shared, never_again):
     calls = []
 
     def answer(request):
         calls.append(request)
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(connection_module.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
     with pytest.raises(
         HandlerError, match=r"the echo server at \S+ failed to answer a call: by nothing\. .*the log of that process"
     ):
-        serve(answer, shared=shared)(frame())
+        serve(answer, shared=shared)()
     assert len(calls) == 1
 
 
@@ -106,7 +97,7 @@ def test_a_connection_that_was_closed_is_lost(shared):
     connection = Connection("127.0.0.1:1", "the server", patience_seconds=5.0)
     connection.close()
     with pytest.raises(ConnectionLostError, match=r"connection to the server at 127\.0\.0\.1:1 was closed"):
-        connection.call(replace(ECHO, shared=shared), frame())
+        ask(connection, method=replace(ECHO, shared=shared))
 
 
 def test_peers_that_were_closed_are_lost():
@@ -122,17 +113,17 @@ def test_a_server_out_of_reach_is_named():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         connection = Connection(address, "parameter server 3", patience_seconds=0.2)
         with pytest.raises(ConnectionLostError, match=f"parameter server 3 at {address} has not answered"):
-            connection.call(ECHO, frame())
+            ask(connection)
         connection.close()
 
 
 def test_a_call_waits_for_a_server_that_starts_late():
     server = Server()
-    server.add(FrameService({ECHO: lambda r: Frame(pb.ExchangeResponse(), {})}))
+    server.add(FrameService({ECHO: echo}))
     connection = Connection(server.address, "the echo server", patience_seconds=20)
     starter = threading.Timer(0.3, server.start)
     starter.start()
-    connection.call(ECHO, frame())
+    ask(connection)
     connection.close()
     server.stop()
 
@@ -153,10 +144,7 @@ def dial():
 
     def start(token, given_token, protocol, shared):
         calls = []
-        server = Server(access=Access(token))
-        answer = Frame(pb.ExchangeResponse(version=7), {})
-        server.add(FrameService({ECHO: lambda r: calls.append(r) or answer}))
-        server.start()
+        server = start_server(lambda request: calls.append(request) or echo(request), access=Access(token))
         connection = Connection(server.address, "the echo server", patience_seconds=20.0, access=Access(given_token))
         opened.extend([connection.close, server.stop])
         others = [(key, value) for key, value in connection.metadata if key != "elasticcb-protocol"]
@@ -164,7 +152,7 @@ def dial():
         if protocol != PROTOCOL:
             connection.metadata = (*others, *([("elasticcb-protocol", str(protocol))] if protocol is not None else []))
         method = replace(ECHO, shared=shared)
-        return calls, lambda: connection.call(method, frame(a=np.arange(100_000)))
+        return calls, lambda: ask(connection, 7, method, a=np.arange(100_000))
 
     yield start
     for close in opened:
@@ -192,10 +180,9 @@ def test_a_caller_of_the_same_protocol_is_answered(dial, token, shared):
     ("protocol", "shown"), [(OTHER_PROTOCOL, str(OTHER_PROTOCOL)), (None, "none"), ("", "none"), ("1" * 99, "1" * 20)]
 )
 def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
-    dial, monkeypatch, token, protocol, shown, shared
+    dial, never_again, token, protocol, shown, shared
 ):
     calls, call = dial(token, token, protocol, shared)
-    monkeypatch.setattr(connection_module.time, "sleep", lambda seconds: pytest.fail("the call was tried again"))
     with pytest.raises(ElasticCBError, match=REFUSED.format(shown)) as caught:
         call()
     assert type(caught.value) is ElasticCBError

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from echo_server import ECHO, ask, echo, start_server
 from waiting import wait_until
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc import shared_memory
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.frame_service import FrameService
-from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ServerMemory
 from elasticcb.rpc.shared_memory import Segment
 from elasticcb.rpc.tensors import Frame
 from elasticcb.rpc.unix_socket import ServerLinks
 
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 RNG = np.random.default_rng(0)
 
 
@@ -42,23 +39,15 @@ def serve():
     opened = []
 
     def start(function, transient=False):
-        server = Server()
-        method = replace(ECHO, transient=transient)
-        server.add(FrameService({method: function}))
-        server.start()
+        server = start_server(function, replace(ECHO, transient=transient))
         connection = Connection(server.address, "the echo server", 5.0)
         opened.extend([connection.close, server.stop])
-        method = ECHO
         start.connection = connection
-        return lambda **tensors: connection.call(method, Frame(pb.ExchangeRequest(), tensors))
+        return lambda **tensors: ask(connection, **tensors)
 
     yield start
     for close in opened:
         close()
-
-
-def echo(request):
-    return Frame(pb.ExchangeResponse(), request.tensors)
 
 
 @pytest.mark.parametrize("sizes", [(10, 50_000, 10), (50_000, 200_000, 50_000), (0, 40_000, 0)])
@@ -167,9 +156,8 @@ def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, mo
 
 def test_memory_is_shared_once_a_server_that_was_away_is_back():
     connection = Connection("127.0.0.1:1", "the echo server", 0.1)
-    method = ECHO
     with pytest.raises(ConnectionLostError):
-        connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(50_000)}))
+        ask(connection, a=np.ones(50_000))
     assert connection.transport_of(ECHO).memory._usable
     connection.close()
 
@@ -252,9 +240,7 @@ def test_a_segment_is_abandoned_when_its_maker_is_killed():
 
 def call_of_a_large_frame(address, folder):
     shared_memory._FOLDER = folder
-    connection = Connection(address, "the echo server", 60.0)
-    method = ECHO
-    connection.call(method, Frame(pb.ExchangeRequest(), {"a": np.ones(1 << 20)}))
+    ask(Connection(address, "the echo server", 60.0), a=np.ones(1 << 20))
 
 
 @pytest.mark.parametrize("reached", ["the server", "nobody"])
@@ -281,10 +267,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
     monkeypatch.setattr(ServerMemory, "attach", slow)
     if reached == "the server":
         monkeypatch.setattr(ServerLinks, "connect", connect)
-    server = Server()
-    service = FrameService({ECHO: echo})
-    server.add(service)
-    server.start()
+    server = start_server()
     client = multiprocessing.get_context("spawn").Process(
         target=call_of_a_large_frame, args=(server.address, str(folder))
     )
@@ -295,5 +278,5 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
     client.join()
     killed.set()
     assert ended.wait(60)
-    wait_until(lambda: not service._memory._segments)
+    wait_until(lambda: not server._frame_services[0]._memory._segments)
     server.stop()

@@ -7,14 +7,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from echo_server import ask, start_server
 
 from elasticcb.errors import ConnectionLostError
-from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.frame_service import FrameService
-from elasticcb.rpc.server import Server
-from elasticcb.rpc.services import Method
-from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access, is_loopback
 from elasticcb.security.socket_folder import (
     SocketFolder,
@@ -26,8 +22,6 @@ from elasticcb.security.socket_folder import (
     remove_folder,
     why_unsafe,
 )
-
-ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 
 @pytest.fixture
@@ -42,16 +36,13 @@ def path_of(folder):
 
 
 def serve(folder, port=0):
-    server = Server(folder.host, port, access=Access("secret"))
-    server.add(FrameService({ECHO: lambda request: Frame(pb.ExchangeResponse(version=7), {})}))
-    server.start()
-    return server
+    return start_server(host=folder.host, port=port, access=Access("secret"))
 
 
 def call(address, patience=0.5):
     connection = Connection(address, "the server", patience, Access("secret"))
     try:
-        return connection.call(ECHO, Frame(pb.ExchangeRequest(), {})).header.version
+        return ask(connection, 7).header.version
     finally:
         connection.close()
 
@@ -121,11 +112,11 @@ def test_nothing_is_sent_into_a_folder_that_others_can_enter(folder):
 def test_a_connection_to_a_folder_that_is_gone_is_lost(folder):
     server = serve(folder)
     connection = Connection(server.address, "the server", 0.2, Access("secret"))
-    assert connection.call(ECHO, Frame(pb.ExchangeRequest(), {})).header.version == 7
+    assert ask(connection, 7).header.version == 7
     server.stop()
     folder.remove()
     with pytest.raises(ConnectionLostError, match="is gone"):
-        connection.call(ECHO, Frame(pb.ExchangeRequest(), {}))
+        ask(connection)
     connection.close()
 
 
