@@ -249,8 +249,10 @@ class PSClient:
             frames.append(Frame(header, tensors))
         first = 1 if self.staged else 0
         headers = self._exchange(servers.known[first:], frames[first:])
+        at_once = [True] * len(headers)
         if push.batches:
-            headers = [self._merged(*each) for each in zip(servers.known, frames, headers, strict=True)]
+            for index, server in enumerate(servers.known):
+                headers[index], at_once[index] = self._merged(server, frames[index], headers[index])
         refused = next((header for header in headers if header.status == pb.NON_FINITE), None)
         if self.staged and refused is None:
             headers = self._exchange(servers.known[:1], frames[:1])
@@ -263,7 +265,11 @@ class PSClient:
                 server.blocks = {**server.blocks, **_after(server.blocks, state, shares)}
         optimizers: OptimizerState | None = None
         if decided.status == pb.ACCEPTED and push.batches:
-            optimizers = self._after_movement(push, [frame.header for frame in frames])
+            known = [
+                merged and knows_result(frame.header, server.version)
+                for merged, frame, server in zip(at_once, frames, servers.known, strict=True)
+            ]
+            optimizers = self._after_movement(push, known)
         result = PushResult(decided.status, decided.reason, self.version, optimizers=optimizers)
         if not self.staged:
             result.rows.update(self._rows_found(ids, asked))
@@ -273,12 +279,15 @@ class PSClient:
             self.pull()
         return result
 
-    def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> Any:
+    def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> tuple[Any, bool]:
         """Waits until a server has merged a movement, which may wait for those of other workers.
 
         Args:
             frame: of the movement.
-            pushed: the header of the answer to it. Returned; another one if the movement had to be sent again.
+            pushed: the header of the answer to it.
+
+        Returns:
+            That header, another one if the movement had to be sent again; and whether no other answer came after it.
         """
         answer, pause = pushed, 0.0005
         while answer.waits or answer.unknown:
@@ -290,21 +299,23 @@ class PSClient:
             request = self._request(server, None, pull=True)
             request.header.awaited, request.header.optimizers = self._sequence, frame.header.optimizers
             (answer,) = self._exchange([server], [request])
-        return pushed
+        return pushed, answer is pushed
 
-    def _after_movement(self, push: Gradients, requests: Sequence[pb.ExchangeRequest]) -> OptimizerState | None:
-        """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all."""
-        servers = self.servers.known
-        alone = [knows_result(request, server.version) for server, request in zip(servers, requests, strict=True)]
-        for index, server in enumerate(servers):
-            if alone[index]:
+    def _after_movement(self, push: Gradients, known: Sequence[bool]) -> OptimizerState | None:
+        """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all.
+
+        Args:
+            known: by server, whether it is one of these. One that has let the worker wait tells what it came to.
+        """
+        for index, server in enumerate(self.servers.known):
+            if known[index]:
                 before, moved = of_kind(WEIGHTS, server.blocks), push.gradients[index]
                 after = {dtype: block + moved[dtype] for dtype, block in before.items()}
                 state = _after(server.blocks, push.state[index], push.shares[index])
                 server.blocks = {**server.blocks, **named(WEIGHTS, after), **state}
                 own = push.part(index, self.servers.specs, server.slices, self.servers.buckets)
                 server.optimizers = from_tensors(own.optimizers)
-        return None if all(alone) else self._optimizers_found()
+        return None if all(known) else self._optimizers_found()
 
     def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
         header = pb.ExchangeRequest(

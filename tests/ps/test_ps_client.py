@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,10 @@ def step(client, number):
     dense = gradients(number, client.servers.specs)
     blocks = [pack(dense, client.servers.specs, slices, True) for slices in client.servers.partition]
     return Gradients(blocks, tuple(sorted(dense)), {}, [{} for _ in blocks], [{} for _ in blocks], 1.0)
+
+
+def movement(client, number, batches):
+    return replace(step(client, number), batches=batches, partition=client.servers.partition)
 
 
 def weights(client):
@@ -150,3 +155,15 @@ def test_snapshots_and_checkpoints_hold_all_servers_at_one_version(job, tmp_path
     master.initialize(InitialModel(checkpoint=str(final)))
     master.pull()
     assert_same(weights(master), before)
+
+
+def test_a_worker_whose_movement_waited_for_others_in_vain_knows_what_it_came_to(job):
+    master, client = job(updates="local")
+    one, two = client(1), client(2)
+    two.push(movement(two, 1, batches=4), None)
+    one.pull()
+    result = one.push(movement(one, 2, batches=4), None)  # worker 2 took part in the round before
+    assert result.optimizers is not None
+    assert one.version == 8
+    master.pull()
+    assert_same(weights(one), weights(master))
