@@ -19,11 +19,12 @@ def client_of(
     synchronous: bool = False,
     patience_seconds: float = 30.0,
     ids: Any = (),
+    outer: bool = False,
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
-    places = places_at(addresses, ids)
-    return PSClient(ServerGroup(places, specs, split, patience_seconds, **group), client_id, synchronous)
+    servers = ServerGroup(places_at(addresses, ids), specs, split, patience_seconds, **group)
+    return PSClient(servers, client_id, synchronous, outer=outer)
 
 
 def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:

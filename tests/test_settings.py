@@ -58,6 +58,7 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "num_workers": 1.5,
         "use_async": "false",
         "checkpoint_dir": 3,
+        "outer_optimizer": {"class_name": object},
         "exchange": ExchangeOptions(max_staleness=-1),
         "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
     }
@@ -67,6 +68,7 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "RecoveryOptions(ps_replicas=2) can't be. Expected at most 1.",
         "checkpoint_dir=3 can't be. Expected text.",
         "num_workers=1.5 can't be. Expected a whole number.",
+        "outer_optimizer={'class_name': <class 'object'>} can't be. Expected what keras.optimizers.serialize gives.",
         "use_async='false' can't be. Expected True or False.",
     ]
 

@@ -12,8 +12,9 @@ import keras
 
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
+from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.settings import JobSettings
-from elasticcb.settings.arguments import Arguments, where_now
+from elasticcb.settings.arguments import Arguments, in_a_program, where_now
 from elasticcb.settings.checks import completed, in_words, problems_of
 from elasticcb.storage.remote_files import is_url
 
@@ -35,11 +36,14 @@ def cluster_settings(
     for name, place in moved.items():
         if not place:
             raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}")
+    if isinstance(given.get("outer_optimizer"), keras.optimizers.Optimizer):
+        given = {**given, "outer_optimizer": keras.optimizers.serialize(given["outer_optimizer"])}
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
     problems += contradictions(settings, arguments)
-    problems += [*missing_for(settings.cluster), *_unsupported(settings), *_job_dir(settings, job_dir)]
+    problems += [*missing_for(settings.cluster), *_unsupported(settings), *_outer(settings)]
+    problems += _job_dir(settings, job_dir)
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, arguments)
@@ -54,6 +58,14 @@ def _unsupported(settings: JobSettings) -> Iterator[str]:
             f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a folder of this machine: a Cluster "
             "can't write to remote ones. `elasticcb train --checkpoint_dir` can; here, copy the folder after `fit`."
         )
+
+
+def _outer(settings: JobSettings) -> Iterator[str]:
+    try:
+        if settings.training.outer_optimizer:
+            outer_optimizer(settings.training.outer_optimizer)
+    except UsageError as error:
+        yield in_a_program(str(error))
 
 
 def _job_dir(settings: JobSettings, job_dir: str | os.PathLike[str] | None) -> Iterator[str]:

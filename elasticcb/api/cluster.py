@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,8 @@ class Cluster:
             batches, and how far its weights moved is merged; "sync": the mean of `grads_to_wait` gradients is applied;
             "async": each gradient is applied when it comes.
         local_steps: batches that a worker trains on before its work is merged, with "local".
+        outer_optimizer: with "local", a Keras optimizer (or its name, or what `keras.optimizers.serialize` gives) by
+            which servers apply the mean of what is merged; "": the mean is added.
         grads_to_wait: gradients per update, with "sync".
         use_async: what `updates` was before: True is "async", False is "sync".
         checkpoint_dir: where checkpoints of servers are written, at the end of `fit`; "": none are.
@@ -93,6 +95,7 @@ class Cluster:
         job_dir: str | os.PathLike[str] | None = None,
         updates: str = "async",
         local_steps: int = 16,
+        outer_optimizer: keras.optimizers.Optimizer | Mapping[str, Any] | str = "",
         grads_to_wait: int = 1,
         use_async: bool | None = None,
         checkpoint_dir: str | os.PathLike[str] = "",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.errors import CheckpointError
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
     EXTRA,
@@ -54,9 +55,15 @@ class Part:
     slots: dict[Key, Array] = field(default_factory=dict)  # of the shape of their variable
     extras: dict[Key, Array] = field(default_factory=dict)  # of another shape, whole variables only
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
-    optimizer: str = ""  # class name; "": none
+    optimizer: str = ""  # class names, with commas; "": none
     tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are read in pieces
+
+    @property
+    def optimizers(self) -> OptimizerState:
+        """What is held of the optimizers."""
+        names = tuple(name for name in self.optimizer.split(", ") if name)
+        return OptimizerState(self.slots, self.extras, self.shared, names)
 
     def release(self) -> None:
         """What is held is not needed any more."""

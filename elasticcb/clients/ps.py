@@ -65,6 +65,7 @@ class PSClient:
         client_id: the worker's id; names the origin of pushes.
         synchronous: pushes to several servers then are staged, and decided by the first server.
         measures: how long calls take, and how many rows are looked up.
+        outer: an outer optimizer decides what comes of a movement, also of one that no other joins.
 
     Attributes:
         version: of the model, as the first server counts it.
@@ -82,8 +83,10 @@ class PSClient:
         client_id: int = 0,
         synchronous: bool = False,
         measures: Measures | None = None,
+        outer: bool = False,
     ) -> None:
         self.servers = servers
+        self._outer = outer
         self._measures = measures or Measures()
         self.version = 0
         self.learning_rate = 0.0
@@ -238,6 +241,8 @@ class PSClient:
         frames = []
         for index, server in enumerate(servers.known):
             header = self._request(server, push, pull_along).header
+            if self._outer and push.batches:
+                header.known_version = -1  # so that what came of it is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             header.optimizers = any(kind_of(name) != SHARED for name in push.optimizers)

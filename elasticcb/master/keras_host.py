@@ -30,6 +30,7 @@ from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.optimizers.state import ModelState, OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
 from elasticcb.predictions.columns import columns_of, names_of_outputs
@@ -54,6 +55,8 @@ class ModelHost:
     def __init__(self, settings: JobSettings, spec: Any = None) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains = settings.command is Command.TRAIN
+        outer = settings.training.outer_optimizer
+        self._outer = [outer_optimizer(outer)] if outer and self.trains else []
         predicts = settings.command is Command.PREDICT
         self.collects_predictions = predicts and (spec is not None or bool(settings.output))
         self.model: keras.Model = self.spec.build_model()
@@ -244,7 +247,7 @@ class ModelHost:
     @property
     def may_split(self) -> bool:
         """Whether weights may be cut between servers."""
-        return self.optimizer is not None and all(map(may_split, model_optimizers(self.model)))
+        return self.optimizer is not None and all(map(may_split, [*model_optimizers(self.model), *self._outer]))
 
     @property
     def learning_rate(self) -> keras.Variable | None:

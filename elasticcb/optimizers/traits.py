@@ -94,6 +94,14 @@ def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
     return bool(optimizer.gradient_accumulation_steps and optimizer.global_clipnorm)
 
 
+def sets_final_weights(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the weights that training ends with are others than those that it trained: their moving average, in
+    Keras's classes."""
+    optimizer = unwrapped(optimizer)
+    own = type(optimizer).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
+    return bool(optimizer.use_ema or own)
+
+
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Every optimizer that a model holds: `model.optimizer` first, then those that are attributes of the model or
     of its layers, also in lists and dicts, by the attribute's name. The same order in every process."""

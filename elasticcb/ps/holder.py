@@ -133,7 +133,8 @@ class Holder:
             tables = tables_from(frame.tensors)
         limits = replace(self._options.limits)  # which knows of no tables yet
         place = (request.index, buckets)
-        parameters = Parameters(specs, slices, self._options.make_optimizers, values, version, place, limits)
+        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
+        parameters = Parameters(specs, slices, make, values, version, place, limits, outer)
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
@@ -243,7 +244,8 @@ class Holder:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
         zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
         place, limits = (request.index, buckets), replace(self._options.limits)
-        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
+        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
+        parameters = Parameters(specs, slices, make, zeros, 0, place, limits, outer)
         return self._model_of(request, specs, slices, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:

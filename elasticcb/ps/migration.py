@@ -17,7 +17,6 @@ import numpy as np
 
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
@@ -136,7 +135,7 @@ class Move:
             states = {number: state.select(owns(state.ids)) for number, state in part.tables.items()}
             tensors = named(HELD, {number: ids[number][owns(ids[number])] for number in states})
             tensors |= named(WEIGHT, piece.part.weights)
-            tensors |= to_tensors(OptimizerState(piece.part.slots, piece.part.extras, piece.part.shared))
+            tensors |= to_tensors(piece.part.optimizers)
             size += self._send(place, tensors | tables_to(states), last=True, optimizer=piece.part.optimizer)
         return size
 
@@ -191,10 +190,9 @@ class Move:
             return
         pieces = [piece for piece in [self._own, *self._pieces.values()] if piece is not None]
         part = put_together(pieces, self._after[self._index], self._specs)
-        state = OptimizerState(part.slots, part.extras, part.shared, tuple(filter(None, part.optimizer.split(", "))))
         parameters = self.next.parameters
-        parameters.check_state(state)
-        parameters.load(part.weights, state, version)
+        parameters.check_state(part.optimizers)
+        parameters.load(part.weights, part.optimizers, version)
         self.next.answered.forget_up_to(self._taken)
         for number in parameters.tables.numbers:
             held = [ids for (_, table), ids in self._held.items() if table == number]

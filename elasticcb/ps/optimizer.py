@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.optimizers.traits import clips_on_server, may_join, not_cached
+from elasticcb.optimizers.traits import clips_on_server, may_join, not_cached, sets_final_weights
 from elasticcb.optimizers.variables import Leaf, Slot, optimizer_variables
 from elasticcb.ps.joined import Piece, groups_of, join
 
@@ -147,8 +147,7 @@ class ServerOptimizer:
 
     def finalize(self) -> bool:
         """Sets the final weights (their moving average, in Keras's classes); whether there was anything to set."""
-        own = type(self.optimizer).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
-        if not self.variables or not (self.optimizer.use_ema or own):
+        if not self.variables or not sets_final_weights(self.optimizer):
             return False
         self.optimizer.finalize_variable_values(list(self.optimizer._trainable_variables))
         return True

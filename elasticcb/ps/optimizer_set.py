@@ -13,7 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.optimizers.state import Key, OptimizerState
 from elasticcb.optimizers.variables import Leaf, leaves
@@ -216,24 +215,24 @@ class OptimizerSet:
         self._not_shown[key] = max(0, steps - shown)
         return shown
 
-    def restore(self, part: Part) -> None:
+    def restore(self, state: OptimizerState) -> None:
         """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
 
         Raises `CheckpointError` when it is of other optimizers.
         """
-        if not part.optimizer:
+        if not state.optimizers:
             logger.warning("The checkpoint holds no optimizer; %s starts afresh.", self.kinds)
             return
-        if part.optimizer != ", ".join(self.names):
+        if state.optimizers != self.names:
             raise CheckpointError(
-                f"The checkpoint was written with the optimizer {part.optimizer}, the model file's is "
+                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, the model file's is "
                 f"{', '.join(self.names)}. Use the same optimizer, or start from weights alone: load them in "
                 "custom_model()."
             )
         missing = []
         given = []
         for kind, key, target in self._targets():
-            value = getattr(part, kind).get(key)
+            value = getattr(state, kind).get(key)
             if value is None:
                 missing.append(self._shown(key))
             elif tuple(value.shape) != tuple(target.shape):
@@ -247,7 +246,7 @@ class OptimizerSet:
         assign(given)
         if missing:
             known = {key for _, key, _ in self._targets()}
-            held: list[Key | str] = [*part.slots, *part.extras, *part.shared]
+            held: list[Key | str] = [*state.slots, *state.extras, *state.shared]
             unused = [self._shown(key) for key in held if key not in known]
             logger.warning(
                 "The checkpoint lacks these values of the optimizer %s, which start afresh: %s. It holds %s that the "

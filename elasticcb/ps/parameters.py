@@ -17,11 +17,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
+from elasticcb.optimizers.outer import of_outer, with_outer, without_outer
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
+from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.ps.trained_part import TrainedPart
@@ -62,6 +64,7 @@ class Parameters:
         version: of the model.
         place: the server's index, and which rows of embedding tables each server holds; None: there is one server.
         limits: of embedding tables.
+        outer_optimizer: the setting; "": there is none.
 
     Attributes:
         tables: the embedding tables.
@@ -78,6 +81,7 @@ class Parameters:
         version: int = 0,
         place: tuple[int, BucketMap] | None = None,
         limits: TableLimits | None = None,
+        outer_optimizer: str = "",
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
@@ -86,6 +90,9 @@ class Parameters:
         self._rate: float | None = None
         self._make_optimizers = make_optimizers
         self._trained = TrainedPart(specs, slices, make_optimizers, values)
+        self._outer: OuterUpdate | None = None
+        if outer_optimizer and make_optimizers is not None:
+            self._outer = OuterUpdate(outer_optimizer, specs, slices, values)
         with tf.device("/CPU:0"):
             self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
 
@@ -187,7 +194,8 @@ class Parameters:
 
         Movements that began with the present version count by their batches, so that the weights become the mean of
         those of the workers, as in local SGD (Stich 2019). One that began earlier counts the less the more batches have
-        been merged since, as in asynchronous federated optimization (Xie et al. 2019).
+        been merged since, as in asynchronous federated optimization (Xie et al. 2019). With an outer optimizer, the
+        weights become what it makes of this movement.
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
@@ -198,7 +206,12 @@ class Parameters:
         if not moving:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
-        self._trained.move([(push.blocks, batches / (total + since)) for push, batches, since in moving])
+        movements = [(push.blocks, batches / (total + since)) for push, batches, since in moving]
+        if self._outer is None:
+            self._trained.move(movements)
+        else:
+            with tf.device("/CPU:0"):
+                self._outer.move(self._trained, movements, self._by_xla)
         for push, batches, since in moving:  # one after another, which makes means, too
             others = done + since
             with tf.device("/CPU:0"):
@@ -237,6 +250,9 @@ class Parameters:
 
     def check_state(self, state: OptimizerState) -> None:
         """Raises `ElasticCBError` unless the optimizers can hold `state`; without optimizers it is passed over."""
+        if self._outer is not None:
+            self._outer.check(of_outer(state))
+            state = without_outer(state)
         if self.optimizers is not None:
             self.optimizers.check(state)
 
@@ -253,6 +269,8 @@ class Parameters:
             assign([(variable, values[i]) for i, variable in self._trained.variables.items() if i in values])
             if self.optimizers is not None:
                 self.optimizers.load(state)
+            if self._outer is not None:
+                self._outer.load(of_outer(state))
         if values:
             self._state = flat(values, self.specs, self.slices, trainable=False)
             self.state_version += 1
@@ -286,6 +304,8 @@ class Parameters:
         part = Part(version=self.version, weights=weights)
         if self.optimizers is not None:
             state = self.optimizers.state()
+            if self._outer is not None:
+                state = with_outer(state, self._outer.state())
             part.optimizer = ", ".join(state.optimizers)
             part.slots, part.extras, part.shared = state.slots, state.extras, state.shared
         return part
@@ -296,8 +316,10 @@ class Parameters:
         Raises `CheckpointError` when they are other optimizers.
         """
         if self.optimizers is not None:
-            self.optimizers.restore(part)
+            self.optimizers.restore(without_outer(part.optimizers))
             self._rate = None
+        if self._outer is not None:
+            self._outer.restore(of_outer(part.optimizers))
 
 
 def flat(

@@ -6,7 +6,7 @@ from typing import Any
 
 from elasticcb.checkpoint import parts
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.outer import without_outer
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
@@ -65,9 +65,10 @@ class ReadingCalls:
         if request.hold:
             return Frame(response, {})
         tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
-        response.optimizers.extend(name for name in part.optimizer.split(", ") if name)
+        optimizers = without_outer(part.optimizers)  # of which nobody but servers knows
+        response.optimizers.extend(optimizers.optimizers)
         response.rows.update({number: len(table) for number, table in part.held.items()})
-        return Frame(response, tensors | to_tensors(OptimizerState(part.slots, part.extras, part.shared)))
+        return Frame(response, tensors | to_tensors(optimizers))
 
     def read_table(self, frame: Frame[pb.ReadTableRequest]) -> Frame[Any]:
         request = frame.header

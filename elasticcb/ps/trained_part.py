@@ -25,6 +25,8 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
 
+Movements = Sequence[tuple[Mapping[str, Array], float]]  # flat, by dtype, and which share of each counts
+
 
 class TrainedPart:
     """Variables with optimizers that begin afresh.
@@ -121,19 +123,26 @@ class TrainedPart:
                 user_traceback(error),
             ) from error
 
-    def move(self, movements: Sequence[tuple[Mapping[str, Array], float]]) -> None:
-        """Moves all variables. A constraint holds afterwards, too.
+    def set_weights(self, blocks: Mapping[str, Array]) -> None:
+        """Sets all variables.
 
         Args:
-            movements: flat, by dtype, and which share of each counts.
+            blocks: flat, by dtype.
         """
-        moved = {dtype: _moved(block, dtype, movements) for dtype, block in self.weights().items()}
         with tf.device("/CPU:0"):
             assign(
-                (self.variables[part.variable], moved[dtype][offset : offset + part.elements].reshape(part.shape(spec)))
+                (
+                    self.variables[part.variable],
+                    blocks[dtype][offset : offset + part.elements].reshape(part.shape(spec)),
+                )
                 for part, dtype, offset in layout(self._specs, self._slices, True)
                 for spec in [self._specs[part.variable]]
             )
+
+    def move(self, movements: Movements) -> None:
+        """Moves all variables. A constraint holds afterwards, too."""
+        self.set_weights({dtype: moved(block, dtype, movements) for dtype, block in self.weights().items()})
+        with tf.device("/CPU:0"):
             for variable in self.variables.values():
                 if movements[0][1] < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
                     variable.assign(variable.constraint(variable))
@@ -170,7 +179,8 @@ class TrainedPart:
         return self._row_updates[index]
 
 
-def _moved(block: Array, dtype: str, movements: Sequence[tuple[Mapping[str, Array], float]]) -> Array:
+def moved(block: Array, dtype: str, movements: Movements) -> Array:
+    """A block, and the shares of all movements added to it."""
     wide = np.dtype(np.float32) if block.dtype.itemsize == 2 else block.dtype
     total = block.astype(wide)
     for movement, share in movements:

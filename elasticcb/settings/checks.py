@@ -77,6 +77,7 @@ def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
 # Settings that have a meaning in some modes only.
 _MEANT_FOR = {
     "training.local_steps": (Updates.LOCAL,),
+    "training.outer_optimizer": (Updates.LOCAL,),
     "training.grads_to_wait": (Updates.SYNC,),
     "training.sync_version_tolerance": (Updates.SYNC,),
     "training.max_staleness": (Updates.ASYNC,),

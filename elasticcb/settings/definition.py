@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import operator
 import os
@@ -47,6 +48,7 @@ class Kind(Enum):
     FOLDER = "FOLDER"
     FILE = "FILE"
     DATA = "DATA"
+    OPTIMIZER = "OPTIMIZER"  # a name, or JSON
 
 
 _KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS}
@@ -161,6 +163,11 @@ class Setting:
         if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
             return (path if "://" in path else os.path.abspath(path)), ""
+        if self.kind is Kind.OPTIMIZER and isinstance(value, Mapping):
+            try:
+                return json.dumps(value), ""
+            except (TypeError, ValueError):
+                return value, "Expected what keras.optimizers.serialize gives."
         return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
 
 

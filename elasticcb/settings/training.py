@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticcb.settings.choices import CallbackErrors, NonFinite, Updates, WhenFull, WireDtype
-from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Section, setting
+from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Kind, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,14 @@ class TrainingSettings(ExchangeOptions):
         unit="BATCHES",
         minimum=1,
         argument="local_steps",
+    )
+    outer_optimizer: str = setting(
+        "",
+        "Local mode: a Keras optimizer by which servers apply the mean of the workers' movements, minus the mean being "
+        "its gradient: a name such as sgd, or the JSON of keras.optimizers.serialize.",
+        kind=Kind.OPTIMIZER,
+        default_text="none: the mean is added",
+        argument="outer_optimizer",
     )
     # None: `updates` says it
     use_async: bool | None = setting(

@@ -216,6 +216,7 @@ class Gradients:
 def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
     """Whether a worker's movement alone made this version of a server, from one that the worker had pulled.
 
-    Then it knows what the server holds. Of one that took the place of a lost one it had pulled nothing.
+    Then it knows what the server holds. Of one that took the place of a lost one it had pulled nothing; and it says so
+    of all where an outer optimizer decides.
     """
     return 0 <= request.known_version == request.state_base == version - request.batches

@@ -22,7 +22,8 @@ class LocalUpdates:
     """A worker that trains for some batches, and then has how far its weights moved merged into the servers'.
 
     The servers give a movement its share in all that moved the model since the worker's last merge. A worker that is
-    alone goes on with its own weights, which then are those of the servers; so it trains as `fit` does, to the bit.
+    alone goes on with its own weights, which then are those of the servers; so it trains as `fit` does, to the bit,
+    unless there is an outer optimizer.
 
     Args:
         computation: of the model.

@@ -218,7 +218,8 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_server,
         client.find_map,
     )
-    return PSClient(servers, client.id, settings.training.is_synchronous, client.measures)
+    training = settings.training
+    return PSClient(servers, client.id, training.is_synchronous, client.measures, bool(training.outer_optimizer))
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from elasticcb.settings import Updates
@@ -50,6 +52,15 @@ def test_relative_paths_in_the_file_are_relative_to_the_file(workplace, job, mon
     assert settings.directory == f"{elsewhere}/mine"  # the command line's own
 
 
+def test_an_optimizer_is_a_name_or_a_mapping_that_arrives_as_json(workplace, job):
+    text = CONFIG.replace("use_async: false", "updates: local")
+    job.write_text(text + "outer_optimizer: {class_name: SGD, config: {learning_rate: 7e-1, nesterov: true}}\n")
+    given = workplace.settings("--config", str(job)).training.outer_optimizer
+    assert json.loads(given) == {"class_name": "SGD", "config": {"learning_rate": 0.7, "nesterov": True}}
+    assert workplace.settings("--config", str(job), "--outer_optimizer=sgd").training.outer_optimizer == "sgd"
+    assert workplace.settings("--config", str(job), f"--outer_optimizer={given}").training.outer_optimizer == given
+
+
 def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
     message = complaint("predict", "--config", str(job))
     assert "--checkpoint_dir_for_init is missing" in message
@@ -71,6 +82,9 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
         ('validation_data: ""', "job.yaml) is empty"),
         ("data_reader_params: {1: 2}", "1 can't be the name of an argument"),
         ("data_reader_params: {a: !!binary aGk=}", "'a' holds b'hi'. Expected text, numbers"),
+        ("outer_optimizer: [sgd]", "outer_optimizer is given a list. Expected a name, or a mapping."),
+        ("outer_optimizer: {class_name: !!binary aGk=}", "is not what keras.optimizers.serialize gives, as JSON"),
+        ('outer_optimizer: \'{"class_name": "SGD"\'', "is not what keras.optimizers.serialize gives, as JSON"),
         ("x: [1", "this is no YAML"),
     ],
 )

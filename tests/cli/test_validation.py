@@ -128,6 +128,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             ["--local_steps=4"],
             "--local_steps=4 has a meaning with --updates=local only, and this job has --updates=async.",
         ),
+        (["--updates=sync", "--outer_optimizer=sgd"], "--outer_optimizer=sgd has a meaning with --updates=local only"),
         (["--updates=locally"], "'locally' is not one of 'local', 'sync', 'async'"),
         (["--use_async=false", "--get_model_steps=3"], "makes weights 2 versions old"),
         (["--autoscale=4"], "--autoscale=4: '4' is no range of workers. Expected two numbers from 1 to 256"),

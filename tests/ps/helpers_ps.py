@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from elasticcb.checkpoint.parts import save_part
+from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
@@ -111,6 +113,17 @@ class Part:
         for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.state())):
             unpack(blocks, self.specs, self.slices, trainable, arrays)
         return arrays
+
+
+def saved(directory, parts, specs, version):
+    """A checkpoint of what servers hold: its folder."""
+    folder = begin_version(directory, version)
+    files = [
+        save_part(folder, part.parameters.export(), part.slices, index, len(parts)) for index, part in enumerate(parts)
+    ]
+    return finish_version(
+        folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}
+    )
 
 
 def plain_keras(

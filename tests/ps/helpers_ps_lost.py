@@ -12,7 +12,14 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    Command,
+    JobSettings,
+    ModelSettings,
+    TrainingSettings,
+)
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -25,6 +32,10 @@ SPECS = (
     VariableSpec("emb/embeddings", (0, 3), "float32", True, table=TableSpec(None, INITIALIZER, 7).to_json()),
 )
 SIZES = (6, 6, 2)
+OUTER = {
+    "updates": "local",
+    "outer_optimizer": '{"class_name": "SGD", "config": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": true}}',
+}
 VALUES = [*(np.arange(size, dtype=np.float32) for size in SIZES), np.zeros((0, 3), np.float32)]
 IDS = np.arange(12)
 
@@ -34,14 +45,16 @@ class Servers:
 
     Args:
         interval: seconds between files that servers write by themselves.
+        training: settings of it; with local updates, pushes are movements of one batch.
     """
 
-    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0):
+    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, **training):
         self.settings = JobSettings(
             command=Command.TRAIN,
             name="test",
             directory=str(folder),
             model=ModelSettings(),
+            training=TrainingSettings(**training),
             checkpoint=CheckpointSettings(interval_seconds=interval),
             cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),
         )
@@ -50,7 +63,7 @@ class Servers:
             self.start(index)
         given = (self.addresses, SPECS, True)
         self.master = TrainingControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
-        self.worker = client_of(*given, client_id=1, ids=self.ids, find=self.find)
+        self.worker = client_of(*given, client_id=1, ids=self.ids, find=self.find, outer="outer_optimizer" in training)
         self.master.initialize(InitialModel(VALUES))
 
     @property
@@ -101,7 +114,8 @@ class Servers:
             state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
         self.worker.lookup({3: np.array(ids)}, create=True)
-        return self.worker.push(Gradients(gradients, (0, 1), rows, state, shares, 0.0), rate)
+        batches = 1 if self.settings.training.is_local else None
+        return self.worker.push(Gradients(gradients, (0, 1), rows, state, shares, 0.0, batches=batches), rate)
 
     def answer_alone(self, index):
         """A change reaches one server alone."""

@@ -11,7 +11,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify
-from elasticcb.checkpoint.parts import load_slices, save_part
+from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import FORMAT, SavedFile
 from elasticcb.checkpoint.versions import (
     begin_version,
@@ -25,7 +25,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.ps.parameters import Parameters
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
-from helpers_ps import SPECS, Part, alone, gradients, initial_values
+from helpers_ps import SPECS, Part, alone, gradients, initial_values, saved
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -42,13 +42,7 @@ def adam():
 
 
 def save(directory, parts, specs=BIG, version=3):
-    folder = begin_version(directory, version)
-    files = [
-        save_part(folder, part.parameters.export(), part.slices, index, len(parts)) for index, part in enumerate(parts)
-    ]
-    return finish_version(
-        folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}
-    )
+    return saved(directory, parts, specs, version)
 
 
 def trained(num_ps, make=adam, specs=BIG, split=True):

@@ -25,6 +25,7 @@ from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import alone
+from helpers_ps_lost import OUTER
 
 IDS = 400
 SPECS = (
@@ -47,6 +48,7 @@ class Servers:
             model=ModelSettings(zoo="", definition=""),
             training=TrainingSettings(**training),
         )
+        self._outer = "outer_optimizer" in training
         self._new = lambda: PSServer(settings, alone(make_optimizer))
         self.servers = []
         self.changed = threading.Condition()
@@ -77,7 +79,8 @@ class Servers:
                 return dict(enumerate(known)).get(index, ("", 0))
 
         places = self.places
-        client = PSClient(ServerGroup(places, SPECS, True, find=find, find_map=find_map), number)
+        group = ServerGroup(places, SPECS, True, find=find, find_map=find_map)
+        client = PSClient(group, number, outer=self._outer)
         self.clients.append(client)
         return client
 
@@ -209,6 +212,23 @@ def test_slots_and_counts_of_rows_move_along(start):
         np.testing.assert_array_equal(mine.optimizer.slots[key], slot)
     for name, value in other.optimizer.shared.items():
         np.testing.assert_array_equal(mine.optimizer.shared[name], value)
+
+
+def test_what_an_outer_optimizer_holds_moves_along(start):
+    servers, still = (start(count, **OUTER) for count in (1, 2))
+    for each in (servers, still):
+        client = each.client(1)
+        client.pull()
+        for step in range(6):
+            push = replace(push_of(client, np.arange(0), 1.0 + step), rows={}, batches=2)
+            assert client.push(push, None).optimizers is not None  # what came of it, though no other joins
+            if each is servers and step in (1, 3):
+                servers.move(3 if step == 1 else 2)
+        for mine, held in zip(client.weights()[0], each.control.weights()[0], strict=True):
+            np.testing.assert_array_equal(mine, held)
+    for mine, other in zip(servers.control.weights()[0], still.control.weights()[0], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert servers.control.export().optimizer.shared.keys() == {"iterations", "learning_rate"}  # the model's alone
 
 
 def test_a_move_that_fails_before_it_counts_leaves_all_as_it_was(start):

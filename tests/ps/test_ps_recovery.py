@@ -16,11 +16,12 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_state import TableState
-from helpers_ps_lost import SIZES, SPECS, VALUES, assert_same
+from helpers_ps_lost import OUTER, SIZES, SPECS, VALUES, assert_same
 
 
-def test_replaced_server_goes_on_as_the_lost_one_would_have(losing):
-    lost, undisturbed = losing("lost"), losing("undisturbed")
+@pytest.mark.parametrize("training", [{}, OUTER], ids=["gradients", "outer optimizer"])
+def test_replaced_server_goes_on_as_the_lost_one_would_have(losing, training):
+    lost, undisturbed = losing("lost", **training), losing("undisturbed", **training)
     for step, ids in enumerate([(0, 1), (1, 2), (3,), (0, 4)]):
         for servers in (lost, undisturbed):
             servers.push(step, ids)
