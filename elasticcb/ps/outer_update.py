@@ -6,11 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.optimizers.state import OptimizerState
-from elasticcb.ps.trained_part import Movements, TrainedPart, moved
+from elasticcb.ps.trained_part import Movements, TrainedPart, total_movement
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.push import Push
@@ -37,7 +35,7 @@ class OuterUpdate:
     def move(self, part: TrainedPart, movements: Movements, by_xla: bool) -> None:
         """Moves all variables of `part`, by the optimizer; constraints hold afterwards, too."""
         weights = part.weights()
-        gradients = {dtype: -moved(np.zeros_like(block), dtype, movements) for dtype, block in weights.items()}
+        gradients = {dtype: -total_movement(dtype, movements).astype(block.dtype) for dtype, block in weights.items()}
         self._part.set_weights(weights)
         self._part.apply(Push(self._dense, gradients, {}, updated=frozenset(self._dense)), by_xla)
         part.set_weights(self._part.weights())

@@ -206,6 +206,7 @@ class Parameters:
         if not moving:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
+        self._blocks = None  # TensorFlow copies variables before a change as long as what was read of them is kept
         movements = [(push.blocks, batches / (total + since)) for push, batches, since in moving]
         if self._outer is None:
             self._trained.move(movements)
@@ -219,7 +220,6 @@ class Parameters:
             self._move_state(push, others / batches)
             done += batches
         self.version += total
-        self._blocks = None
         if optimizers.has_schedule:
             self._rate = None
 

@@ -18,7 +18,7 @@ from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parte
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.partition import Slice, VariableSpec, layout
+from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of, tensor_of
@@ -55,6 +55,7 @@ class TrainedPart:
         self._updates: dict[Any, CompiledUpdate] = {}  # by kind of push
         self._row_updates: dict[int, RowUpdate] = {}
         self._read: Callable[[Sequence[tf.Tensor]], Mapping[str, tf.Tensor]] | None = None
+        self._add: Callable[[Sequence[tf.Tensor]], Any] | None = None
         self.optimizers: OptimizerSet | None = None
         with tf.device("/CPU:0"):
             self.variables: dict[int, keras.Variable | Piece] = {
@@ -92,6 +93,25 @@ class TrainedPart:
                 run = Run(variable.value, 0, part.elements)
             add_run(runs.setdefault(dtype, []), run)
         return {dtype: concatenated(found) for dtype, found in runs.items()}
+
+    def _add_flat(self, *blocks: tf.Tensor) -> None:
+        """In a graph: moves all variables by flat blocks, by dtype."""
+        given = dict(zip(block_sizes(self._specs, self._slices, True), blocks, strict=True))
+        found: dict[int, tuple[keras.Variable, list[tuple[int, Run]]]] = {}
+        for part, dtype, offset in layout(self._specs, self._slices, True):
+            variable = self.variables[part.variable]
+            whole, place = (variable.whole, variable.offset) if isinstance(variable, Piece) else (variable, 0)
+            run = Run(given[dtype], offset, offset + part.elements)
+            found.setdefault(id(whole), (whole, []))[1].append((place, run))
+        for whole, placed in found.values():
+            runs: list[Run] = []
+            for _, run in sorted(placed, key=lambda each: each[0]):
+                add_run(runs, run)
+            movement = tf.reshape(concatenated(runs), whole.shape)
+            if movement.dtype == whole.value.dtype:
+                whole.value.assign_add(movement)
+            else:
+                whole.assign(tf.cast(whole.value, movement.dtype) + movement)
 
     def groups_for(self, push: Push, by_xla: bool) -> Sequence[Sequence[int]] | None:
         """Other groups, where `push` does not update all variables of the present ones; None: these are right."""
@@ -141,8 +161,12 @@ class TrainedPart:
 
     def move(self, movements: Movements) -> None:
         """Moves all variables. A constraint holds afterwards, too."""
-        self.set_weights({dtype: moved(block, dtype, movements) for dtype, block in self.weights().items()})
+        blocks = {dtype: total_movement(dtype, movements) for dtype in block_sizes(self._specs, self._slices, True)}
         with tf.device("/CPU:0"):
+            if self._add is None:
+                given = [tf.TensorSpec(block.shape, block.dtype) for block in blocks.values()]
+                self._add = quick_call(self._add_flat, given)
+            self._add([tensor_of(block) for block in blocks.values()])
             for variable in self.variables.values():
                 if movements[0][1] < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
                     variable.assign(variable.constraint(variable))
@@ -179,13 +203,18 @@ class TrainedPart:
         return self._row_updates[index]
 
 
-def moved(block: Array, dtype: str, movements: Movements) -> Array:
-    """A block, and the shares of all movements added to it."""
-    wide = np.dtype(np.float32) if block.dtype.itemsize == 2 else block.dtype
-    total = block.astype(wide)
-    for movement, share in movements:
-        total += movement[dtype].astype(wide, copy=False) * wide.type(share)
-    return total.astype(block.dtype, copy=False)
+def total_movement(dtype: str, movements: Movements) -> Array:
+    """The sum of the shares; of half precision in single."""
+    (blocks, share), *others = movements
+    total = _share(blocks[dtype], share)
+    for blocks, share in others:
+        total += _share(blocks[dtype], share)
+    return total
+
+
+def _share(block: Array, share: float) -> Array:
+    wide = block.astype(np.float32) if block.dtype.itemsize == 2 else block
+    return wide if share == 1 else wide * wide.dtype.type(share)
 
 
 def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
