@@ -20,13 +20,13 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import CheckpointSettings, ClusterSettings
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import to_tensors as tables_to
-from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, sgd
+from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
 METHODS = {**PS_METHODS, "Piece": PS_METHODS["Exchange"].piece}
@@ -43,11 +43,8 @@ VALUES = [*initial_values(), np.zeros((0, 4), np.float32)]
 @contextlib.contextmanager
 def serving(folder: Path, host: str = "127.0.0.1", access: Access = OPEN) -> Iterator[list[str]]:
     """Two servers, each the other's neighbour, which write recovery files; their addresses."""
-    settings = JobSettings(
-        command=Command.TRAIN,
-        name="test",
-        directory=str(folder),
-        model=ModelSettings(zoo="", definition=""),
+    settings = server_settings(
+        folder,
         checkpoint=CheckpointSettings(interval_seconds=1.0),
         cluster=ClusterSettings(num_ps=2, ps_replicas=1),
     )

@@ -18,36 +18,30 @@ def early_xla(monkeypatch):
 
 
 @pytest.fixture
-def start():
-    """Starts servers with the optimizers that a function makes; gives a client of them all."""
-    from ps_clients import TrainingControl
-
-    from elasticcb.optimizers.traits import may_split
-    from elasticcb.ps.server import PSServer
-    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+def start_servers():
+    """Starts servers without a model; the arguments are those of `Cluster`."""
+    from helpers_ps import Cluster
 
     with contextlib.ExitStack() as stack:
 
-        def servers(make_optimizers, specs, num_ps=2, **training):
-            settings = JobSettings(
-                command=Command.TRAIN,
-                name="test",
-                directory="",
-                model=ModelSettings(zoo="", definition=""),
-                training=TrainingSettings(**training),
-            )
-            addresses = []
-            for _ in range(num_ps):
-                server = PSServer(settings, make_optimizers)
-                stack.callback(server.stop, 0)
-                server.start()
-                addresses.append(server.address)
-            split = all(map(may_split, make_optimizers(9)))
-            client = TrainingControl(addresses, specs, split, 1, not training.get("use_async", True), 5.0)
-            stack.callback(client.close)
-            return client
+        def start(*args, **options):
+            cluster = Cluster(*args, **options)
+            stack.callback(cluster.close)
+            return cluster
 
-        yield servers
+        yield start
+
+
+@pytest.fixture
+def start(start_servers):
+    """Starts servers with the optimizers that a function makes; gives a client of them all."""
+    from elasticcb.optimizers.traits import may_split
+
+    def start(make_optimizers, specs, num_ps=2, **training):
+        split = all(map(may_split, make_optimizers(9)))
+        return start_servers(num_ps, specs, split=split, make_optimizers=make_optimizers, **training).client(1)
+
+    return start
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from ps_clients import TrainingControl
 
 from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
@@ -175,19 +176,19 @@ def sgd():
     return keras.optimizers.SGD(0.5)
 
 
+def server_settings(folder: object = "", **sections: Any) -> JobSettings:
+    """Of a job in a folder, as servers get them."""
+    return JobSettings(command=Command.TRAIN, name="test", directory=str(folder), model=ModelSettings(), **sections)
+
+
 class Cluster:
     """Some servers and a connection to each."""
 
-    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, **training):
+    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, make_optimizers=None, **training):
         self.specs, self.split, self.num_ps = specs, split, num_ps
-        settings = JobSettings(
-            command=Command.TRAIN,
-            name="test",
-            directory="",
-            model=ModelSettings(zoo="", definition=""),
-            training=TrainingSettings(**training),
-        )
-        self.servers = [PSServer(settings, alone(make_optimizer)) for _ in range(num_ps)]
+        self.synchronous = not training.get("use_async", True)
+        settings = server_settings(training=TrainingSettings(**training))
+        self.servers = [PSServer(settings, make_optimizers or alone(make_optimizer)) for _ in range(num_ps)]
         for server in self.servers:
             server.start()
         self.connections = [
@@ -195,6 +196,13 @@ class Cluster:
             for index, server in enumerate(self.servers)
         ]
         self.slices = partition(specs, num_ps, split)
+        self.clients = []
+
+    def client(self, number=0):
+        """The master's, or a worker's."""
+        addresses = [server.address for server in self.servers]
+        self.clients.append(TrainingControl(addresses, self.specs, self.split, number, self.synchronous, 5.0))
+        return self.clients[-1]
 
     def call(self, index, method, frame):
         return self.connections[index].call(replace(PS_METHODS[method], shared=False), frame)
@@ -232,8 +240,8 @@ class Cluster:
         return arrays
 
     def close(self):
-        for connection in self.connections:
-            connection.close()
+        for each in (*self.clients, *self.connections):
+            each.close()
         for server in self.servers:
             server.stop(0)
 

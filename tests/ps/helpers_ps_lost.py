@@ -12,17 +12,11 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import (
-    CheckpointSettings,
-    ClusterSettings,
-    Command,
-    JobSettings,
-    ModelSettings,
-    TrainingSettings,
-)
+from elasticcb.settings import CheckpointSettings, ClusterSettings, TrainingSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
+from helpers_ps import server_settings
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
 SPECS = (
@@ -49,11 +43,8 @@ class Servers:
     """
 
     def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, **training):
-        self.settings = JobSettings(
-            command=Command.TRAIN,
-            name="test",
-            directory=str(folder),
-            model=ModelSettings(),
+        self.settings = server_settings(
+            folder,
             training=TrainingSettings(**training),
             checkpoint=CheckpointSettings(interval_seconds=interval),
             cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from ps_clients import TrainingControl
 
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import finish_version
@@ -16,29 +14,20 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
 from elasticcb.sharding.push import Gradients
-from helpers_ps import CUT, SPECS, Cluster, gradients, initial_values
+from helpers_ps import CUT, SPECS, gradients, initial_values
 
 
 @pytest.fixture
-def job():
+def job(start_servers):
     """Starts servers; gives the master's client, and a function that makes a worker's."""
-    with contextlib.ExitStack() as stack:
 
-        def start(specs=CUT, split=True, **training):
-            cluster = Cluster(specs=specs, split=split, **training)
-            stack.callback(cluster.close)
-            addresses = [server.address for server in cluster.servers]
+    def start(specs=CUT, split=True, **training):
+        cluster = start_servers(specs=specs, split=split, **training)
+        master = cluster.client()
+        master.initialize(InitialModel(initial_values(specs)))
+        return master, cluster.client
 
-            def client(worker=0):
-                made = TrainingControl(addresses, specs, split, worker, not training.get("use_async", True), 5.0)
-                stack.callback(made.close)
-                return made
-
-            master = client()
-            master.initialize(InitialModel(initial_values(specs)))
-            return master, client
-
-        yield start
+    return start
 
 
 def step(client, number):

@@ -20,11 +20,11 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN
-from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.settings import TrainingSettings
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
-from helpers_ps import alone
+from helpers_ps import alone, server_settings
 from helpers_ps_lost import OUTER
 
 IDS = 400
@@ -41,13 +41,7 @@ class Servers:
     """Real servers, and the master's side of their move."""
 
     def __init__(self, count, make_optimizer, folder="", **training):
-        settings = JobSettings(
-            command=Command.TRAIN,
-            name="test",
-            directory=str(folder),
-            model=ModelSettings(zoo="", definition=""),
-            training=TrainingSettings(**training),
-        )
+        settings = server_settings(folder, training=TrainingSettings(**training))
         self._outer = "outer_optimizer" in training
         self._new = lambda: PSServer(settings, alone(make_optimizer))
         self.servers = []

@@ -13,10 +13,10 @@ from ps_clients import TrainingControl, client_of
 from elasticcb.errors import ElasticCBError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.server import PSServer
-from elasticcb.settings import Command, JobSettings, ModelSettings
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
+from helpers_ps import alone, server_settings, sgd
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
 SPECS = (
@@ -51,7 +51,7 @@ def held(client):
     ("event", "applied"), [("has sent half a call to a server", False), ("waits for a server's answer", True)]
 )
 def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start, tmp_path, event, applied):
-    disturbed, undisturbed = (start(lambda count: [keras.optimizers.SGD(0.5)], SPECS, num_ps=1) for _ in range(2))
+    disturbed, undisturbed = (start(alone(sgd), SPECS, num_ps=1) for _ in range(2))
     for client in (disturbed, undisturbed):
         client.initialize(InitialModel(VALUES))
         client.lookup(IDS, create=True)
@@ -74,8 +74,7 @@ def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(st
 
 def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
     lost = set()
-    settings = JobSettings(command=Command.TRAIN, name="test", directory="", model=ModelSettings())
-    server = PSServer(settings, lambda count: [keras.optimizers.SGD(0.5)], lost_workers=lost)
+    server = PSServer(server_settings(), alone(sgd), lost_workers=lost)
     server.start()
     client = TrainingControl([server.address], SPECS, True)
     client.initialize(InitialModel(VALUES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,7 +24,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
 from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
-from helpers_ps import SPECS, Cluster, gradients, initial_values, push_frame
+from helpers_ps import SPECS, gradients, initial_values, push_frame
 
 
 @pytest.fixture
@@ -33,16 +34,8 @@ def pool():
 
 
 @pytest.fixture
-def cluster():
-    clusters = []
-
-    def start(num_ps=1, **more):
-        clusters.append(Cluster(num_ps, split=False, **more))
-        return clusters[-1]
-
-    yield start
-    for each in clusters:
-        each.close()
+def cluster(start_servers):
+    return functools.partial(start_servers, split=False)
 
 
 class Gate:

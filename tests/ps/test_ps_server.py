@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 
@@ -17,16 +15,15 @@ from helpers_ps import CUT, Cluster, Part, gradients, initial_values, push_frame
 
 
 @pytest.fixture
-def cluster():
-    with contextlib.ExitStack() as stack:
+def cluster(start_servers):
+    """Starts servers with a model."""
 
-        def make(**arguments):
-            made = Cluster(**arguments)
-            stack.callback(made.close)
-            made.initialize(initial_values(made.specs))
-            return made
+    def start(**options):
+        started = start_servers(**options)
+        started.initialize(initial_values(started.specs))
+        return started
 
-        yield make
+    return start
 
 
 def test_a_push_and_a_pull_travel_in_one_exchange(cluster):
@@ -186,13 +183,12 @@ def test_the_base_learning_rate_is_set_for_all_later_pushes(cluster):
     np.testing.assert_allclose(one.values()[2], before - 0.25, rtol=1e-5)
 
 
-def test_a_server_without_a_model_or_an_optimizer_says_so(cluster):
+def test_a_server_without_a_model_or_an_optimizer_says_so(cluster, start_servers):
     serving = cluster(make_optimizer=None)
     with pytest.raises(ElasticCBError, match="without an optimizer"):
         serving.push(gradients(0), sequence=1)
-    empty = Cluster()
-    with contextlib.closing(empty), pytest.raises(ElasticCBError, match="holds no model yet"):
-        empty.push({}, pull=True)
+    with pytest.raises(ElasticCBError, match="holds no model yet"):
+        start_servers().push({}, pull=True)
 
 
 def test_a_synchronous_update_is_the_mean_of_its_gradients(cluster):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
-from ps_clients import TrainingControl
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
@@ -18,7 +15,7 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
 from elasticcb.sharding.push import Gradients
-from helpers_ps import CUT, Cluster, gradients, initial_values
+from helpers_ps import CUT, gradients, initial_values
 
 MIXED = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -40,21 +37,14 @@ def momentum():
 
 
 @pytest.fixture
-def servers():
+def clients(start_servers):
     """Starts servers; gives the master's client, and one of a worker."""
-    with contextlib.ExitStack() as stack:
 
-        def start(num_ps, specs=MIXED, make_optimizer=adam, split=True, **training):
-            cluster = Cluster(num_ps, specs, make_optimizer, split, **training)
-            stack.callback(cluster.close)
-            addresses = [server.address for server in cluster.servers]
-            synchronous = not training.get("use_async", True)
-            clients = [TrainingControl(addresses, specs, split, worker, synchronous, 5.0) for worker in (0, 1)]
-            for client in clients:
-                stack.callback(client.close)
-            return clients
+    def start(num_ps, specs=MIXED, make_optimizer=adam, **options):
+        cluster = start_servers(num_ps, specs, make_optimizer, **options)
+        return cluster.client(0), cluster.client(1)
 
-        yield start
+    return start
 
 
 def push(client, number, learning_rate=None):
@@ -80,8 +70,8 @@ def assert_equal_states(one, other):
 
 
 @pytest.mark.parametrize("num_ps", deep_but([1, 3], 3))
-def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps):
-    master, worker = servers(2)
+def test_a_job_goes_on_with_the_exported_state_on_other_servers(clients, num_ps):
+    master, worker = clients(2)
     master.initialize(InitialModel(initial_values(MIXED), version=40))
     for step in range(3):
         push(worker, step)
@@ -94,7 +84,7 @@ def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps)
         assert mine.dtype == other.dtype
         np.testing.assert_array_equal(mine, other)
 
-    other_master, other_worker = servers(num_ps)
+    other_master, other_worker = clients(num_ps)
     other_master.initialize(InitialModel(state.weights, optimizer_state=state.optimizer, version=state.version))
     again = other_master.export()
     assert again.version == 43
@@ -106,22 +96,22 @@ def test_a_job_goes_on_with_the_exported_state_on_other_servers(servers, num_ps)
         np.testing.assert_array_equal(mine, other)
 
 
-def test_optimizers_that_keep_variables_whole_travel_with_what_is_no_slot(servers):
+def test_optimizers_that_keep_variables_whole_travel_with_what_is_no_slot(clients):
     def adafactor():
         return keras.optimizers.Adafactor(0.01)
 
-    master, worker = servers(2, make_optimizer=adafactor, split=False)
+    master, worker = clients(2, make_optimizer=adafactor, split=False)
     master.initialize(InitialModel(initial_values(MIXED)))
     push(worker, 0)
     state = master.export()
     assert state.optimizer.extras[0, "r"].shape == (700,)
-    other, _ = servers(3, make_optimizer=adafactor, split=False)
+    other, _ = clients(3, make_optimizer=adafactor, split=False)
     other.initialize(InitialModel(state.weights, optimizer_state=state.optimizer))
     assert_equal_states(other.export().optimizer, state.optimizer)
 
 
-def test_weights_are_set_while_the_optimizer_stays(servers):
-    master, worker = servers(2, CUT, momentum)
+def test_weights_are_set_while_the_optimizer_stays(clients):
+    master, worker = clients(2, CUT, momentum)
     master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
@@ -132,8 +122,8 @@ def test_weights_are_set_while_the_optimizer_stays(servers):
         np.testing.assert_array_equal(mine, other)
 
 
-def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(servers):
-    master, worker = servers(2, CUT, momentum)
+def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(clients):
+    master, worker = clients(2, CUT, momentum)
     master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
@@ -156,8 +146,8 @@ def test_some_of_the_optimizers_state_is_set_while_the_rest_stays(servers):
         (OptimizerState(optimizers=("Lion",)), "optimizer Lion does not fit the optimizer SGD"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(servers, state, message, use_async):
-    master, worker = servers(2, CUT, momentum, use_async=use_async)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(clients, state, message, use_async):
+    master, worker = clients(2, CUT, momentum, use_async=use_async)
     master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
@@ -170,8 +160,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(servers, state
         master.initialize(InitialModel(initial_values(CUT), optimizer_state=state))
 
 
-def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
-    master, worker = servers(3, CUT, momentum, use_async=False)
+def test_a_state_is_set_on_all_synchronous_servers_at_one_version(clients):
+    master, worker = clients(3, CUT, momentum, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     assert master.load_state(initial_values(CUT, seed=1), master.export().optimizer) == 2
@@ -181,8 +171,8 @@ def test_a_state_is_set_on_all_synchronous_servers_at_one_version(servers):
     assert worker.version == 3
 
 
-def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
-    master, worker = servers(2, CUT, use_async=False)
+def test_only_the_first_synchronous_server_says_when_a_state_is_set(clients):
+    master, worker = clients(2, CUT, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
     second = master.servers.known[1]
     tensors = InitialModel(initial_values(CUT, seed=1)).part(master.servers, 1)
@@ -190,8 +180,8 @@ def test_only_the_first_synchronous_server_says_when_a_state_is_set(servers):
     np.testing.assert_array_equal(weights(worker)[0], initial_values(CUT)[0])
 
 
-def test_a_repeated_change_of_state_makes_one_version(servers):
-    master, _ = servers(2, CUT, momentum, use_async=False)
+def test_a_repeated_change_of_state_makes_one_version(clients):
+    master, _ = clients(2, CUT, momentum, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
     first, second = master.servers.known
     master.load_state(initial_values(CUT, seed=1), None)
@@ -202,8 +192,8 @@ def test_a_repeated_change_of_state_makes_one_version(servers):
 
 
 @pytest.mark.parametrize(("tolerance", "used"), [(0, False), (1, True)])
-def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_too_old(servers, tolerance, used):
-    master, worker = servers(
+def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_too_old(clients, tolerance, used):
+    master, worker = clients(
         2, CUT, lambda: keras.optimizers.SGD(0.5), use_async=False, grads_to_wait=2, sync_version_tolerance=tolerance
     )
     master.initialize(InitialModel(initial_values(CUT)))
@@ -214,8 +204,8 @@ def test_gradients_that_wait_are_used_after_a_change_of_state_if_they_are_not_to
     np.testing.assert_allclose(weights(worker)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_snapshot_may_hold_other_weights_than_the_servers(servers):
-    master, worker = servers(2, CUT, use_async=False)
+def test_a_snapshot_may_hold_other_weights_than_the_servers(clients):
+    master, worker = clients(2, CUT, use_async=False)
     master.initialize(InitialModel(initial_values(CUT)))
     push(worker, 0)
     assert master.snapshot(1) == 1
