@@ -56,8 +56,12 @@ def stop_job(folder: Path, seconds: float) -> str:
     told = False
     while True:
         asked = _published_at(folder)
-        with master_of(folder) as master:
-            pid, host = master.stop()
+        try:
+            with master_of(folder) as master:
+                pid, host = master.stop()
+        except UsageError:
+            if not told or how_it_ended(folder) is None:
+                raise
         if not told:
             print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
             told = True

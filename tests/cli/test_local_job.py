@@ -1,14 +1,18 @@
 """Commands about a job of this machine whose master is gone."""
 
+import contextlib
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from elasticcb.cli import local_job
 from elasticcb.cli.main import main
 from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
-from elasticcb.settings import JOB_FILE
+from elasticcb.errors import UsageError
+from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.storage import durable
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
@@ -26,3 +30,19 @@ def test_who_asks_a_killed_master_is_told_how_to_go_on(tmp_path, monkeypatch, ca
     assert "does not answer" in message
     assert f"If it was killed, {advice.format(tmp_path)}" in message
     assert trains or "resume" not in message
+
+
+def test_a_job_that_ends_before_its_next_master_is_asked_was_stopped(tmp_path, monkeypatch):
+    asked = []
+
+    @contextlib.contextmanager
+    def master_of(folder):
+        asked.append(folder)
+        if len(asked) == 2:  # after the first one was killed, another one has ended the job
+            durable.write_document(folder / STATUS_FILE, {"phase": "interrupted", "error": "Interrupted at version 3."})
+            raise UsageError("It has ended.")
+        yield SimpleNamespace(stop=lambda: (1, "here"))
+
+    monkeypatch.setattr(local_job, "master_of", master_of)
+    assert local_job.stop_job(tmp_path, 60.0) == "Interrupted at version 3."
+    assert len(asked) == 2
