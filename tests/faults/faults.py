@@ -47,9 +47,11 @@ class Faults:
         file.write_text(json.dumps({"event": event, "action": action, "nth": nth}))
         return file.with_suffix(".done").exists
 
-    def shorten_certificates(self, seconds: float) -> None:
-        """Those that processes issue themselves expire after so many seconds."""
-        (self._folder / "certificate_seconds").write_text(str(seconds))
+    def shorten(self, limit: str, seconds: float) -> None:
+        """Makes a time limit of the package another one in all processes: "elasticcb.master.job._DRAIN_SECONDS"."""
+        file = self._folder / "limits"
+        limits = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**limits, limit: seconds}))
 
     @contextlib.contextmanager
     def network(self) -> Iterator[Network]:

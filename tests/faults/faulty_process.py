@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,38 @@ _BEGINNINGS: dict[str, tuple[str, Any]] = {
 
 @functools.cache
 def wait_for_role() -> None:
-    """Makes this process, and those that it forks, know their role when they begin it."""
+    """Makes this process, and those that it forks, know their role when they begin it, and other time limits."""
     for name, beginning in _BEGINNINGS.items():
-        if name in sys.modules:
-            _before(sys.modules[name], *beginning)
-        else:
-            sys.meta_path.insert(0, _Wrapped(name))
-    seconds = Path(os.environ["ELASTICCB_FAULTS"], "certificate_seconds")
-    if seconds.exists():
-        from elasticcb.security import certificates
-
-        certificates.LIFE_SECONDS = float(seconds.read_text())
+        _when_imported(name, functools.partial(_wrap, beginning))
+    limits = Path(os.environ["ELASTICCB_FAULTS"], "limits")
+    if limits.exists():
+        for limit, seconds in json.loads(limits.read_text()).items():
+            module, _, name = limit.rpartition(".")
+            _when_imported(module, functools.partial(_set, name, seconds))
 
 
-class _Wrapped:
-    """Finds one module, and wraps the function of it with which a role begins."""
+def _wrap(beginning: tuple[str, Any], module: Any) -> None:
+    _before(module, *beginning)
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+
+def _set(name: str, value: Any, module: Any) -> None:
+    assert hasattr(module, name), f"{module.__name__} has no {name}"
+    setattr(module, name, value)
+
+
+def _when_imported(name: str, change: Callable[[Any], None]) -> None:
+    """Changes a module as soon as it is there."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Changed(name, change))
+
+
+class _Changed:
+    """Finds one module, and changes it when it has been imported."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name, self._change = name, change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._name:
@@ -88,11 +103,11 @@ class _Wrapped:
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def execute_and_wrap(module: Any) -> None:
+        def execute_and_change(module: Any) -> None:
             execute(module)
-            _before(module, *_BEGINNINGS[name])
+            self._change(module)
 
-        spec.loader.exec_module = execute_and_wrap
+        spec.loader.exec_module = execute_and_change
         return spec
 
 

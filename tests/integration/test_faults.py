@@ -179,8 +179,9 @@ def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_afte
         assert process.finish() == 0, process.output
 
 
-def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job, monkeypatch):
+def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job, faults, monkeypatch):
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
+    faults.shorten("elasticcb.master.job._RESTORE_SECONDS", 2.0)  # for which it waits for others in their places
     checkpoints = ("--checkpoint_dir=c", "--num_epochs=100")
     job = start_job("train", *flags(data, num_workers=1, silence_seconds=3, cluster="external"), *checkpoints)
     line = job.wait_for_line(r"elasticcb worker --master")

@@ -2,11 +2,14 @@
 
 import re
 import threading
+import time
 
 import psutil
 import pytest
 
+from elasticcb.cli import local_job
 from elasticcb.cli.main import main
+from elasticcb.process import signals
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 
 
@@ -62,7 +65,8 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     assert "no log of ps-7; there are: master, ps-0, worker-0, worker-1" in capsys.readouterr().err
 
 
-def test_a_job_that_does_not_end_in_time_is_told_and_ends_all_the_same(data, started, capsys):
+def test_a_job_that_does_not_end_in_time_is_told_and_ends_all_the_same(data, started, capsys, monkeypatch):
+    monkeypatch.setattr(local_job, "_PATIENCE_SECONDS", 0.5)
     master = started.master
     master.suspend()
     started.family.append(master)
@@ -71,6 +75,8 @@ def test_a_job_that_does_not_end_in_time_is_told_and_ends_all_the_same(data, sta
     master.resume()
     assert main(["stop", "latest", "--timeout=0.001"]) == 1  # workers wait at their gate, which has 5 s
     assert f"`kill {master.pid}` on" in capsys.readouterr().err
+    started.wait_for_line("Interrupted: finishing")
+    time.sleep(signals._SAME_SECONDS)  # else it would count as the same signal
     psutil.Process(master.pid).terminate()  # the second time: at once
     assert started.finish() == 130, started.output
     started.assert_no_orphans()

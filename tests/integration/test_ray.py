@@ -68,7 +68,10 @@ def job_processes(role=""):
     return found
 
 
-def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_the_other(cluster, data, start_job):
+def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_the_other(
+    cluster, data, start_job, faults
+):
+    faults.shorten("elasticcb.cluster.ray.handle.PENDING_SECONDS", 1.0)
     flags = {**FLAGS, "ray_address": cluster.address, "num_workers": 3, "max_ps_restarts": 0, "checkpoint_interval": 1}
     job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
@@ -91,7 +94,9 @@ def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_t
 
 
 def test_ctrl_c_leaves_no_process_behind_and_ray_has_never_seen_the_token(cluster, data, start_job):
-    job = start_job("train", *train_flags(data, "linear", **FLAGS, ray_address=cluster.address, num_workers=1))
+    open_gate(data)  # no task is held that would have to end first
+    flags = {**FLAGS, "ray_address": cluster.address, "num_workers": 1, "num_epochs": 100}
+    job = start_job("train", *train_flags(data, "linear", **flags))
     job.wait_for_line(r"Evaluation at version")
     processes = job_processes()
     assert len(processes) == 2

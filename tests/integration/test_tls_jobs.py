@@ -14,6 +14,7 @@ from waiting import wait_until
 
 import elasticcb
 from elasticcb import NetworkOptions
+from elasticcb.cli.main import main
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import running_master
 from elasticcb.errors import ConnectionLostError, UsageError
@@ -86,9 +87,9 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
 
 def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhile(data, start_job, faults):
     write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.05), "linear")
-    life = 8.0
-    faults.shorten_certificates(life)
+    faults.shorten("elasticcb.security.certificates.LIFE_SECONDS", 5.0)
     flags = {"num_epochs": 1_000, "host": "127.0.0.1", "checkpoint_interval": 1, "metrics_port": 0}
+    flags["num_minibatches_per_task"] = 5  # what ends the job waits for tasks that run
     job = start_job("train", *train_flags(data, "linear", **flags, evaluation_steps=50))
     metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
@@ -120,8 +121,7 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
     job.wait_for_line(r"Evaluation at version")
     wait_until(lambda: first < second < min(expiries().values()))  # a process tells the master at times
     assert ca.read_bytes() == before
-    stopped = run_command("stop", str(data / "job"), cwd=data)
-    assert stopped.returncode == 0, stopped.stderr
+    assert main(["stop", str(data / "job")]) == 0
     assert job.finish() == 130, job.output
     assert job.output.count(" was lost: killed by SIGKILL") == 2
 
@@ -144,12 +144,12 @@ def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(dat
     unknown = run_command(*without, cwd=data)
     assert unknown.returncode == 2
     assert "Nothing was given by which the master at 127.0.0.1:" in unknown.stderr
-    plain = run_command(*without, "--insecure", cwd=data)
-    assert plain.returncode == 1
+    plain = start_job(*without, "--insecure")
+    assert plain.finish() == 1
     assert re.search(
         r"Error: No connection to the master at 127\.0\.0\.1:\d+: it speaks TLS, and this process does not\.",
-        plain.stderr,
-    ), plain.stderr
+        plain.output,
+    ), plain.output
     started = [start_job(*commands[role]) for role in ("ps", "worker")]
     assert job.finish() == 0, job.output
     assert number(job.output, "records trained in epoch 1") == 2_000

@@ -11,7 +11,7 @@ from elasticcb.cluster.role import common_environment
 # The most that updates and reads take for each byte of weights. Five are needed: weights, two slots, a gradient, and
 # what workers pull; XLA takes the others. What libraries take, more with some processors, the smaller model has, too.
 _MOST = 7.5
-_SMALL, _LARGE = 4, 36  # layers of 12 MB
+_SMALL, _LARGE = 4, 20  # layers of 12 MB
 
 _SERVER = """
 import sys
