@@ -6,7 +6,7 @@ given goes on from there, and what a callback saves or the caller gets back is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,28 +75,25 @@ def read_optimizers(
 
     Raises `ElasticCBError` when a built optimizer does not know a variable that is to be trained.
     """
-    state = OptimizerState()
+    held = held_variables(model_optimizers, model_variables, owners)
+    return OptimizerState(_copied(held.slots), _copied(held.extras), _copied(held.shared), held.optimizers)
+
+
+def held_variables(
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    owners: Sequence[int] | None = None,
+) -> OptimizerState:
+    """The same, with the variables in the place of arrays."""
+    held = OptimizerState()
     names = []
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
         names.append(leaf.class_name)
-        state.slots |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.slots}
-        state.extras |= {(slot.variable, slot.name): _copied(slot.value) for slot in found.extras}
-        state.shared |= {leaf.prefix + name: _copied(value) for name, value in found.shared.items()}
-    state.optimizers = tuple(names)
-    return state
-
-
-def shared_variables(
-    model_optimizers: Sequence[keras.optimizers.Optimizer],
-    model_variables: Sequence[keras.Variable],
-    owners: Sequence[int],
-) -> dict[str, keras.Variable]:
-    """The variables behind `OptimizerState.shared`; for the arguments see `read_optimizers`."""
-    return {
-        leaf.prefix + name: variable
-        for leaf, found in _built_leaves(model_optimizers, model_variables, owners)
-        for name, variable in found.shared.items()
-    }
+        held.slots |= {(slot.variable, slot.name): slot.value for slot in found.slots}
+        held.extras |= {(slot.variable, slot.name): slot.value for slot in found.extras}
+        held.shared |= {leaf.prefix + name: variable for name, variable in found.shared.items()}
+    held.optimizers = tuple(names)
+    return held
 
 
 def write_optimizers(
@@ -142,30 +139,6 @@ def write_optimizers(
     for optimizer in map(unwrapped, model_optimizers):
         if isinstance(optimizer, MultiOptimizer):  # it counts for itself
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
-
-
-def set_optimizers(
-    state: OptimizerState,
-    model_optimizers: Sequence[keras.optimizers.Optimizer],
-    model_variables: Sequence[keras.Variable],
-    owners: Sequence[int],
-) -> None:
-    """Makes the optimizers hold what `state` has of their variables; others, and learning rates, stay as they are.
-
-    Args:
-        model_optimizers, model_variables, owners: as in `read_optimizers`.
-    """
-    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
-        pairs = [(slot.value, state.slots.get((slot.variable, slot.name))) for slot in found.slots]
-        pairs += [(slot.value, state.extras.get((slot.variable, slot.name))) for slot in found.extras]
-        pairs += [
-            (value, state.shared.get(leaf.prefix + name))
-            for name, value in found.shared.items()
-            if name != "learning_rate"
-        ]
-        for target, value in pairs:
-            if value is not None:
-                target.assign(np.array(value))  # TensorFlow may keep its memory, and write to it
 
 
 @dataclass
@@ -243,5 +216,5 @@ def _built_leaves(
             yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)
 
 
-def _copied(variable: Any) -> Array:
-    return np.array(variable.numpy())
+def _copied(variables: Mapping[Any, Any]) -> dict[Any, Array]:
+    return {key: np.array(variable.numpy()) for key, variable in variables.items()}

@@ -25,6 +25,7 @@ from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec, layout
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.compiled_step import CompiledStep
+from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class TensorFlowComputation(Computation):
         self._specs = specs
         self._partition = partition
         self._capture = capture
-        self._assign = tf.function(self._assign_blocks, autograph=False)
+        self._assign: Callable[[Any], Any] | None = None
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
         self._served = serve_tables(model, tables)
         steps: dict[str, Callable[[Any], Any]] = {
@@ -128,7 +129,16 @@ class TensorFlowComputation(Computation):
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         self._follow(weights.partition)
-        self._assign(to_tensors(weights))
+        names = [sorted(server) for server in weights]
+        tensors = [tensor_of(server[name]) for server, own in zip(weights, names, strict=True) for name in own]
+        if self._assign is None:
+
+            def assign(*flat: Any) -> None:
+                given = iter(flat)
+                self._assign_blocks([{name: next(given) for name in own} for own in names])
+
+            self._assign = quick_call(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+        self._assign(tensors)
 
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
         self._served.release()
@@ -148,7 +158,7 @@ class TensorFlowComputation(Computation):
         if partition == self._partition:
             return False
         self._partition = partition
-        self._assign = tf.function(self._assign_blocks, autograph=False)
+        self._assign = None
         return True
 
     def _test_step(self, batch: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
@@ -16,14 +15,15 @@ from elasticcb.compute.tensorflow.computation import TensorFlowComputation, tabl
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics, to_number
-from elasticcb.optimizers.state import OptimizerState, read_optimizers, set_optimizers, shared_variables
+from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec
-from elasticcb.tf.convert import array_of
+from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.convert import array_of, tensor_of
 
 
 class TensorFlowLocal(TensorFlowComputation, LocalComputation):
@@ -42,16 +42,17 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
             _check_clipping(capture.optimizers)
         super().__init__(model, metrics, specs, partition, capture)
         self._averages = MovingAverages(model)
-        self._owners = [spec.optimizer for spec in specs]
-        self.optimizer_state()  # builds the optimizers
-        self._shared = shared_variables(capture.optimizers, model.weights, self._owners)
+        held = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
+        self._optimizer_names, self._optimizer_variables = held.optimizers, _by_kind(held)
+        self._read_shared, self._read_all = _reader(held.shared), _reader(self._optimizer_variables)
+        self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         for optimizer in map(unwrapped, capture.optimizers):
             # What `exclude_from_weight_decay` was told, the master has worked out.
             optimizer._exclude_from_weight_decay_cache = {
                 optimizer._var_key(variable): not spec.no_weight_decay
                 for variable, spec in zip(model.weights, specs, strict=True)
             }
-        self._pack_all = tf.function(self._packed, autograph=False)
+        self._pack_all = quick_call(self._packed, [])
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
@@ -78,14 +79,14 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         self._follow(partition)
-        weights, state = map(to_arrays, self._pack_all())
+        weights, state = map(to_arrays, self._pack_all([]))
         blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
         return PlacedBlocks(blocks, partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
         is_another = super()._follow(partition)
         if is_another:
-            self._pack_all = tf.function(self._packed, autograph=False)
+            self._pack_all = quick_call(self._packed, [])
         return is_another
 
     def _packed(self) -> Any:
@@ -99,13 +100,39 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         super().set_weights(PlacedBlocks(copies, weights.partition))
 
     def optimizer_state(self) -> OptimizerState:
-        return read_optimizers(self._capture.optimizers, self._model.weights, self._owners)
+        held: dict[str, dict[Any, Array]] = {"slots": {}, "extras": {}, "shared": {}}
+        for (kind, key), array in self._read_all().items():
+            held[kind][key] = array
+        return OptimizerState(**held, optimizers=self._optimizer_names)
 
     def shared_optimizer_state(self) -> Mapping[str, Array]:
-        return {name: np.array(variable.value.numpy()) for name, variable in self._shared.items()}
+        return self._read_shared()
 
     def set_optimizer_state(self, state: OptimizerState) -> None:
-        set_optimizers(state, self._capture.optimizers, self._model.weights, self._owners)
+        given = {key: value for key, value in _by_kind(state).items() if key in self._optimizer_variables}
+        given = {key: value for key, value in given.items() if not str(key[1]).endswith("learning_rate")}
+        targets = [self._optimizer_variables[key] for key in given]
+
+        def assign(*values: Any) -> None:
+            for target, value in zip(targets, values, strict=True):
+                target.assign(value)
+
+        if tuple(given) not in self._set:
+            signature = [tf.TensorSpec(value.shape, value.dtype) for value in given.values()]
+            self._set[tuple(given)] = quick_call(assign, signature)
+        # TensorFlow gives variables the memory of what they are set to, and training writes to it.
+        self._set[tuple(given)]([tensor_of(aligned_copy(value)) for value in given.values()])
+
+
+def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
+    """All that it holds, by attribute and key."""
+    return {(kind, key): value for kind in ("slots", "extras", "shared") for key, value in getattr(state, kind).items()}
+
+
+def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
+    """Reads all of the variables at once, as arrays that do not change later."""
+    read = quick_call(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()], [])
+    return lambda: dict(zip(variables, map(array_of, read([])), strict=True))
 
 
 def _check_clipping(optimizers: Sequence[Any]) -> None:
