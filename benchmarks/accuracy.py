@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -110,21 +109,19 @@ def run_plain(case: Case, data: Path, seed: int, epochs: int) -> Run:
     return run
 
 
-def run_elastic(
-    case: Case, data: Path, seed: int, epochs: int, flags: Sequence[str] = ("--num_workers=2", "--num_ps=1")
-) -> Run:
+def run_elastic(case: Case, data: Path, seed: int, epochs: int) -> Run:
     """`elasticcb train`, each process a real one."""
     with tempfile.TemporaryDirectory() as job:
         command = [sys.executable, "-m", "elasticcb", "train", f"--config={ZOO / case.folder / 'job.yaml'}"]
         command += [f"--training_data={data / case.training_data}", f"--job_dir={job}/job"]
         command += [f"--validation_data={data / case.validation_data}", f"--output={job}/saved_model"]
-        command += [*flags, f"--shuffle_seed={seed}"]
+        command += ["--num_workers=2", "--num_ps=1", f"--shuffle_seed={seed}"]
         if epochs:
             command.append(f"--num_epochs={epochs}")
         started = time.monotonic()
         output = _call(command)
     run = Run(metrics_of_summary(output), time.monotonic() - started)
-    print(f"{case.folder}, ElasticCB, {' '.join(flags)}, seed {seed}: {run}", file=sys.stderr, flush=True)
+    print(f"{case.folder}, ElasticCB, seed {seed}: {run}", file=sys.stderr, flush=True)
     return run
 
 
@@ -141,22 +138,33 @@ def train_plain(case: Case, data: Path, seed: int, epochs: int) -> dict[str, flo
     """Trains the model file with `compile` and `fit`; returns the metrics over validation data."""
     import keras
 
-    job = yaml.safe_load((ZOO / case.folder / "job.yaml").read_text())
-    _, module_name, factory = job["model_def"].split(".")
     keras.utils.set_random_seed(seed)
-    module = _import(ZOO / case.folder / f"{module_name}.py")
-    model = getattr(module, factory)()
-    model.compile(optimizer=module.optimizer(), loss=module.loss, metrics=list(_named(module.eval_metrics_fn())))
-    training = _records(module, str(data / case.training_data), "training", job)
+    job, module = model_file(case.folder)
+    model = compiled_model(job, module)
+    training = records(module, str(data / case.training_data), "training", job)
     training = training.shuffle(_SHUFFLE_RECORDS, seed=seed, reshuffle_each_iteration=True)
-    validation = _records(module, str(data / case.validation_data), "evaluation", job)
+    validation = records(module, str(data / case.validation_data), "evaluation", job)
     size = job["minibatch_size"]
     model.fit(training.batch(size).prefetch(2), epochs=epochs or job["num_epochs"], verbose=0)
     results: dict[str, float] = model.evaluate(validation.batch(size), verbose=0, return_dict=True)
     return results
 
 
-def _records(module: ModuleType, origin: str, mode: str, job: dict[str, Any]) -> Any:
+def model_file(folder: str) -> tuple[dict[str, Any], ModuleType]:
+    """The settings of a folder's job.yaml, and its model file."""
+    job = yaml.safe_load((ZOO / folder / "job.yaml").read_text())
+    _, name, _ = job["model_def"].split(".")
+    return job, _import(ZOO / folder / f"{name}.py")
+
+
+def compiled_model(job: dict[str, Any], module: ModuleType) -> Any:
+    """A model file's model, for `fit`."""
+    model = getattr(module, job["model_def"].split(".")[-1])()
+    model.compile(optimizer=module.optimizer(), loss=module.loss, metrics=list(_named(module.eval_metrics_fn())))
+    return model
+
+
+def records(module: ModuleType, origin: str, mode: str, job: dict[str, Any]) -> Any:
     """All records of a data origin through the file's `feed`, read as the workers read them."""
     from elasticcb.data import make_dataset, open_reader
 
@@ -178,6 +186,7 @@ def _import(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
