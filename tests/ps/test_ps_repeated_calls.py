@@ -23,8 +23,8 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.once import Once
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
-from helpers_ps import SPECS, gradients, initial_values, push_frame
+from elasticcb.settings import CheckpointSettings
+from helpers_ps import SPECS, gradients, initial_values, push_frame, server_settings
 
 
 @pytest.fixture
@@ -184,13 +184,7 @@ def interrupted(cluster, tmp_path):
             servers.push(gradients(number), index, sequence=number, version=number - 1, staged=index > 0)
 
     control.train = train
-    settings = JobSettings(
-        command=Command.TRAIN,
-        name="test",
-        directory=str(tmp_path),
-        model=ModelSettings(),
-        checkpoint=CheckpointSettings(directory=str(tmp_path / "checkpoints")),
-    )
+    settings = server_settings(tmp_path, checkpoint=CheckpointSettings(directory=str(tmp_path / "checkpoints")))
     train()
     told = []
     control.failed = Counter()

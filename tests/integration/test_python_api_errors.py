@@ -1,0 +1,141 @@
+"""`elasticcb.Cluster` next to `keras.Model`: mistakes are answered in the same words, and all errors in some."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import elasticcb
+from elasticcb.errors import JobFailedError, UsageError
+from keras_calls import Keras, Sequence, X, Y, dataset, generator, make
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", use_async=False) as cluster:
+        yield cluster
+
+
+def zero_division(labels, predictions):
+    raise ZeroDivisionError("in the loss")
+
+
+MISTAKES = {
+    "not compiled": lambda on: on.fit(make(compiled=False), X, Y),
+    "not compiled, evaluate": lambda on: on.evaluate(make(compiled=False), X, Y),
+    "different lengths": lambda on: on.fit(make(), X, Y[:10]),
+    "different lengths of weights": lambda on: on.fit(make(), X, Y, sample_weight=np.ones(3)),
+    "validation_split of 1": lambda on: on.fit(make(), X, Y, validation_split=1.0),
+    "validation_split of one row": lambda on: on.fit(make(), X[:1], Y[:1], validation_split=0.1),
+    "validation_split of a dataset": lambda on: on.fit(make(), dataset(), validation_split=0.1),
+    "validation_split of a generator": lambda on: on.fit(make(), generator(), validation_split=0.1),
+    "y with a dataset": lambda on: on.fit(make(), dataset(), Y),
+    "y with a generator": lambda on: on.fit(make(), generator(), Y),
+    "y with a PyDataset": lambda on: on.fit(make(), Sequence(), Y),
+    "sample_weight with a dataset": lambda on: on.fit(make(), dataset(), sample_weight=Y),
+    "class_weight and sample_weight": lambda on: on.fit(make(), X, Y, class_weight={0: 1.0}, sample_weight=np.ones(64)),
+    "validation data of four parts": lambda on: on.fit(make(), X, Y, validation_data=(1, 2, 3, 4)),
+    "validation data that is none": lambda on: on.fit(make(), X, Y, validation_data=3.5),
+    "validation_freq of a string": lambda on: on.fit(make(), X, Y, validation_data=(X, Y), validation_freq="a"),
+    "x of a string": lambda on: on.fit(make(), "abc", Y),
+    "epochs of a float": lambda on: on.fit(make(), X, Y, epochs=1.5),
+    "epochs of a string": lambda on: on.fit(make(), X, Y, epochs="3"),
+    "initial_epoch of a string": lambda on: on.fit(make(), X, Y, epochs=3, initial_epoch="1"),
+    "loss that raises": lambda on: on.fit(make(loss=zero_division), X, Y),
+    "labels of a wrong shape": lambda on: on.fit(make(), X, np.ones((64, 3, 2))),
+    "callback that raises": lambda on: on.fit(
+        make(), X, Y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs["none"])]
+    ),
+}
+
+
+def raised(call, on):
+    with pytest.raises(Exception) as caught:
+        call(on)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_answered_as_by_keras(name, cluster):
+    expected, given = raised(MISTAKES[name], Keras()), raised(MISTAKES[name], cluster)
+    assert type(given) is type(expected)
+    words = [re.sub(r"sequential_\d+|dense_\d+|_\d+/|node \S+|0x\w+", "", str(error)) for error in (given, expected)]
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("initial_epoch=-1", lambda on: on.fit(make(), X, Y, initial_epoch=-1)),
+        ("batch_size=-2", lambda on: on.fit(make(), X, Y, batch_size=-2)),
+        ("at least one batch", lambda on: on.fit(make(), X[:0], Y[:0])),
+        ("at least one batch", lambda on: on.evaluate(make(), X[:0], Y[:0])),
+        ("at least one batch", lambda on: on.predict(make(), dataset().take(0))),
+        ("steps_per_epoch=None", lambda on: on.fit(make(), dataset().repeat())),
+        ("validation_steps=None", lambda on: on.fit(make(), X, Y, validation_data=dataset().repeat())),
+        ("`steps_per_epoch` must", lambda on: on.fit(make(), lambda context: dataset())),
+    ],
+)
+def test_what_keras_lets_pass_or_never_ends_is_an_error_with_words(words, call, cluster):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call(cluster)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"), [([3], "Received: 3"), ([keras.callbacks.CSVLogger], r"CSVLogger\(\)")]
+)
+def test_callback_that_is_none_is_refused(callbacks, words, cluster):
+    with pytest.raises(TypeError, match=words):
+        cluster.fit(make(), X, Y, callbacks=callbacks)
+
+
+def test_error_of_the_user_shows_the_users_own_frames(cluster):
+    error = raised(MISTAKES["loss that raises"], cluster)
+    names = [frame.name for frame in pytest.ExceptionInfo.from_exception(error).traceback]
+    assert names[-1] == "zero_division"
+    assert "one_step_on_data" not in names
+    assert error.__cause__ is None
+
+
+class RaisesOnWorker(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise LookupError("no such thing")
+
+
+def test_error_in_a_hook_on_a_worker_names_hook_and_line_once_and_the_cluster_works_again(cluster):
+    with pytest.raises(JobFailedError, match="on_train_batch_end") as caught:
+        cluster.fit(make(), X, Y, callbacks=[RaisesOnWorker()], verbose=0)
+    text = str(caught.value)
+    assert text.count('raise LookupError("no such thing")') == 1
+    assert "test_python_api_errors.py" in text
+    assert "It was tried" not in text
+    assert len(text.splitlines()) < 25
+    assert cluster.fit(make(), X, Y, verbose=0).history["loss"]
+
+
+def test_nan_in_the_loss_ends_the_call(cluster):
+    with pytest.raises(JobFailedError, match="NaN"):
+        cluster.fit(make(), X * np.nan, Y, verbose=0)
+
+
+class HoldsAFile(keras.callbacks.Callback):
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.file.write("x")
+
+
+def test_callback_that_cannot_be_pickled_is_named(cluster, tmp_path):
+    with (tmp_path / "file").open("w") as file, pytest.raises(UsageError, match="HoldsAFile") as caught:
+        cluster.fit(make(), X, Y, callbacks=[HoldsAFile(file)], verbose=0)
+    assert "not opened for reading" in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_ps": 1.5}, {"kind": "cloud"}, {"non_finite": "no"}])
+def test_cluster_refuses_what_it_does_not_know(arguments):
+    (name,) = arguments
+    with pytest.raises(UsageError, match=f"{name}=.* can't be. Expected "):
+        elasticcb.Cluster(**arguments)
