@@ -219,7 +219,8 @@ def main() -> None:
         print(json.dumps(_pose(*given)))
         return
     attempt = {"call": _tried, "take": _taken}[sys.argv[1]]
-    print(json.dumps({where: sorted(attempt(where)) for where in given}))
+    with ThreadPoolExecutor(16) as pool:  # some wait for an answer that does not come
+        print(json.dumps({where: sorted(found) for where, found in zip(given, pool.map(attempt, given), strict=True)}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -164,6 +165,7 @@ def _heed_faults() -> None:
 def _set_environment(env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # it is found by the environment
 
 
 def _leave(main: Callable[[], int | None]) -> None:
