@@ -118,8 +118,22 @@ def test_every_setting_says_what_it_does():
     assert "max_staleness: Asynchronous mode" in ExchangeOptions.__doc__
 
 
-def test_a_task_holds_whole_batches():
-    assert TrainingSettings(minibatch_size=32, num_minibatches_per_task=8).records_per_task == 256
+@pytest.mark.parametrize(
+    ("given", "batches", "expected"),
+    [
+        ({"num_minibatches_per_task": 8}, 1000, 8),
+        ({}, 1000, 64),
+        ({}, 100, 12),  # four for each of two workers
+        ({}, 3, 1),
+        ({}, None, 16),
+        ({"local_steps": 10}, 1000, 70),  # whole windows
+        ({"local_steps": 100}, 1000, 100),
+        ({"local_steps": 16}, 100, 12),
+        ({"updates": "async", "local_steps": 10}, 1000, 64),
+    ],
+)
+def test_tasks_are_as_long_as_lets_workers_end_together(given, batches, expected):
+    assert TrainingSettings(**given).batches_per_task(batches, 2) == expected
 
 
 def test_max_step_counts_updates_and_so_takes_several_batches_each_in_synchronous_mode():

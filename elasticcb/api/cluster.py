@@ -56,7 +56,8 @@ class Cluster:
         updates: how the work of several workers becomes one model. "local": each trains by itself for `local_steps`
             batches, and how far its weights moved is merged; "sync": the mean of `grads_to_wait` gradients is applied;
             "async": each gradient is applied when it comes.
-        local_steps: batches that a worker trains on before its work is merged, with "local".
+        local_steps: batches that a worker trains on before its work is merged, with "local"; "auto": 4 to 64, so that
+            merging takes a twentieth of the time.
         outer_optimizer: with "local", a Keras optimizer (or its name, or what `keras.optimizers.serialize` gives) by
             which servers apply the mean of what is merged; "": the mean is added.
         grads_to_wait: gradients per update, with "sync".
@@ -93,8 +94,8 @@ class Cluster:
         kind: str = "local",
         directory: str | os.PathLike[str] | None = None,
         job_dir: str | os.PathLike[str] | None = None,
-        updates: str = "async",
-        local_steps: int = 16,
+        updates: str = "local",
+        local_steps: int | str = "auto",
         outer_optimizer: keras.optimizers.Optimizer | Mapping[str, Any] | str = "",
         grads_to_wait: int = 1,
         use_async: bool | None = None,
@@ -339,16 +340,16 @@ class Cluster:
         """From now on, the parameter servers hold the weights of `model` and what its optimizers learn.
 
         Functions use it as they do here: on the worker, it holds the newest weights when a function begins, and its
-        optimizers hand gradients to the servers. Waits for functions that were scheduled before.
+        optimizers hand gradients to the servers, which apply each when it comes. Waits for functions that were
+        scheduled before.
 
         Raises:
             UsageError: the model is not built, or has no optimizer.
         """
-        updates = self._settings.training.updates
-        if updates is not Updates.ASYNC:
+        if self._settings.training.is_synchronous:
             raise UsageError(
-                f"`place` was called on a cluster with updates={updates.value!r}. Functions hand over gradients at any "
-                "time, and never wait for each other: make the Cluster with updates='async'."
+                "`place` was called on a cluster with updates='sync'. Functions hand over gradients at any time, and "
+                "never wait for each other: leave out updates, which is about `fit`."
             )
         self._functions.place(model)
 
@@ -381,7 +382,7 @@ class Cluster:
                     command=Command.CALL,
                     name="functions",
                     directory=self._processes.directory,
-                    training=TrainingSettings(non_finite=self._settings.training.non_finite),
+                    training=TrainingSettings(updates=Updates.ASYNC, non_finite=self._settings.training.non_finite),
                     # Functions may take longer than batches.
                     cluster=replace(self._settings.cluster, lease_seconds=RecoveryOptions.lease_seconds),
                     log_level=self._settings.log_level,

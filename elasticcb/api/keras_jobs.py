@@ -28,13 +28,15 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
-from elasticcb.settings.checks import in_windows
 
 logger = logging.getLogger(__name__)
 
-_MOST_BATCHES_PER_TASK = 32
-_BATCHES_PER_TASK_OF_UNKNOWN = 8  # where nobody knows how many an epoch has: it may be a short one
-_TASKS_PER_WORKER = 4  # at least, in an epoch, so that the last ones end at the same time
+# Settings of a job whose tasks are ranges of batches.
+_OF_BATCHES: dict[str, Any] = {
+    "minibatch_size": 1,
+    "shuffle_seed": None,  # sources shuffle by themselves
+    "max_task_retries": 0,  # what the user's code raises ends the call, as in Keras
+}
 
 
 class KerasJobs:
@@ -107,7 +109,7 @@ class KerasJobs:
             command=command,
             name=folder.name,
             directory=str(folder),
-            training=dataclasses.replace(self._settings.training, **self._of_batches(sources), **training),
+            training=dataclasses.replace(self._settings.training, **_OF_BATCHES, **training),
             checkpoint=self._settings.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             callback_params=params,
         )
@@ -165,24 +167,6 @@ class KerasJobs:
             job.close()
             for host in hosts:
                 host.release()
-
-    def _of_batches(self, sources: dict[str, BatchSource]) -> dict[str, Any]:
-        """Settings of a job whose tasks are ranges of batches."""
-        sizes = [source.num_batches for source in sources.values()]
-        training = self._settings.training
-        tasks = self._settings.cluster.num_workers * _TASKS_PER_WORKER
-        known = [size for size in sizes if size is not None]
-        per_task = min(max(max(known, default=0) // tasks, 1), _MOST_BATCHES_PER_TASK)
-        if None in sizes:
-            per_task = _BATCHES_PER_TASK_OF_UNKNOWN
-        if training.is_local and per_task > training.local_steps:
-            per_task = in_windows(per_task, training.local_steps)
-        return {
-            "minibatch_size": 1,
-            "num_minibatches_per_task": per_task,
-            "shuffle_seed": None,  # sources shuffle by themselves
-            "max_task_retries": 0,  # what the user's code raises ends the call, as in Keras
-        }
 
 
 class _Display:

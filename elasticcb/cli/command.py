@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BY_NAME, normalize, options_of, options_of_role
-from elasticcb.cli.values import OptimizerText, Params
+from elasticcb.cli.values import OptimizerText, OrAuto, Params
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.settings import Command
 from elasticcb.settings.definition import JOB, Kind, Setting
@@ -118,7 +118,7 @@ def _click_option(option: Setting) -> Callable[[F], F]:
         *(f"--{name}" for name in (option.name, *option.aliases)),
         option.name,
         cls=_JobOption,
-        type=kinds.get(option.kind, click.STRING),
+        type=OrAuto(kinds[option.kind]) if option.may_be_auto else kinds.get(option.kind, click.STRING),
         metavar=option.metavar,
         default=option.default,
         show_default=option.default_text or option.default is not None,

@@ -9,7 +9,7 @@ from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BY_PATH, options_of
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, JobSettings, WorkerRange
-from elasticcb.settings.definition import Kind, build, nested
+from elasticcb.settings.definition import AUTO, Kind, build, nested
 
 READ_LATER = frozenset({"cluster_spec"})  # a file whose content is the setting
 
@@ -21,6 +21,8 @@ def values_of(command: Command, given: GivenFlags, section: str = "") -> dict[st
     for option in options_of([command]):
         value = given[option.name]
         if option.name not in given or value is None or option.name in READ_LATER or not option.path.startswith(prefix):
+            continue
+        if option.may_be_auto and value == AUTO:
             continue
         if option.kind in (Kind.FOLDER, Kind.FILE):
             value = given.folder(option.name)

@@ -13,6 +13,7 @@ import rich_click as click
 import yaml
 
 from elasticcb.errors import UsageError
+from elasticcb.settings.definition import AUTO
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -135,3 +136,13 @@ class Params(click.ParamType):
             return check_params(value) if isinstance(value, dict) else parse_params(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
+
+
+class OrAuto(click.ParamType):
+    """A value of another type, or the word "auto"."""
+
+    def __init__(self, other: click.ParamType) -> None:
+        self._other, self.name = other, other.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == AUTO else self._other.convert(value, param, ctx)

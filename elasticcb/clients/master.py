@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from elasticcb.clients.ps_places import Places, ServerPlace
-from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -67,6 +67,21 @@ class MasterClient:
             if answer.job:
                 self.job = answer.job
                 yield JobSettings.from_json(answer.settings)
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Raises `JobOverError` for what fails before this process has joined a job that is over meanwhile.
+
+        Such a job's files may be gone.
+        """
+        try:
+            yield
+        except ConnectionLostError:
+            raise
+        except Exception:
+            if not self.id:
+                self.index_of("", "")
+            raise
 
     def program(self, dataset: int = 0) -> bytes:
         """What the present job runs, if it has no model file (elasticcb/model/program.py).

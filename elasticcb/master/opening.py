@@ -224,16 +224,21 @@ def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, i
 
 
 def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
-    training = order.settings.training
+    training, cluster = order.settings.training, order.settings.cluster
+    batches = max(
+        (sum(-(-count // training.minibatch_size) for _, count in found) for found in host.sources.values()), default=0
+    )
+    workers = max(cluster.num_workers, cluster.autoscale.most)
+    per_task = training.batches_per_task(None if host.open_ended else batches, workers)
     return TaskQueue(
         QueueSettings(
-            records_per_task=training.records_per_task,
+            records_per_task=training.minibatch_size * per_task,
             minibatch_size=training.minibatch_size,
             num_epochs=training.num_epochs,
             max_batches=training.max_batches,
             shuffle_seed=training.shuffle_seed,
             max_retries=training.max_task_retries,
-            lease_seconds=order.settings.cluster.lease_seconds,
+            lease_seconds=cluster.lease_seconds,
             hold_epochs=any(map(host.callbacks.wants, ("on_epoch_begin", "on_epoch_end"))),
             initial_epoch=initial_epoch,
             open_ended=host.open_ended,

@@ -154,7 +154,7 @@ class FeedPipeline:
             origin,
             settings.data.reader_params,
             custom=spec.custom_data_reader,
-            records_per_task=settings.training.records_per_task,
+            records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
         )
         self.has_custom_reader = spec.custom_data_reader is not None
         if isinstance(self.reader, FileReader):

@@ -202,10 +202,10 @@ def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], fl
         clock: as of `Rounds`.
         replicas: changes are made again from a neighbour's notes, which do not tell who waited for whom.
     """
-    if training.is_local and not replicas:
-        return Rounds(clock)
     if training.is_synchronous:
         return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
+    if training.is_local and not replicas:
+        return Rounds(clock)
     return Asynchronous()
 
 

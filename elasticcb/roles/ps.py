@@ -51,7 +51,7 @@ def run_ps(server: RoleProcess) -> None:
         until_end.callback(role.stop)
         for settings in client.jobs():
             process.begin_job(settings)
-            with contextlib.suppress(JobOverError):
+            with contextlib.suppress(JobOverError), client.joining():
                 role.begin_job(settings, client)
             gc.collect()  # of the last job's model and optimizers, which are cycles
 

@@ -29,6 +29,6 @@ def run_worker(worker: RoleProcess) -> None:
         for settings in client.jobs():
             process.begin_job(settings)
             kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
-            with contextlib.suppress(JobOverError):
+            with contextlib.suppress(JobOverError), client.joining():
                 kind(settings, client, worker.index, process.open_spec(settings, client)).run()
             gc.collect()  # models are cycles, which would hold memory through the jobs that follow

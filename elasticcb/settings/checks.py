@@ -45,16 +45,7 @@ def completed(settings: JobSettings, said: Said) -> JobSettings:
         more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
     if cluster.autoscale.most and "cluster.num_workers" not in said:
         more["num_workers"] = cluster.autoscale.least
-    training = settings.training
-    if training.is_local and "training.num_minibatches_per_task" not in said:
-        batches = in_windows(training.num_minibatches_per_task, training.local_steps)
-        training = dataclasses.replace(training, num_minibatches_per_task=batches)
-    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more), training=training)
-
-
-def in_windows(batches: int, local_steps: int) -> int:
-    """How long a task is, so that its end cuts no window of local training: the least number that is not below."""
-    return -(-batches // max(local_steps, 1)) * max(local_steps, 1)
+    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:

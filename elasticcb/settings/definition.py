@@ -32,6 +32,7 @@ CHECKPOINTS = "Checkpoints and export"
 CLUSTER = "Cluster"
 KUBERNETES = "Kubernetes"
 JOB = "Job"
+AUTO = "auto"  # the default text of a setting that can be asked to be worked out while a job runs
 PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, KUBERNETES, JOB)
 
 
@@ -109,6 +110,11 @@ class Setting:
     argument: str = ""  # of `Cluster`, where it is one by itself
 
     @property
+    def may_be_auto(self) -> bool:
+        """Whether the word "auto" is a value, which the field has as None."""
+        return self.default_text == AUTO
+
+    @property
     def field(self) -> str:
         return self.path.rpartition(".")[2]
 
@@ -145,8 +151,8 @@ class Setting:
 
         Choices become their text, and paths absolute.
         """
-        if value is None and self.initial is None:
-            return value, ""
+        if self.initial is None and (value is None or (self.may_be_auto and value == AUTO)):
+            return None, ""
         if self.kind is Kind.CHOICE:
             text = _plain(value)
             expected = f"Expected one of {', '.join(map(repr, self.choices))}."

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticcb.settings.choices import CallbackErrors, NonFinite, Updates, WhenFull, WireDtype
-from elasticcb.settings.definition import ALL, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Kind, Section, setting
+from elasticcb.settings.definition import ALL, AUTO, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Kind, Section, setting
+
+_MOST_BATCHES_PER_TASK = 64
+_BATCHES_PER_TASK_OF_UNKNOWN = 16  # an epoch may be a short one
+_TASKS_PER_WORKER = 4  # at least, in an epoch, so that the last ones end at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +56,19 @@ class TrainingSettings(ExchangeOptions):
         minimum=0,
     )
     updates: Updates = setting(
-        Updates.ASYNC,
+        Updates.LOCAL,
         "How the work of several workers becomes one model. local: each trains by itself for --local_steps batches, "
         "then how far its weights moved is merged. sync: the mean of --grads_to_wait gradients is applied. async: each "
         "gradient is applied as it comes.",
         argument="updates",
     )
-    local_steps: int = setting(
-        16,
-        "Local mode: batches that a worker trains on before its work is merged; a task ends them, too.",
+    local_steps: int | None = setting(
+        None,
+        "Local mode: batches that a worker trains on before its work is merged; a task ends them, too. auto: 4 to 64, "
+        "so that merging takes a twentieth of the time.",
         unit="BATCHES",
         minimum=1,
+        default_text=AUTO,
         argument="local_steps",
     )
     outer_optimizer: str = setting(
@@ -104,9 +110,11 @@ class TrainingSettings(ExchangeOptions):
         100, "Log the loss once per this many model versions; 0: never.", unit="VERSIONS", minimum=0
     )
     minibatch_size: int = setting(64, "Records per batch.", unit="RECORDS", minimum=1, panel=TASKS, commands=ALL)
-    num_minibatches_per_task: int = setting(
-        8,
-        "Batches per task, the unit that a worker takes and that is done again after a failure.",
+    num_minibatches_per_task: int | None = setting(
+        None,
+        "Batches per task, the unit that a worker takes and that is done again after a failure. auto: at most 64, and "
+        "so that each worker gets four tasks of an epoch; 16 where nobody knows how long an epoch is.",
+        default_text=AUTO,
         unit="BATCHES",
         minimum=1,
         panel=TASKS,
@@ -138,9 +146,22 @@ class TrainingSettings(ExchangeOptions):
         """Whether workers run their own optimizers."""
         return self.updates is Updates.LOCAL
 
-    @property
-    def records_per_task(self) -> int:
-        return self.minibatch_size * self.num_minibatches_per_task
+    def batches_per_task(self, batches: int | None, workers: int) -> int:
+        """How long tasks are.
+
+        Args:
+            batches: of an epoch; None: nobody knows.
+            workers: that take tasks.
+        """
+        if self.num_minibatches_per_task is not None:
+            return self.num_minibatches_per_task
+        if batches is None:
+            return _BATCHES_PER_TASK_OF_UNKNOWN
+        per_task = max(batches // (workers * _TASKS_PER_WORKER), 1)
+        window = self.local_steps if self.is_local and self.local_steps else 1
+        if per_task <= window:
+            return per_task
+        return -(-min(per_task, _MOST_BATCHES_PER_TASK) // window) * window  # whole windows
 
     @property
     def max_batches(self) -> int:

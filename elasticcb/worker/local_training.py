@@ -47,7 +47,7 @@ class LocalTraining(Training):
     def train(self, batch: Batch, index: int) -> None:
         """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
         session, progress, local = self._session, self._progress, self._local
-        if len(self._window) >= session.settings.training.local_steps:
+        if len(self._window) >= local.length.batches:
             self._merge(with_slots=False)
         session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
@@ -65,7 +65,9 @@ class LocalTraining(Training):
         local.count()
         self._tally.steps += 1
         progress.note_event(batch, local.version, result.logs)
-        session.callbacks.note_batch(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        local.length.note_batch(seconds)
+        session.callbacks.note_batch(seconds)
         session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
         trained = _Trained(batch.units, loss, progress.lap(), progress.event, result.states)
         if local.may_go_back:
@@ -135,6 +137,7 @@ class LocalTraining(Training):
             progress.event = trained.event
             progress.add_states(trained.states)
             progress.note_done(trained.units, trained.loss, trained.seconds)
+        progress.lap()  # waiting for others is no time of a batch
 
     @property
     def _last_loss(self) -> float:

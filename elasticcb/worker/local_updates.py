@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks, state_moves
 from elasticcb.sharding.partition import VariableSpec, layout
 from elasticcb.sharding.push import Gradients
+from elasticcb.worker.window_length import WindowLength
 
 
 class LocalUpdates:
@@ -28,13 +30,14 @@ class LocalUpdates:
     Args:
         computation: of the model.
         ps: the servers.
+        length: of the windows of batches that are merged.
 
     Attributes:
         may_go_back: `go_back` may be called.
     """
 
-    def __init__(self, computation: LocalComputation, ps: PSClient) -> None:
-        self._computation, self._ps = computation, ps
+    def __init__(self, computation: LocalComputation, ps: PSClient, length: WindowLength) -> None:
+        self._computation, self._ps, self.length = computation, ps, length
         self._base = PlacedBlocks((), ())  # what the servers held after the last merge
         self._versions: Sequence[int] = ()  # of that, by server
         self._batches = 0  # trained on since
@@ -126,6 +129,7 @@ class LocalUpdates:
             with_slots: what the optimizers hold of each variable is merged, too. It takes as many bytes as the weights,
                 or more, and makes no better model if it is merged more often than at the end of a task.
         """
+        begun = time.perf_counter()
         push, is_current = self._movement(loss, with_slots), self._ps.versions == self._versions
         answer = self._ps.push(push, None, pull=True)
         if answer.status == pb.NON_FINITE:
@@ -134,6 +138,7 @@ class LocalUpdates:
             self._take(answer.optimizers)
         else:  # other weights were pulled meanwhile, as when the number of servers changes
             self.follow(overwritten=True)
+        self.length.note_merge(time.perf_counter() - begun)
         return answer
 
     def _movement(self, loss: float, with_slots: bool) -> Gradients:

@@ -30,6 +30,7 @@ from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
+from elasticcb.worker.window_length import WindowLength
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Session:
         if settings.command is Command.TRAIN and training.is_local:
             own = backend().local_computation(self.model, self.metrics, servers.specs, servers.partition)
             self.computation: Computation = own
-            self.local = LocalUpdates(own, self.ps)
+            self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
         else:
             self.computation = backend().computation(
                 self.model, self.metrics, servers.specs, servers.partition, training.wire_dtype

@@ -111,7 +111,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--training_data=data/train.csv,,"], "holds an empty part"),
         (["--output="], "--output is empty"),
         (["--evaluation_steps=5"], "nothing to evaluate on. Add --validation_data"),
-        (["--grads_to_wait=2"], "this job has --updates=async. Give --updates=sync, or leave out --grads_to_wait."),
+        (["--grads_to_wait=2"], "this job has --updates=local. Give --updates=sync, or leave out --grads_to_wait."),
         (["--sync_version_tolerance=1"], "Give --updates=sync, or leave out --sync_version_tolerance."),
         (["--use_async=true", "--grads_to_wait=1"], "this job has --use_async=true. Give --updates=sync"),
         (
@@ -125,7 +125,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         ),
         (["--updates=local", "--wire_dtype=bfloat16"], "--wire_dtype=bfloat16 has a meaning with --updates=sync or"),
         (
-            ["--local_steps=4"],
+            ["--updates=async", "--local_steps=4"],
             "--local_steps=4 has a meaning with --updates=local only, and this job has --updates=async.",
         ),
         (["--updates=sync", "--outer_optimizer=sgd"], "--outer_optimizer=sgd has a meaning with --updates=local only"),

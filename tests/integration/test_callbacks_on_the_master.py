@@ -27,7 +27,9 @@ def callbacks():
     return [Follows(), Keeps()]
 """
 
-    @pytest.mark.parametrize("parts", [{}, {"use_async": False, "num_ps": 2, "sync_version_tolerance": 3}])
+    @pytest.mark.parametrize(
+        "parts", [{}, {"use_async": True}, {"use_async": False, "num_ps": 2, "sync_version_tolerance": 3}]
+    )
     def test_they_see_the_batches_of_all_workers_in_order_of_version(self, tmp_path, parts):
         path = model_file(tmp_path, RECORDER + self.FOLLOWS, f"follows_{len(parts)}")
         summary, _ = run_job(small_job(tmp_path, path, num_epochs=3, num_minibatches_per_task=1, **parts))
@@ -38,8 +40,9 @@ def callbacks():
         assert [index for _, index, _ in ends] == [index for _, index, _ in begins] == [*range(batches)] * 3
         versions = [logs["version"] for *_, logs in ends]
         assert versions == sorted(versions)
-        assert versions[-1] == summary.version
-        if not parts:
+        if parts:  # with local updates, those of a window are counted from the merge before it
+            assert versions[-1] == summary.version
+        if parts == {"use_async": True}:
             assert versions == list(range(1, 3 * batches + 1))
         assert all(sorted(logs) == ["loss", "mae", "size", "version"] for *_, logs in ends)
         assert all(sorted(logs) == ["size", "version"] for *_, logs in begins)
@@ -76,7 +79,7 @@ def callbacks():
     return [Stops()]
 """
         path = model_file(tmp_path, text, "stops_by_batch")
-        summary, _ = run_job(small_job(tmp_path, path, num_epochs=200, validation=""))
+        summary, _ = run_job(small_job(tmp_path, path, num_epochs=200, validation="", use_async=True))
         assert "Stops.on_train_batch_end" in summary.stopped_early
         seen = calls(tmp_path, "seen", "master")
         assert seen[:2] == [[3, 4], [7, 8]]

@@ -105,7 +105,8 @@ def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) 
     keras.utils.set_random_seed(1)
     model = model_of(Embedding(8), keras.optimizers.Adam(0.03))
     ids = IDS.astype("int64") * 10**12
-    with cluster(num_workers=2, exchange=elasticcb.ExchangeOptions(max_staleness=max_staleness)) as servers:
+    exchange = elasticcb.ExchangeOptions(max_staleness=max_staleness)
+    with cluster(num_workers=2, updates="async", exchange=exchange) as servers:
         first = servers.fit(model, ids, LABELS, batch_size=16, epochs=2, verbose=0).history["loss"]
         held, rows = model.layers[1].rows()
         assert held.tolist() == np.unique(ids).tolist()
@@ -165,7 +166,7 @@ def test_synchronous_workers_make_one_update_of_rows() -> None:
 
 def test_gradients_rounded_for_the_way_still_train() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
-    with cluster(exchange=elasticcb.ExchangeOptions(wire_dtype="bfloat16")) as servers:
+    with cluster(updates="async", exchange=elasticcb.ExchangeOptions(wire_dtype="bfloat16")) as servers:
         servers.fit(ours, IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
     plain.fit(IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):

@@ -132,7 +132,7 @@ def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(dat
         faults.fail_at("ps", 0, "has written recovery files", nth=3),
         faults.fail_at("ps", 0, "has written its part of a checkpoint"),
     ]
-    job = start_job("train", *flags(data, num_ps=2, num_epochs=2, checkpoint_dir=data / "c"))
+    job = start_job("train", *flags(data, num_ps=2, num_epochs=2, checkpoint_dir=data / "c", updates="async"))
     for _ in happened:
         job.wait_for_line(IS_BACK)
     assert_complete(job)

@@ -21,16 +21,17 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "exchange"),
+    ("num_workers", "options"),
     [
-        pytest.param(1, ExchangeOptions(get_model_steps=32), marks=pytest.mark.deep),
-        (1, ExchangeOptions(max_staleness=3)),
-        (3, ExchangeOptions()),
+        pytest.param(1, {"exchange": ExchangeOptions(get_model_steps=32), "updates": "async"}, marks=pytest.mark.deep),
+        (1, {"exchange": ExchangeOptions(max_staleness=3), "updates": "async"}),
+        (3, {"updates": "async"}),
+        (3, {"updates": "local"}),
     ],
 )
-def test_statistics_are_those_of_all_batches_however_late_pushes_are(num_workers, exchange):
+def test_statistics_are_those_of_all_batches_however_late_pushes_are(num_workers, options):
     ours, plain = model(), model()
-    with elasticcb.Cluster(num_workers, 2, kind="inprocess", log_level="ERROR", exchange=exchange) as cluster:
+    with elasticcb.Cluster(num_workers, 2, kind="inprocess", log_level="ERROR", **options) as cluster:
         cluster.fit(ours, X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     plain.fit(X, Y, batch_size=16, epochs=3, shuffle=False, verbose=0)
     mean, variance = ours.layers[0].moving_mean.numpy(), ours.layers[0].moving_variance.numpy()

@@ -310,27 +310,28 @@ def clipped_and_accumulated():
     return dense(optimizer=keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2))
 
 
+WITH_GRADIENTS = '`updates="sync"` and `"async"`:'
 # What: (a model, the error, what it says, why).
 UNSUPPORTED = {
-    "a `train_step` that updates a variable twice": (
+    f"{WITH_GRADIENTS} a `train_step` that updates a variable twice": (
         lambda: compiled(Twice()),
         ElasticCBError,
         "a variable can be updated once per step",
         "servers apply the gradients after the step",
     ),
-    "a `train_step` that reads a variable after its update (the DCGAN step, MoCo, mean teacher)": (
+    f"{WITH_GRADIENTS} a `train_step` that reads a variable after its update (the DCGAN step, MoCo, mean teacher)": (
         lambda: compiled(Teacher()),
         ElasticCBError,
         "after it has given the optimizer .* its gradient",
         "servers apply the gradients after the step",
     ),
-    "an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (
+    f"{WITH_GRADIENTS} an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (
         lambda: compiled(Sometimes()),
         ElasticCBError,
         "where its gradients can't be taken out of",
         "gradients leave the step as outputs",
     ),
-    "`global_clipnorm` with `gradient_accumulation_steps` on several servers": (
+    f"{WITH_GRADIENTS} `global_clipnorm` with `gradient_accumulation_steps` on several servers": (
         clipped_and_accumulated,
         JobFailedError,
         "Use one parameter server",
@@ -369,11 +370,17 @@ UNSUPPORTED = {
 }
 
 
+@pytest.fixture(scope="module")
+def sending_gradients():
+    with elasticcb.Cluster(2, 2, kind="inprocess", updates="async", log_level="WARNING") as cluster:
+        yield cluster
+
+
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_is_not_supported_says_so(two_workers, what):
+def test_what_is_not_supported_says_so(sending_gradients, what):
     make, kind, message, _ = UNSUPPORTED[what]
     with pytest.raises(kind, match=message):
-        two_workers.fit(make(), X, Y, **FIT)
+        sending_gradients.fit(make(), X, Y, **FIT)
 
 
 # ---------------------------------------------------------------- the page

@@ -92,7 +92,10 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
 
 
 def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
-    job = start_job("train", *flags(data, num_epochs=2, evaluation_steps=40, max_staleness=1, max_worker_restarts=0))
+    job = start_job(
+        "train",
+        *flags(data, num_epochs=2, evaluation_steps=40, updates="async", max_staleness=1, max_worker_restarts=0),
+    )
     job.wait_for_line(r"Evaluation at version")
     job.kill("worker", 1, signal.SIGTERM)
     job.wait_for_line(r"worker 1 .* leaves: it was asked to end")

@@ -14,6 +14,7 @@ import elasticcb
 from elasticcb import CheckpointOptions, ExchangeOptions, NetworkOptions, RecoveryOptions
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
+from elasticcb.settings.definition import AUTO
 
 X = np.linspace(0, 1, 64, dtype="float32")[:, None]
 Y = 2 * X
@@ -133,7 +134,7 @@ def test_arguments_of_every_day_are_those_of_the_settings():
     assert own == set(EVERYDAY)
     assert len(taken) <= 20
     for name, setting in EVERYDAY.items():
-        assert taken[name].default == setting.initial
+        assert taken[name].default == (AUTO if setting.may_be_auto else setting.initial)
 
 
 def test_short_lease_needs_no_silence_beside_it():

@@ -33,6 +33,7 @@ def test_workers_that_apply_late_gradients_are_a_risk_and_jumps_of_the_loss_are_
         num_minibatches_per_task=BATCHES,
         num_workers=3,
         shuffle_seed=None,
+        use_async=True,
     )
     _, display = run_job(settings)
     (risk,) = [said for said in display.messages if "updates late" in said]

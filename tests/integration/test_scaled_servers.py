@@ -40,7 +40,8 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
         faults.fail_at("ps", 2, "hands over for a move"),
         faults.fail_at("ps", 0, "settles what a move has brought", nth=2),
     ]
-    more = {"num_epochs": EPOCHS, "max_staleness": 1, "checkpoint_interval": 0.2, "checkpoint_dir": data / "ckpt"}
+    more = {"num_epochs": EPOCHS, "checkpoint_interval": 0.2, "checkpoint_dir": data / "ckpt"}
+    more |= {"updates": "async", "max_staleness": 1}
     job = start_job("train", *train_flags(data, "offsets", num_ps=1, **more))
     job.wait_for_line(r"Evaluation at version")
     workers = [process.pid for process in job.children("worker")]

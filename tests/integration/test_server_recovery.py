@@ -29,8 +29,8 @@ def flags(folder, **more):
 
 
 def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, start_job):
-    more = {"num_ps": 2, "num_epochs": 2, "evaluation_steps": 250, "max_staleness": 2, "checkpoint_dir": data / "ckpt"}
-    job = start_job("train", *flags(data, **more))
+    more = {"num_ps": 2, "num_epochs": 2, "evaluation_steps": 250, "checkpoint_dir": data / "ckpt"}
+    job = start_job("train", *flags(data, **more, updates="async", max_staleness=2))
     for index in (0, 1):
         job.wait_for_line(r"Evaluation at version")
         workers = [process.pid for process in job.children("worker")]
@@ -92,7 +92,7 @@ def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data
     seeded = "import keras\nkeras.utils.set_random_seed(0)\n"
     (data / "seeded.py").write_text(seeded + (data / "offsets.py").read_text())
     # One worker, whose pushes come in one order, and files that are hardly ever written.
-    more = {"num_ps": 2, "num_workers": 1, "ps_replicas": 1, "checkpoint_interval": 1000}
+    more = {"num_ps": 2, "num_workers": 1, "ps_replicas": 1, "checkpoint_interval": 1000, "local_steps": 8}
     given = {**more, "model_def": "seeded.custom_model", "evaluation_steps": 100}
     calm = start_job("train", *flags(data, **given, job_dir=data / "calm", checkpoint_dir=data / "calm_weights"))
     assert calm.finish() == 0, calm.output

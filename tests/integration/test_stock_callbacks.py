@@ -261,7 +261,7 @@ def test_terminate_on_nan_ends_the_job_in_order(tmp_path):
 
 def test_without_terminate_on_nan_or_with_its_error_the_job_fails(tmp_path):
     spoil(tmp_path)
-    with pytest.raises(JobFailedError, match="the loss"):
+    with pytest.raises(JobFailedError, match="The loss is inf"):
         train(tmp_path, "keras.callbacks.CSVLogger(FOLDER + '/log.csv')")
     with pytest.raises(JobFailedError, match=r"TerminateOnNaN failed in on_train_batch_end .*NaN or Inf loss"):
         train(tmp_path, "keras.callbacks.TerminateOnNaN(raise_error=True)")

@@ -7,6 +7,7 @@ import pytest
 from master_state import state_of
 
 from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.clients.master import MasterClient
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
@@ -218,6 +219,22 @@ def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
     assert master.calls.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
     assert master.calls.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
     assert master.calls.get_task(worker, (), 60.0).kind is DecisionKind.TASK
+
+
+def test_what_fails_before_a_process_has_joined_a_job_that_is_over_ends_no_other_job(lines):
+    master = make_master(lines)
+    master.start()
+    client = MasterClient(master.address, patience_seconds=5.0)
+    next(client.jobs())
+    try:
+        with pytest.raises(FileNotFoundError), client.joining():
+            raise FileNotFoundError
+        master.desk.begin_job(state_of(master).settings)
+        with pytest.raises(JobOverError), client.joining():
+            raise FileNotFoundError
+    finally:
+        client.close()
+        master.stop()
 
 
 def test_the_result_of_a_function_is_kept_once(lines):

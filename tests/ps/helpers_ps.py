@@ -187,7 +187,7 @@ class Cluster:
     def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, make_optimizers=None, **training):
         self.specs, self.split, self.num_ps = specs, split, num_ps
         self.synchronous = not training.get("use_async", True)
-        settings = server_settings(training=TrainingSettings(**training))
+        settings = server_settings(training=TrainingSettings(**{"updates": "async", **training}))
         self.servers = [PSServer(settings, make_optimizers or alone(make_optimizer)) for _ in range(num_ps)]
         for server in self.servers:
             server.start()

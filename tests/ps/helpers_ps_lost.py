@@ -45,7 +45,7 @@ class Servers:
     def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, **training):
         self.settings = server_settings(
             folder,
-            training=TrainingSettings(**training),
+            training=TrainingSettings(**{"updates": "async", **training}),
             checkpoint=CheckpointSettings(interval_seconds=interval),
             cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),
         )

@@ -41,7 +41,7 @@ class Servers:
     """Real servers, and the master's side of their move."""
 
     def __init__(self, count, make_optimizer, folder="", **training):
-        settings = server_settings(folder, training=TrainingSettings(**training))
+        settings = server_settings(folder, training=TrainingSettings(**{"updates": "async", **training}))
         self._outer = "outer_optimizer" in training
         self._new = lambda: PSServer(settings, alone(make_optimizer))
         self.servers = []

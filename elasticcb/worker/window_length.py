@@ -1,0 +1,42 @@
+"""How many batches a worker trains on before its work is merged, by the time that a merge takes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+_MOST_OF_TIME = 0.05  # that merging may take of the time of training
+_LEAST, _MOST = 4, 64  # batches; within these, windows make equally good models (docs/updates.md)
+_BATCHES_KEPT, _MERGES_KEPT = 33, 9
+
+
+class WindowLength:
+    """The length of windows: a given one, or one by which merging takes a twentieth of the time of training.
+
+    A batch is as long as the median of the last ones. A merge is as long as the shortest of the last ones: the others
+    have waited for workers, which longer windows do not make faster.
+
+    Args:
+        given: batches; None: as said.
+
+    Attributes:
+        batches: of the present window.
+    """
+
+    def __init__(self, given: int | None) -> None:
+        self._given = given
+        self.batches = given or _LEAST
+        self._batch_seconds: deque[float] = deque(maxlen=_BATCHES_KEPT)
+        self._merge_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)
+
+    def note_batch(self, seconds: float) -> None:
+        """Training on a batch took so long."""
+        self._batch_seconds.append(seconds)
+
+    def note_merge(self, seconds: float) -> None:
+        """A merge took so long; the next window begins."""
+        self._merge_seconds.append(seconds)
+        if self._given is None and self._batch_seconds:
+            wanted = min(self._merge_seconds) / (_MOST_OF_TIME * max(median(self._batch_seconds), 1e-6))
+            self.batches = min(max(math.ceil(wanted), _LEAST), _MOST)
