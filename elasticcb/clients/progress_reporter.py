@@ -17,6 +17,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _EVENTS_PER_REPORT = 2_000
+_REPORT_SECONDS = 0.5  # between reports
 _MAX_EVENTS = 100_000  # that wait to be sent
 
 
@@ -24,7 +25,7 @@ class ProgressReporter:
     """Tells the master at intervals how far the present task is; a sign of life between tasks.
 
     Args:
-        interval_seconds: between reports.
+        interval_seconds: between reports; None: half a second.
 
     Attributes:
         on_leave: called when the master wants this worker to leave.
@@ -33,9 +34,9 @@ class ProgressReporter:
         splits: by lease, how many records this worker should leave it at.
     """
 
-    def __init__(self, client: MasterClient, interval_seconds: float = 0.5) -> None:
+    def __init__(self, client: MasterClient, interval_seconds: float | None = None) -> None:
         self._client = client
-        self._interval = interval_seconds
+        self._interval = _REPORT_SECONDS if interval_seconds is None else interval_seconds
         self._lock = threading.Lock()  # of `_progress`
         self._sending = threading.Lock()  # one report at a time, so that they arrive in order
         self._progress = pb.ReportProgressRequest()
