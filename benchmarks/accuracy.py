@@ -4,8 +4,8 @@
 
 The directory holds mnist/t10k-*-ubyte.gz, census/adult.data and ml-100k/u.data. Each model of the zoo is
 trained with the settings of its job.yaml: (a) by `keras.Model.fit`, on shuffled records; (b) by
-`elasticcb train` with two workers and one parameter server, each a process. Prints a Markdown table of the
-metrics over validation data, in points (hundredths), as mean and range over the repetitions.
+`elasticcb train --updates=async` with two workers and one parameter server, each a process. Prints a Markdown
+table of the metrics over validation data, in points (hundredths), as mean and range over the repetitions.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def run_elastic(case: Case, data: Path, seed: int, epochs: int) -> Run:
         command = [sys.executable, "-m", "elasticcb", "train", f"--config={ZOO / case.folder / 'job.yaml'}"]
         command += [f"--training_data={data / case.training_data}", f"--job_dir={job}/job"]
         command += [f"--validation_data={data / case.validation_data}", f"--output={job}/saved_model"]
-        command += ["--num_workers=2", "--num_ps=1", f"--shuffle_seed={seed}"]
+        command += ["--num_workers=2", "--num_ps=1", "--updates=async", f"--shuffle_seed={seed}"]
         if epochs:
             command.append(f"--num_epochs={epochs}")
         started = time.monotonic()

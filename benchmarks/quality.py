@@ -41,7 +41,7 @@ class Setting:
     epochs: int = 1  # what the epochs are multiplied with
 
 
-def _local(steps: int) -> Callable[[int], dict[str, Any]]:
+def _local(steps: int | str) -> Callable[[int], dict[str, Any]]:
     return lambda workers: {"updates": "local", "local_steps": steps}
 
 
@@ -67,13 +67,20 @@ SETTINGS = {
     "sync": Setting("sync", _sync),
     "sync-rate": Setting("sync, √workers times the learning rate", _sync, rate=_root),
     "sync-epochs": Setting("sync, twice the epochs", _sync, epochs=2),
+    "local": Setting("local, `local_steps=auto`", _local("auto")),
     "local1": Setting("local, `local_steps=1`", _local(1)),
     "local4": Setting("local, `local_steps=4`", _local(4)),
     "local16": Setting("local, `local_steps=16`", _local(16)),
-    "local-rate": Setting("local, √workers times the learning rate", _local(16), rate=_root),
-    "local-epochs": Setting("local, twice the epochs", _local(16), epochs=2),
+    "local-rate": Setting("local, `local_steps=16`, √workers times the learning rate", _local(16), rate=_root),
+    "local-epochs": Setting("local, `local_steps=16`, twice the epochs", _local(16), epochs=2),
+    "local-both": Setting(
+        "local, `local_steps=auto`, twice the epochs and √workers times the learning rate",
+        _local("auto"),
+        rate=_root,
+        epochs=2,
+    ),
 }
-DEFAULT_SETTINGS = ("async", "sync", "local1", "local4", "local16", "local-rate", "local-epochs")
+DEFAULT_SETTINGS = ("async", "sync", "local", "local1", "local4", "local16", "local-rate", "local-epochs", "local-both")
 
 
 class Results:
@@ -187,22 +194,26 @@ def _tables(results: Results) -> str:
 
 
 def _cell(name: str, key: str, workers: int, results: Results) -> str:
-    """Mean and standard deviation over the seeds; bold where the goal is missed, "" where there is no run."""
+    """Mean and standard deviation over the seeds; bold where the goal is missed, "" where there is no run.
+
+    In brackets the number of runs, where it is not that of plain Keras.
+    """
     case = CASES[name]
-    values = results.of(name, key, workers)
+    values, plain_values = results.of(name, key, workers), results.of(name, PLAIN, 1)
     found = [case.shown(value) for value in values if value is not None]
     if not values:
         return ""
+    runs = "" if len(values) == len(plain_values) else f" ({len(values)})"
     if not found:
-        return "**NaN**"
+        return f"**NaN**{runs}"
     text = f"{mean(found):.{case.digits}f}"
-    plain = mean(case.shown(value) for value in results.of(name, PLAIN, 1) if value is not None)
+    plain = mean(case.shown(value) for value in plain_values if value is not None)
     if not case.is_reached(mean(found), plain, workers):
         text = f"**{text}**"
     if len(found) > 1:
         text += f" ± {stdev(found):.{case.digits}f}"
     failed = len(values) - len(found)
-    return f"{text}; **{failed} of {len(values)} NaN**" if failed else text
+    return text + (f"; **{failed} NaN**" if failed else "") + runs
 
 
 def _arguments() -> argparse.Namespace:
