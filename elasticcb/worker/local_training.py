@@ -30,7 +30,6 @@ class _Trained:
 
     units: int
     loss: float | None = None  # None: it was passed over
-    seconds: float = 0.0
     event: pb.BatchEvent | None = None
     states: States = field(default_factory=dict)
     batch: Batch | None = None  # with the rows that it had; for when it has to be done again
@@ -69,11 +68,11 @@ class LocalTraining(Training):
         local.length.note_batch(seconds)
         session.callbacks.note_batch(seconds)
         session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
-        trained = _Trained(batch.units, loss, progress.lap(), progress.event, result.states)
+        trained = _Trained(batch.units, loss, progress.event, result.states)
         if local.may_go_back:
             trained = replace(trained, batch=batch, rows=rows)
         self._window.append(trained)
-        progress.tell()  # the batch is done when it is merged
+        progress.tell(seconds=progress.lap())  # the batch is done when it is merged
 
     def _step(self, batch: Batch, rows: TableRows) -> tuple[StepResult, float]:
         result = self._local.train(batch.inputs, rows)
@@ -136,7 +135,7 @@ class LocalTraining(Training):
         for trained in window:
             progress.event = trained.event
             progress.add_states(trained.states)
-            progress.note_done(trained.units, trained.loss, trained.seconds)
+            progress.note_done(trained.units, trained.loss, seconds=0.0)
         progress.lap()  # waiting for others is no time of a batch
 
     @property

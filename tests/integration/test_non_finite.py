@@ -54,11 +54,10 @@ def data_with_nan(path):
     return str(path)
 
 
-@pytest.mark.parametrize(("use_async", "what"), [(True, "gradient"), (None, "new value")])
-def test_infinite_gradient_stops_the_job_and_names_the_variable(tmp_path, use_async, what):
+def test_infinite_gradient_stops_the_job_and_names_the_variable(tmp_path):
     data = write_arrays(tmp_path / "data.npz")
-    with pytest.raises(JobFailedError, match=rf"{what} of '.*batch_norm.* holds NaN or infinity"):
-        run_job(settings(tmp_path, data, "'zeros'", "root", use_async=use_async))
+    with pytest.raises(JobFailedError, match=r"gradient of '.*batch_norm.* holds NaN or infinity"):
+        run_job(settings(tmp_path, data, "'zeros'", "root", use_async=True))
 
 
 @pytest.mark.parametrize(
