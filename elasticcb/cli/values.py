@@ -145,4 +145,9 @@ class OrAuto(click.ParamType):
         self._other, self.name = other, other.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == AUTO else self._other.convert(value, param, ctx)
+        if value == AUTO:
+            return value
+        try:
+            return self._other.convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{error.message.rstrip('.')}, and not {AUTO!r} either.", param, ctx)

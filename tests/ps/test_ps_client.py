@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -156,3 +159,23 @@ def test_a_worker_whose_movement_waited_for_others_in_vain_knows_what_it_came_to
     assert one.version == 8
     master.pull()
     assert_same(weights(one), weights(master))
+
+
+def test_workers_know_what_servers_hold_however_their_movements_meet(job):
+    _, client = job(num_ps=2, updates="local")
+    compared = []
+
+    def work(worker):
+        own, other, chance = client(worker), client(worker + 10), random.Random(worker)
+        own.pull()
+        for number in range(12):
+            time.sleep(chance.choice((0.0, 0.0, 0.005, 0.05)))
+            own.push(movement(own, number, chance.randint(1, 9)), None)
+            other.pull()
+            if other.versions == own.versions:
+                assert_same(weights(own), weights(other))
+                compared.append(worker)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, (1, 2, 3)))
+    assert set(compared) == {1, 2, 3}
