@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.errors import ElasticCBError, JobFailedError, UsageError, WireError
+from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
@@ -74,6 +74,8 @@ class Calls:
         """Where records of a file begin, for workers; b"" while that is not known here."""
         with self._desk.state() as state:
             state.check_is_present(job)
+            if state.over:
+                raise JobOverError(f"Job {job} is over.")
             find = state.find_index
         return find(mode, file)
 

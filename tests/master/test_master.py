@@ -229,6 +229,9 @@ def test_what_fails_before_a_process_has_joined_a_job_that_is_over_ends_no_other
     try:
         with pytest.raises(FileNotFoundError), client.joining():
             raise FileNotFoundError
+        state_of(master).over = True
+        with pytest.raises(JobOverError), client.joining():
+            raise FileNotFoundError
         master.desk.begin_job(state_of(master).settings)
         with pytest.raises(JobOverError), client.joining():
             raise FileNotFoundError
