@@ -27,8 +27,7 @@ from typing import Any
 EVENTS = {
     # of a worker
     "asks for a task": ("elasticcb.clients.master", "MasterClient.get_task", "before"),
-    "trains a batch": ("elasticcb.worker.gradient_training", "GradientTraining.train", "before"),
-    "trains a batch by itself": ("elasticcb.worker.local_training", "LocalTraining.train", "before"),
+    "trains a batch": ("elasticcb.worker.local_training", "LocalTraining.train", "before"),
     "has what it trained merged": ("elasticcb.worker.local_updates", "LocalUpdates.merge", "after"),
     "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
     "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),

@@ -24,8 +24,7 @@ from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ps"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("fuzzing", "ps", ""))
 
 import psutil
 

@@ -28,7 +28,7 @@ def data(tmp_path):
 @pytest.mark.timeout(600)
 def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once(data, start_job, faults):
     happened = [
-        faults.fail_at("worker", 0, "trains a batch by itself", nth=33),
+        faults.fail_at("worker", 0, "trains a batch", nth=33),
         faults.fail_at("worker", 1, "has what it trained merged", nth=4),
         faults.fail_at("ps", 1, "has applied a push", nth=40),
         faults.fail_at("master", 0, "has taken a report", nth=12),
