@@ -307,10 +307,10 @@ class PSClient:
         return pushed, answer is pushed
 
     def _after_movement(self, push: Gradients, known: Sequence[bool]) -> OptimizerState | None:
-        """Notes what servers came to that nobody else has moved, which tell nothing; None: so it is with all.
+        """Works out the weights of servers that nobody else has moved, which send none; None: this holds for all.
 
         Args:
-            known: by server, whether it is one of these. One that has let the worker wait tells what it came to.
+            known: by server, whether the worker can work out its weights. A server that let the worker wait sends them.
         """
         for index, server in enumerate(self.servers.known):
             if known[index]:

@@ -53,7 +53,7 @@ class OuterUpdate:
         self._optimizers.load(state)
 
     def restore(self, state: OptimizerState) -> None:
-        """Sets what a checkpoint holds of it; what it lacks, or another optimizer, starts afresh, with a warning."""
+        """Sets its state from a checkpoint; starts afresh, with a warning, if that is of none or another optimizer."""
         if state.optimizers == self._optimizers.names:
             self._optimizers.restore(state)
         else:

@@ -195,7 +195,7 @@ class Parameters:
         Movements that began with the present version count by their batches, so that the weights become the mean of
         those of the workers, as in local SGD (Stich 2019). One that began earlier counts the less the more batches have
         been merged since, as in asynchronous federated optimization (Xie et al. 2019). With an outer optimizer, the
-        weights become what it makes of this movement.
+        weights become the result of its step.
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
