@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from elasticcb.clients.ps_after_push import note_movement, note_state
+from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
 from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import from_tensors, join_states
+from elasticcb.optimizers.state_messages import join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.sharding.array_names import (
-    EXTRAS,
     SHARED,
-    SLOTS,
-    STATE,
     TABLE,
-    WANTED,
-    WEIGHTS,
     by_index,
     kind_of,
-    named,
-    of_kind,
-    only,
 )
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, kept, moved_state, unpack_weights
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
 
-Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
-
-@dataclass(frozen=True)
+@dataclass
 class PushResult:
     """The servers' answer to a push.
 
@@ -157,20 +147,24 @@ class PSClient:
             return found
 
     def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
-        frames = []
-        asked = self._split(ids)
-        for server, wanted in zip(self.servers.known, asked, strict=True):
+        frames, wanted = [], WantedRows(ids, self.servers)
+        for server in self.servers.known:
             header = self._request(server, None, pull).header
             header.create_rows, header.snapshot = create, evaluation_round
             if evaluation_round:
                 header.pull = False
-            frames.append(Frame(header, _lookups(wanted)))
+            frames.append(Frame(header, wanted.of_server(server.index)))
         if evaluation_round:  # whose version is not the present one
             for server, answer in zip(self.servers.known, self._exchanged(self.servers.known, frames), strict=True):
                 server.rows = by_index(TABLE, answer.tensors)
         else:
             self._exchange(self.servers.known, frames)
-        return self._rows_found(ids, asked)
+        return self._found(wanted)
+
+    def _found(self, wanted: WantedRows) -> dict[int, Array]:
+        rows = wanted.found()
+        self._measures.rows_looked_up += sum(map(len, rows.values()))
+        return rows
 
     def read_table(self, variable: int, rows: int = 65_536) -> Iterator[tuple[Array, Array]]:
         """All (ids [n], rows [n, dim]) of an embedding table, in pieces of so many `rows`, as `table_pieces`."""
@@ -233,7 +227,7 @@ class PSClient:
             return result
 
     def _push(self, push: Gradients, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
-        servers, asked = self.servers, self._split(ids)
+        servers, wanted = self.servers, WantedRows(ids, self.servers)
         # Staged pushes change the other servers only once the first one has decided.
         pull_along = pull and not self.staged
         # While an update goes from server to server, a pull may find them at different versions.
@@ -250,7 +244,7 @@ class PSClient:
             tensors = part.encode(header)
             if not self.staged:
                 header.create_rows = True
-                tensors |= _lookups(asked[index])
+                tensors |= wanted.of_server(index)
             frames.append(Frame(header, tensors))
         first = 1 if self.staged else 0
         headers = self._exchange(servers.known[first:], frames[first:])
@@ -267,17 +261,12 @@ class PSClient:
             answers = [decided] * len(servers.known) if self.staged else headers
             for server, answer, state, shares in zip(servers.known, answers, push.state, push.shares, strict=False):
                 server.state_base = answer.version
-                server.blocks = {**server.blocks, **_after(server.blocks, state, shares)}
-        optimizers: OptimizerState | None = None
+                note_state(server, state, shares)
+        result = PushResult(decided.status, decided.reason, self.version)
         if decided.status == pb.ACCEPTED and push.batches:
-            known = [
-                merged and knows_result(frame.header, server.version)
-                for merged, frame, server in zip(at_once, frames, servers.known, strict=True)
-            ]
-            optimizers = self._after_movement(push, known)
-        result = PushResult(decided.status, decided.reason, self.version, optimizers=optimizers)
+            result.optimizers = self._after_movement(push, frames, at_once)
         if not self.staged:
-            result.rows.update(self._rows_found(ids, asked))
+            result.rows.update(self._found(wanted))
         elif pull and ids:
             result.rows.update(self.lookup(ids, create=True, pull=True))
         elif pull:
@@ -306,20 +295,17 @@ class PSClient:
             (answer,) = self._exchange([server], [request])
         return pushed, answer is pushed
 
-    def _after_movement(self, push: Gradients, known: Sequence[bool]) -> OptimizerState | None:
-        """Works out the weights of servers that nobody else has moved, which send none; None: this holds for all.
-
-        Args:
-            known: by server, whether the worker can work out its weights. A server that let the worker wait sends them.
-        """
-        for index, server in enumerate(self.servers.known):
-            if known[index]:
-                before, moved = of_kind(WEIGHTS, server.blocks), push.gradients[index]
-                after = {dtype: block + moved[dtype] for dtype, block in before.items()}
-                state = _after(server.blocks, push.state[index], push.shares[index])
-                server.blocks = {**server.blocks, **named(WEIGHTS, after), **state}
-                own = push.part(index, self.servers.specs, server.slices, self.servers.buckets)
-                server.optimizers = from_tensors(own.optimizers)
+    def _after_movement(
+        self, push: Gradients, frames: Sequence[Frame[Any]], at_once: Sequence[bool]
+    ) -> OptimizerState | None:
+        """As `PushResult.optimizers`. A server that let the worker wait has sent what it holds."""
+        known = [
+            merged and knows_result(frame.header, server.version)
+            for merged, frame, server in zip(at_once, frames, self.servers.known, strict=True)
+        ]
+        for server, is_known in zip(self.servers.known, known, strict=True):
+            if is_known:
+                note_movement(server, self.servers, push)
         return None if all(known) else self._optimizers_found()
 
     def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
@@ -336,32 +322,6 @@ class PSClient:
             header.non_finite = push.non_finite
         return Frame(header, {})
 
-    def _split(self, ids: Ids) -> list[dict[int, tuple[Array, Any]]]:
-        """By server and table, the ids that the server holds, and where they are among all."""
-        count = len(self.servers.known)
-        if count == 1:
-            return [{table: (own, slice(None)) for table, own in ids.items()}]
-        parts: list[dict[int, tuple[Array, Any]]] = [{} for _ in self.servers.known]
-        for table, own in ids.items():
-            owners = self.servers.buckets.server_of(own)
-            for index, part in enumerate(parts):
-                places = np.flatnonzero(owners == index)
-                part[table] = own[places], places
-        return parts
-
-    def _rows_found(self, ids: Ids, asked: Sequence[Mapping[int, tuple[Array, Any]]]) -> dict[int, Array]:
-        """The rows that the last exchange has brought, in the order of `ids`."""
-        self._measures.rows_looked_up += sum(map(len, ids.values()))
-        if len(self.servers.known) == 1:
-            return {table: self.servers.known[0].rows[table] for table in ids}
-        found: dict[int, Array] = {}
-        for table, own in ids.items():
-            first = self.servers.known[0].rows[table]
-            rows = found[table] = np.empty((len(own), *first.shape[1:]), first.dtype)
-            for server, part in zip(self.servers.known, asked, strict=True):
-                rows[part[table][1]] = server.rows[table]
-        return found
-
     def _exchange(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Any]:
         answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
@@ -371,16 +331,7 @@ class PSClient:
             if server is self.servers.known[0]:
                 self.version, self.learning_rate = header.version, header.learning_rate
                 self.learning_rate_version = header.base_learning_rate_version
-            if frame.header.pull:
-                server.version, server.state_version = header.version, header.state_version
-                server.state_base = header.version
-                server.pulled = True
-            server.rows = by_index(TABLE, answer.tensors)
-            if frame.header.optimizers or frame.header.batches or frame.header.awaited:
-                server.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
-            blocks = only(answer.tensors, WEIGHTS, STATE)
-            if blocks:
-                server.blocks = {**server.blocks, **kept(blocks)}
+            server.note_answer(frame.header, answer)
         return [answer.header for answer in answers]
 
     def _exchanged(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
@@ -393,13 +344,3 @@ class PSClient:
         if moved:
             raise MapChangedError(max(moved))
         return answers
-
-
-def _after(blocks: Mapping[str, Array], state: Mapping[str, Array], shares: Mapping[str, Array]) -> dict[str, Array]:
-    """The state in `blocks` after the step of a push."""
-    before = of_kind(STATE, blocks)
-    return named(STATE, {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares})
-
-
-def _lookups(wanted: Mapping[int, tuple[Array, Any]]) -> dict[str, Array]:
-    return named(WANTED, {table: own for table, (own, _) in wanted.items()})

@@ -15,10 +15,12 @@ from elasticcb.clients.ps_link import Link
 from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.array_names import EXTRAS, SHARED, SLOTS, STATE, TABLE, WEIGHTS, by_index, only
+from elasticcb.sharding.flat_blocks import PlacedBlocks, kept
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,19 @@ class KnownServer:
     rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
     optimizers: OptimizerState = field(default_factory=OptimizerState)  # that the last exchange brought
     pulled: bool = False  # whether `blocks` are there
+
+    def note_answer(self, request: pb.ExchangeRequest, answer: Frame[Any]) -> None:
+        """Takes what an exchange has brought."""
+        if request.pull:
+            self.version, self.state_version = answer.header.version, answer.header.state_version
+            self.state_base = answer.header.version
+            self.pulled = True
+        self.rows = by_index(TABLE, answer.tensors)
+        if request.optimizers or request.batches or request.awaited:
+            self.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
+        blocks = only(answer.tensors, WEIGHTS, STATE)
+        if blocks:
+            self.blocks = {**self.blocks, **kept(blocks)}
 
 
 class ServerGroup:

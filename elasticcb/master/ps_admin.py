@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from elasticcb.clients.ps import Ids, PSClient
+from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_link import Link
+from elasticcb.clients.ps_rows import Ids
 from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
 from elasticcb.clients.ps_tables import table_pieces
 from elasticcb.errors import CheckpointError, ElasticCBError

@@ -1,0 +1,29 @@
+"""What servers hold after a push that nobody else's came before: the worker works it out instead of fetching it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticcb.clients.ps_servers import KnownServer, ServerGroup
+from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.array_names import STATE, WEIGHTS, named, of_kind
+from elasticcb.sharding.flat_blocks import moved_state
+from elasticcb.sharding.push import Gradients
+
+
+def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[str, Array]) -> None:
+    """The state of layers after a step."""
+    before = of_kind(STATE, server.blocks)
+    after = {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares}
+    server.blocks = {**server.blocks, **named(STATE, after)}
+
+
+def note_movement(server: KnownServer, servers: ServerGroup, movement: Gradients) -> None:
+    """All but embedding tables, and what the server's optimizers hold, after a worker's movement."""
+    moved = movement.gradients[server.index]
+    after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
+    note_state(server, movement.state[server.index], movement.shares[server.index])
+    server.blocks = {**server.blocks, **named(WEIGHTS, after)}
+    part = movement.part(server.index, servers.specs, server.slices, servers.buckets)
+    server.optimizers = from_tensors(part.optimizers)
