@@ -94,8 +94,8 @@ def frequency(validation_freq: Any) -> int | tuple[int, ...]:
     return validation_freq
 
 
-def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, int]:
-    """`epochs`, under `keras.config.max_epochs()` with Keras's warning, and `initial_epoch`, checked."""
+def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
+    """`epochs`, under `keras.config.max_epochs()` with Keras's warning, and what a job is told of both, checked."""
     epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
     if initial_epoch < 0:
         raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")
@@ -103,7 +103,8 @@ def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, int]:
     if limit and limit < epochs:
         warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
         epochs = int(limit)
-    return epochs, initial_epoch
+    last = max(epochs, 1)
+    return epochs, {"num_epochs": last, "initial_epoch": initial_epoch if epochs > initial_epoch else last}
 
 
 def with_keras_callbacks(

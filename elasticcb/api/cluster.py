@@ -223,7 +223,7 @@ class Cluster:
             RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         model._assert_compile_called("fit")
-        epochs, initial_epoch = epoch_range(epochs, initial_epoch)
+        epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
         with self._call("fit") as call:
@@ -234,11 +234,8 @@ class Cluster:
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
             summary, _ = self._jobs.run(
-                Command.TRAIN, call, model, sources, listed, params,
-                num_epochs=max(epochs, 1),
-                initial_epoch=initial_epoch if epochs > initial_epoch else max(epochs, 1),
-                validation_freq=validation_freq,
-            )  # fmt: skip
+                Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
+            )
             if summary.stopped_early:  # by a copy on a worker: those of the caller's process have set it here
                 model.stop_training = True
         return history

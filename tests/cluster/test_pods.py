@@ -19,7 +19,7 @@ from elasticcb.cluster.kubernetes.flags import (
 )
 from elasticcb.cluster.kubernetes.patch import patched
 from elasticcb.cluster.kubernetes.pods import PodPlan
-from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
+from elasticcb.cluster.kubernetes.resources import after_oom, resources
 from elasticcb.errors import UsageError
 from elasticcb.settings import KubernetesSettings
 
@@ -152,7 +152,12 @@ def test_gpus_are_limited_to_those_asked_for():
 def test_memory_grows_with_each_time_that_it_ran_out_up_to_four_times():
     limits = [resources(SETTINGS, "worker", ooms)["limits"]["memory"] for ooms in range(1, 6)]
     assert limits == ["3072Mi", "4608Mi", "6912Mi", "8192Mi", "8192Mi"]
-    assert [has_more_memory(ooms) for ooms in range(1, 6)] == [True, True, True, True, False]
+    told = [after_oom(SETTINGS, "worker", ooms) for ooms in range(5)]
+    assert [ooms for ooms, _ in told] == [1, 2, 3, 4, 5]
+    assert [text for _, text in told[:4]] == [f"; the next one may have {limit}" for limit in limits[:4]]
+    assert told[4][1] == "; the next one may have 8192Mi again, and not more. Raise --worker_resource_limit"
+    unlimited = "; it has no limit, its node had no more. Ask for more: --ps_resource_request"
+    assert after_oom(SETTINGS, "ps", 0) == (0, unlimited)
 
 
 def test_patch_merges_mappings_and_lists_of_named_things_removes_by_null_and_replaces_the_rest():

@@ -25,7 +25,7 @@ from elasticcb.cluster.kubernetes import checks
 from elasticcb.cluster.kubernetes.api import PROCESS_RIGHTS, KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import safe_name
-from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod
+from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod, service_address
 from elasticcb.cluster.kubernetes.pods import (
     FILES,
     HEALTH_PORT,
@@ -38,7 +38,7 @@ from elasticcb.cluster.kubernetes.pods import (
     ROLE_LABEL,
     PodPlan,
 )
-from elasticcb.cluster.kubernetes.resources import has_more_memory, resources
+from elasticcb.cluster.kubernetes.resources import after_oom
 from elasticcb.cluster.kubernetes.watch import follow_pods
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.security.credentials import TOKEN_VARIABLE
@@ -136,7 +136,7 @@ class KubernetesCluster(ClusterBackend):
             pod = self._api.read("Pod", os.environ[POD_NAME])
             self._job = pod["metadata"]["labels"][JOB_LABEL]
             owner = _owner_of(pod)
-            self._address = self._service_address()
+            self._address = service_address(self._api, self._job, self._say)
         probes = self._api.version() >= _GRPC_PROBES
         self._plan = PodPlan(self._job, self._settings, self._environment, TOKEN_VARIABLE, owner, probes)
         if self._submitted:
@@ -317,7 +317,8 @@ class KubernetesCluster(ClusterBackend):
             if self._pods.pop(name, None) is None:
                 return
             if found.fate is Fate.OOM_KILLED:
-                words += self._more_memory(place)
+                self._ooms[place], more = after_oom(self._settings, place[0], self._ooms.get(place, 0))
+                words += more
             present = self._places.get(place) == name
             if present:
                 del self._places[place]
@@ -329,26 +330,7 @@ class KubernetesCluster(ClusterBackend):
         elif not present and found.fate is not Fate.COMPLETED:  # another has its place, and nobody knew why
             self._say(f"{_words(place)}, which left: {words}.")
 
-    def _more_memory(self, place: Place) -> str:
-        if "memory" not in resources(self._settings, place[0]).get("limits", {}):
-            return "; it has no limit, its node had no more. Ask for more: --" + f"{place[0]}_resource_request"
-        self._ooms[place] = self._ooms.get(place, 0) + 1
-        memory = resources(self._settings, place[0], self._ooms[place])["limits"]["memory"]
-        if has_more_memory(self._ooms[place]):
-            return f"; the next one may have {memory}"
-        return f"; the next one may have {memory} again, and not more. Raise --{place[0]}_resource_limit"
-
     # ------------------------------------------------------------ a job that was submitted
-
-    def _service_address(self) -> str:
-        try:
-            service = self._api.read("Service", self._job)
-        except KubernetesError as error:
-            self._say(f"{error} Workers and servers are told the address of this pod, which the next one won't have.")
-            return ""
-        address = service["spec"].get("clusterIP", "")
-        host = f"[{address}]" if ":" in address else address
-        return f"{host}:{PORT}" if address and address != "None" else f"{self._job}.{self._api.namespace}:{PORT}"
 
     def _find_earlier(self) -> None:
         """Looks for what another master has left."""

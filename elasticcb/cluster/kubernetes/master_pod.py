@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError, Right
 from elasticcb.cluster.kubernetes.lease import MasterLease, held
-from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, RESUMES, ROLE_LABEL
+from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, PORT, RESUMES, ROLE_LABEL
 from elasticcb.errors import (
     GO_ON,
     JobDoneError,
@@ -43,6 +43,18 @@ def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
             f"{api.who.capitalize()} may not do what a master must, in the namespace {api.namespace}: {wanted}. Bind "
             "the role of deploy/kubernetes to it, and name it by --service_account."
         )
+
+
+def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) -> str:
+    """Of a submitted job's master, as its pods reach it and the next master's; "" where there is no service."""
+    try:
+        service = api.read("Service", job)
+    except KubernetesError as error:
+        say(f"{error} Workers and servers are told the address of this pod, which the next one won't have.")
+        return ""
+    address = service["spec"].get("clusterIP", "")
+    host = f"[{address}]" if ":" in address else address
+    return f"{host}:{PORT}" if address and address != "None" else f"{job}.{api.namespace}:{PORT}"
 
 
 def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> None:

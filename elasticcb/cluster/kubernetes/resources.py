@@ -23,6 +23,11 @@ def resources(settings: KubernetesSettings, role: str, ooms: int = 0) -> dict[st
     return {name: part for name, part in (("requests", requests), ("limits", limits)) if part}
 
 
-def has_more_memory(ooms: int) -> bool:
-    """Whether a pod after so many that ran out of memory has more than the last of them."""
-    return _MORE_MEMORY ** (ooms - 1) < _MOST_MEMORY
+def after_oom(settings: KubernetesSettings, role: str, ooms: int) -> tuple[int, str]:
+    """How often a container ran out of memory, with this time, after `ooms` times, and what the next one may have."""
+    if "memory" not in resources(settings, role).get("limits", {}):
+        return ooms, f"; it has no limit, its node had no more. Ask for more: --{role}_resource_request"
+    memory = resources(settings, role, ooms + 1)["limits"]["memory"]
+    if _MORE_MEMORY**ooms < _MOST_MEMORY:
+        return ooms + 1, f"; the next one may have {memory}"
+    return ooms + 1, f"; the next one may have {memory} again, and not more. Raise --{role}_resource_limit"
