@@ -75,6 +75,7 @@ PURE = (
     "elasticcb.master.leases",
     "elasticcb.master.losses",
     "elasticcb.master.members",
+    "elasticcb.master.presence",
     "elasticcb.master.queue_settings",
     "elasticcb.master.queue_state",
     "elasticcb.master.roster",

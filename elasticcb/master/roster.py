@@ -11,26 +11,9 @@ from typing import Any
 from elasticcb.errors import UsageError
 from elasticcb.master.losses import Consequence, LossDecision, Losses
 from elasticcb.master.members import Member, PlaceState, Role
+from elasticcb.master.presence import Presence, Present
 
 _EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)
-
-
-@dataclass(slots=True)
-class _Present:
-    """A member that is up.
-
-    Attributes:
-        seen: when it gave the last sign of life.
-        job: that it registered for last.
-        idle: it is done with that job.
-        released: it is to leave, since fewer are needed.
-    """
-
-    member: Member
-    seen: float
-    job: int
-    idle: bool = False
-    released: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +45,7 @@ class Roster:
         self._places = {
             (role, index): PlaceState.PLANNED for role, size in self._sizes.items() for index in range(size)
         }
-        self._up: dict[int, _Present] = {}
-        self._at: dict[tuple[Role, int], _Present] = {}  # by place, those that are up
-        self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
+        self._present = Presence()
         self.next_id = 1
         self.lost_workers: list[int] = []
 
@@ -91,8 +72,8 @@ class Roster:
                 "from 0. Give it one of these numbers, or none."
             )
         place = (role, index)
-        if place in self._at:
-            present = self._at[place]
+        if place in self._present.by_place:
+            present = self._present.by_place[place]
             member = present.member
             if (member.address, member.pid, member.host) == (address, pid, host):
                 present.seen, present.job, present.idle = now, job, False
@@ -103,28 +84,28 @@ class Roster:
             )
         member = Member(self.next_id, role, index, address, pid, host)
         self.next_id += 1
-        self._add(_Present(member, now, job))
+        self._present.add(Present(member, now, job))
         self._places[place] = PlaceState.UP
         self.losses.taken_again(role, index)
         return member
 
     def seen(self, id: int, now: float) -> Sighting:
         """A process gave a sign of life; refused when it is unknown, lost, or has left."""
-        if id not in self._up:
-            return Sighting(False, self._why_unknown(id))
-        self._up[id].seen = max(now, self._up[id].seen)
+        if id not in self._present.by_id:
+            return Sighting(False, self._present.why_unknown(id))
+        self._present.by_id[id].seen = max(now, self._present.by_id[id].seen)
         return Sighting(True, "up")
 
     def idle(self, id: int) -> None:
         """A process says that it is done with its job, and waits for the next."""
-        if id in self._up:
-            self._up[id].idle = True
+        if id in self._present.by_id:
+            self._present.by_id[id].idle = True
 
     def left(self, id: int) -> Sighting:
         """A process says goodbye; nobody takes its place."""
-        member = self._remove(id, "it said goodbye")
+        member = self._present.remove(id, "it said goodbye")
         if member is None:
-            return Sighting(False, self._why_unknown(id))
+            return Sighting(False, self._present.why_unknown(id))
         self._places[member.role, member.index] = PlaceState.LEFT
         if self._has_no_place(member.role, member.index):
             self._close(member.role, member.index, "")
@@ -138,21 +119,21 @@ class Roster:
 
         Raises `UsageError` for an id that was never given out.
         """
-        member = self._remove(id, reason)
+        member = self._present.remove(id, reason)
         if member is not None:
             if member.role is Role.WORKER:
                 self.lost_workers.append(id)
             return self._decide(member.role, member.index, f"{member} was lost: {reason}", taken_away)
-        if id not in self._gone:
-            raise UsageError(f"Process {id} was reported lost, but {self._why_unknown(id)}.")
-        gone, _ = self._gone[id]
-        return LossDecision(Consequence.IGNORE, gone.role, gone.index, self._why_unknown(id))
+        gone, why = self._present.find(id), self._present.why_unknown(id)
+        if gone is None:
+            raise UsageError(f"Process {id} was reported lost, but {why}.")
+        return LossDecision(Consequence.IGNORE, gone.role, gone.index, why)
 
     def asked_to_end(self, id: int, reason: str) -> LossDecision:
         """A process leaves, not by a fault of its own: another takes its place, and no restart is used up."""
-        member = self._remove(id, reason)
+        member = self._present.remove(id, reason)
         if member is None:
-            return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._why_unknown(id))
+            return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._present.why_unknown(id))
         if self._has_no_place(member.role, member.index):
             return self._close(member.role, member.index, f"{member} leaves: the job needs fewer")
         return self._decide(member.role, member.index, f"{member} leaves: {reason}", taken_away=True)
@@ -160,8 +141,8 @@ class Roster:
     def place_lost(self, role: Role, index: int, reason: str, taken_away: bool = False) -> LossDecision:
         """The process that was started for a place is gone, whether it had registered or not; as `lost`."""
         place = (role, index)
-        if place in self._at:
-            return self.lost(self._at[place].member.id, reason, taken_away)
+        if place in self._present.by_place:
+            return self.lost(self._present.by_place[place].member.id, reason, taken_away)
         if not self.is_requested(role, index):
             state = self._places[place].value if place in self._places else "not part of this job"
             return LossDecision(Consequence.IGNORE, role, index, f"{role.value} {index} is {state}")
@@ -169,11 +150,11 @@ class Roster:
 
     def silent(self, now: float, silence_seconds: float) -> list[Member]:
         """Members that were not seen for `silence_seconds` or more."""
-        return [present.member for present in self._up.values() if now - present.seen >= silence_seconds]
+        return [present.member for present in self._present.by_id.values() if now - present.seen >= silence_seconds]
 
     def forgive(self, now: float) -> None:
         """Nobody counts as silent up to now."""
-        for present in self._up.values():
+        for present in self._present.by_id.values():
             present.seen = now
 
     # ------------------------------------------------------------ what is planned
@@ -193,7 +174,7 @@ class Roster:
         Those beyond it that are up are `released`: they leave when they have put down their work.
         """
         before, self._sizes[role] = self._sizes[role], size
-        for present in self._of(role):
+        for present in self._present.of(role):
             present.released = present.member.index >= size
         for index in range(before, size):
             self._places.setdefault((role, index), PlaceState.PLANNED)
@@ -209,11 +190,11 @@ class Roster:
 
     def released(self, id: int) -> bool:
         """Whether a process is to leave."""
-        return id in self._up and self._up[id].released
+        return id in self._present.by_id and self._present.by_id[id].released
 
     def leaving(self, role: Role) -> bool:
         """Whether one that is to leave is still there."""
-        return any(present.released for present in self._of(role))
+        return any(present.released for present in self._present.of(role))
 
     # ------------------------------------------------------------ what it knows
 
@@ -223,43 +204,43 @@ class Roster:
 
     def member(self, id: int) -> Member | None:
         """The member with this id if it is up."""
-        return self._up[id].member if id in self._up else None
+        return self._present.by_id[id].member if id in self._present.by_id else None
 
     def is_up(self, id: int, role: Role) -> bool:
         """Whether the member with this id is up, and of that role."""
-        return id in self._up and self._up[id].member.role is role
+        return id in self._present.by_id and self._present.by_id[id].member.role is role
 
     def at(self, role: Role, index: int) -> Member | None:
         """The member that is up in a place."""
-        present = self._at.get((role, index))
+        present = self._present.by_place.get((role, index))
         return None if present is None else present.member
 
     def up(self, role: Role) -> list[Member]:
         """The members of a role that are up, by place."""
-        return [present.member for present in self._of(role)]
+        return [present.member for present in self._present.of(role)]
 
     def find(self, id: int) -> Member | None:
         """The member with this id, whether it is up or gone."""
-        return self._up[id].member if id in self._up else self._gone.get(id, (None,))[0]
+        return self._present.find(id)
 
     def complete(self, role: Role, job: int = 1) -> bool:
         """Whether every place of the role is taken, by a process that is ready for the job."""
         size = self._sizes[role]
-        return len([each for each in self._of(role) if each.job == job and each.member.index < size]) == size
+        return len([each for each in self._present.of(role) if each.job == job and each.member.index < size]) == size
 
     def job_of(self, id: int) -> int:
         """The job that a member registered for last; 0 when it is not up."""
-        return self._up[id].job if id in self._up else 0
+        return self._present.by_id[id].job if id in self._present.by_id else 0
 
     def busy(self, role: Role) -> list[Member]:
         """The members of a role that are up, and not done with their job."""
-        return [present.member for present in self._of(role) if not present.idle]
+        return [present.member for present in self._present.of(role) if not present.idle]
 
     def any_left(self, role: Role, job: int) -> bool:
         """Whether a member of a role is expected, or is up and not done with `job`."""
         if any(other is role and state in _EXPECTED for (other, _), state in self._places.items()):
             return True
-        return any(not present.idle or present.job != job for present in self._of(role))
+        return any(not present.idle or present.job != job for present in self._present.of(role))
 
     def state(self, role: Role, index: int) -> PlaceState:
         return self._places[role, index]
@@ -281,11 +262,11 @@ class Roster:
             "places": [[role.value, index, state.value] for (role, index), state in self._places.items()],
             "up": [
                 [m.id, m.role.value, m.index, m.address, m.pid, m.host, present.job, present.idle]
-                for present in self._up.values()
+                for present in self._present.by_id.values()
                 for m in (present.member,)
             ],
             **self.losses.to_dict(),
-            "released": sorted(id for id, present in self._up.items() if present.released),
+            "released": sorted(id for id, present in self._present.by_id.items() if present.released),
             "lost_workers": list(self.lost_workers),
             "next_id": self.next_id,
         }
@@ -299,21 +280,12 @@ class Roster:
                 self._places[place] = PlaceState.PLANNED
         for id, role, index, address, pid, host, job, idle in saved["up"]:
             member = Member(id, Role(role), index, address, pid, host)
-            self._add(_Present(member, now, job, idle, id in saved["released"]))
+            self._present.add(Present(member, now, job, idle, id in saved["released"]))
         self.losses.restore(saved)
         self.lost_workers = list(saved["lost_workers"])
         self.next_id = saved["next_id"]
 
     # ------------------------------------------------------------
-
-    def _add(self, present: _Present) -> None:
-        member = present.member
-        self._up[member.id] = self._at[member.role, member.index] = present
-
-    def _of(self, role: Role) -> list[_Present]:
-        """Those of a role that are up, by place."""
-        found = (present for present in self._up.values() if present.member.role is role)
-        return sorted(found, key=lambda present: present.member.index)
 
     def _has_no_place(self, role: Role, index: int) -> bool:
         return index >= self._sizes[role]
@@ -336,7 +308,7 @@ class Roster:
         return decision
 
     def _free_place(self, role: Role) -> int:
-        free = [place for place in range(self._sizes[role]) if (role, place) not in self._at]
+        free = [place for place in range(self._sizes[role]) if (role, place) not in self._present.by_place]
         expected = [place for place in free if self._places[role, place] in _EXPECTED]
         for place in expected + free:
             return place
@@ -344,18 +316,3 @@ class Roster:
             f"Another {role.value} wants to join, but all {self._sizes[role]} of this job are there. "
             f"Start the job with more of them, or wait until one is lost."
         )
-
-    def _remove(self, id: int, reason: str) -> Member | None:
-        present = self._up.pop(id, None)
-        if present is None:
-            return None
-        member = present.member
-        del self._at[member.role, member.index]
-        self._gone[id] = (member, reason)
-        return member
-
-    def _why_unknown(self, id: int) -> str:
-        if id in self._gone:
-            member, reason = self._gone[id]
-            return f"{member} is no longer part of the job: {reason}"
-        return f"no process with the id {id} ever registered"

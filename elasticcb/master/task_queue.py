@@ -49,9 +49,7 @@ class TaskQueue(QueueState):
         if self._paused:
             return TaskDecision(DecisionKind.WAIT, None, "the job is being interrupted")
         record = self._todo.take(train_end=not doing and self._epochs.done, idle=not doing.held_by(worker))
-        if record is None:
-            return self._nothing_to_hand_out()
-        return self._hand_out(record, worker)
+        return self._nothing_to_hand_out() if record is None else self._hand_out(record, worker)
 
     def _put_back_unanswered(self, worker: int, held: Collection[int]) -> None:
         for record in reversed(self._doing.unanswered(worker, held)):
@@ -145,12 +143,12 @@ class TaskQueue(QueueState):
         self._accounting.count_records(task, done - counted)
         if ended_after is not None and task.type is TaskType.TRAINING:
             self._epochs.source_ended(task.epoch)
+        record.move(TaskEvent.REPORTED_DONE)
         if self._settings.hold_predictions and task.type is TaskType.PREDICTION:
-            record.move(TaskEvent.REPORTED_DONE)
             self._closed[task.type][TaskState.DONE] += 1
             self._held.hold(worker, record)
         else:
-            self._close(record, TaskEvent.REPORTED_DONE)
+            self._count_done(task)
         return Outcome(True, f"{task} is done", task)
 
     def report_failed(self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False) -> Outcome:
@@ -284,10 +282,11 @@ class TaskQueue(QueueState):
         exact = event is TaskEvent.HANDED_BACK and bool(record.reported or not record.heard)
         record.shorten()
         if record.nothing_left and event is not TaskEvent.REPORTED_FATAL:
-            self._close(record, TaskEvent.NOTHING_LEFT)
-            return TaskEvent.NOTHING_LEFT
+            event = TaskEvent.NOTHING_LEFT
         record.move(event)
-        if record.state is TaskState.FAILED:
+        if record.state is TaskState.DONE:
+            self._count_done(task)
+        elif record.state is TaskState.FAILED:
             self._closed[task.type][TaskState.FAILED] += 1
             if self.failure is None:
                 self.failure = Failure(task, event, worker, error, traceback, tuple(record.attempts))
@@ -295,10 +294,6 @@ class TaskQueue(QueueState):
             record.maybe_done = task.type in RESUMABLE and not exact
             self._todo.put_back(record)
         return event
-
-    def _close(self, record: TaskRecord, event: TaskEvent) -> None:
-        record.move(event)
-        self._count_done(record.task)
 
     # ------------------------------------------------------------ what the master says
 
