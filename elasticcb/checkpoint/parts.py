@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.checkpoint.manifest import check_variables, read_manifest
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
 from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, TABLE, WEIGHT, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.table_state import TableState
-
-Array = npt.NDArray[Any]
 
 
 def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
     EXTRA,
@@ -28,7 +28,6 @@ from elasticcb.sharding.table_state import TableState
 from elasticcb.storage import durable
 from elasticcb.storage.tensor_file import Outline, TensorFile
 
-Array = npt.NDArray[Any]
 Key = tuple[int, str]  # variable, name
 
 FORMAT = 1

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
 from elasticcb.sharding.table_spec import TableSpec
-
-Array = npt.NDArray[Any]
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
 

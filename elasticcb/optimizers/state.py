@@ -11,16 +11,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.rpc.tensors import Array
 
 if TYPE_CHECKING:
     import keras
 
     from elasticcb.optimizers.variables import Leaf, OptimizerVariables
 
-Array = npt.NDArray[Any]
 Key = tuple[int, str]  # index of the model's variable, name
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import WireError
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import (
     EXTRAS,
     SHARED,
@@ -23,8 +22,6 @@ from elasticcb.sharding.array_names import (
     without,
 )
 from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
-
-Array = npt.NDArray[Any]
 
 
 def to_tensors(state: OptimizerState) -> dict[str, Array]:

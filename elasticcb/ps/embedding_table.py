@@ -19,9 +19,8 @@ from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_state import TableState
-
-Array = npt.NDArray[Any]
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 

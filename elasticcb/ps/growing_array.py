@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from elasticcb.rpc.tensors import Array
 
 
 class GrowingArray:

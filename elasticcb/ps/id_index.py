@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.ps.growing_array import GrowingArray
-
-Array = npt.NDArray[Any]
+from elasticcb.rpc.tensors import Array
 
 # What stands in the hash table: nothing, nothing any more, or a place + _FIRST. The ids lie in their array by the
 # same number, so that the first two, of which none is an id, equal no id that is looked for.

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
+from elasticcb.rpc.tensors import Array
 from elasticcb.tf.convert import array_of
-
-Array = npt.NDArray[Any]
 
 # Of one flat variable, 4 MiB of float32. A larger variable gains nothing by being joined, and what an update makes anew
 # should be small in comparison with the model.

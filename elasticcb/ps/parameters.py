@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
@@ -27,14 +26,13 @@ from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.ps.trained_part import TrainedPart
-from elasticcb.rpc.tensors import dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_state import TableState
 
-Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
 # TensorFlow keeps what XLA has compiled for as long as the process lives, 0.9 MB for a small model: XLA is for models

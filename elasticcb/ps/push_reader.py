@@ -11,14 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import WireError
-from elasticcb.rpc.tensors import all_finite, dtype_of
+from elasticcb.rpc.tensors import Array, all_finite, dtype_of
 from elasticcb.sharding.partition import PlacedSlice, Slice, VariableSpec, block_sizes, check_blocks, layout
 from elasticcb.sharding.push import Push, Rows
-
-Array = npt.NDArray[Any]
 
 
 class PushReader:

@@ -6,10 +6,9 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
@@ -20,6 +19,7 @@ from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
@@ -27,7 +27,6 @@ from elasticcb.sharding.partition import block_sizes as sizes_of
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_state import TableState
 
-Array = npt.NDArray[Any]
 logger = logging.getLogger(__name__)
 
 

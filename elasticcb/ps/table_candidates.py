@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.id_index import IdIndex
-
-Array = npt.NDArray[Any]
+from elasticcb.rpc.tensors import Array
 
 
 class Candidates:

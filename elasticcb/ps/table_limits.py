@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
-
-Array = npt.NDArray[Any]
 
 _EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
 

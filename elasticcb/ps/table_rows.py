@@ -11,10 +11,8 @@ import numpy.typing as npt
 
 from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.id_index import IdIndex
-from elasticcb.rpc.tensors import aligned
+from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.table_state import TableState
-
-Array = npt.NDArray[Any]
 
 # What a row costs beside its values: two counts, and its place in the index.
 OVERHEAD_BYTES = 16 + 32

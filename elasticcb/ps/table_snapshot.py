@@ -7,13 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.table_rows import TableRows
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_state import TableState
-
-Array = npt.NDArray[Any]
 
 CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
 

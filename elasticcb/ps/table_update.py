@@ -9,10 +9,8 @@ steps of the model, not those of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
@@ -20,12 +18,10 @@ from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.row_update import RowClone
-from elasticcb.rpc.tensors import aligned
+from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of, tensor_of
-
-Array = npt.NDArray[Any]
 
 
 class TableUpdate:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.tensors import dtype_of
-
-Array = npt.NDArray[Any]
+from elasticcb.rpc.tensors import Array, dtype_of
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import tempfile
 from collections import deque
@@ -106,8 +105,7 @@ class PyDatasetSource(PassSource):
 
 
 def _write_pickled(dataset: Any, folder: Path) -> str:
-    descriptor, path = tempfile.mkstemp(prefix="py-dataset-", suffix=".pkl", dir=folder)
-    with os.fdopen(descriptor, "wb") as file:
+    with tempfile.NamedTemporaryFile(prefix="py-dataset-", suffix=".pkl", dir=folder, delete=False) as file:
         try:
             cloudpickle.dump(dataset, file)
         except Exception as error:
@@ -116,7 +114,7 @@ def _write_pickled(dataset: Any, folder: Path) -> str:
                 f"{type(error).__name__}: {error}. Open files and connections when `__getitem__` first needs them, not "
                 "in the constructor."
             ) from error
-    return path
+    return file.name
 
 
 def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pickle
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -36,9 +35,9 @@ class StoredSource(PassSource):
     """
 
     def __init__(self, batches: Iterable[Any], *, limit: int | None, folder: Path) -> None:
-        descriptor, self._path = tempfile.mkstemp(prefix="batches-", suffix=".bin", dir=folder)
         offsets = [0]
-        with os.fdopen(descriptor, "wb") as file:
+        with tempfile.NamedTemporaryFile(prefix="batches-", suffix=".bin", dir=folder, delete=False) as file:
+            self._path = file.name
             for batch in map(keras_data.to_batch, itertools.islice(batches, limit)):
                 if len(offsets) == 1:
                     self._layout = Layout(batch)
