@@ -10,7 +10,7 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, unwrapped
+from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
 
 
 class PlacedWeights:
@@ -46,7 +46,7 @@ class PlacedWeights:
     def start(self) -> InitialModel:
         """The present state of the model."""
         optimizers = model_optimizers(self.model)
-        version = max(int(optimizer.iterations) if optimizer.built else 0 for optimizer in optimizers)
+        version = steps_made(optimizers)
         state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
         weights = [variable.numpy() for variable in self.model.weights]
         return InitialModel(weights, optimizer_state=state, version=version)

@@ -32,7 +32,14 @@ from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.optimizers.state import ModelState, OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import learning_rate_variable, may_serve_rows, may_split, model_optimizers, unwrapped
+from elasticcb.optimizers.traits import (
+    learning_rate_variable,
+    may_serve_rows,
+    may_split,
+    model_optimizers,
+    steps_made,
+    unwrapped,
+)
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
@@ -211,9 +218,8 @@ class ModelHost:
 
     @property
     def version(self) -> int:
-        """Of the model that the job starts with: how many updates its optimizer has made."""
-        optimizer = self.optimizer
-        return int(unwrapped(optimizer)._iterations) if optimizer is not None and self._continues else 0
+        """Of the model that the job starts with: how many updates its optimizers have made."""
+        return steps_made(self.optimizers) if self.trains else 0
 
     def optimizer_state(self) -> OptimizerState | None:
         """What the optimizers have learned before; None of fresh ones."""
@@ -224,8 +230,7 @@ class ModelHost:
 
     @property
     def _continues(self) -> bool:
-        optimizer = self.optimizer
-        return self.trains and optimizer is not None and optimizer.built and int(unwrapped(optimizer)._iterations) > 0
+        return self.version > 0
 
     def set_state(self, state: ModelState) -> None:
         """Makes the model and its optimizers hold what the servers hold."""

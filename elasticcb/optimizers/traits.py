@@ -122,6 +122,12 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return found
 
 
+def steps_made(optimizers: Iterable[keras.optimizers.Optimizer]) -> int:
+    """How many updates they have made: the most of any, since a step need not apply all of them."""
+    built = [unwrapped(optimizer) for optimizer in optimizers if optimizer.built]
+    return max((int(optimizer._iterations) for optimizer in built), default=0)
+
+
 def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
     """The classes of those among `optimizers`, and inside of a MultiOptimizer, whose updates go on in the direction of
     those before; sorted."""

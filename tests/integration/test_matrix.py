@@ -5,6 +5,7 @@ The tables of docs/keras_support.md are these: `python tests/integration/test_ma
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_second_fit_goes_on_where_the_first_ended(cluster, name):
     assert_close(model.get_weights(), expected.get_weights(), 1e-5)
     assert_close(optimizer_variables(model), optimizer_variables(expected), 1e-5)
     assert int(model.optimizer.iterations) == 4 * len(X) // BATCH
+
+
+@pytest.mark.parametrize("kind", ["cluster", "local_worker"])
+def test_second_fit_goes_on_with_several_optimizers(request, kind):
+    cluster, given, model = request.getfixturevalue(kind), CASES["gan"].make(), CASES["gan"].make().model
+    for fit in (given.model.fit, functools.partial(cluster.fit, model)):
+        fit(given.x, epochs=2, **FIT)
+        fit(given.x, epochs=2, **FIT)
+    assert_close(model.get_weights(), given.model.get_weights(), 1e-5)
+    for found, expected in ((model.d_optimizer, given.model.d_optimizer), (model.g_optimizer, given.model.g_optimizer)):
+        assert_close([v.numpy() for v in found.variables], [v.numpy() for v in expected.variables], 1e-5)
 
 
 def test_fit_here_goes_on_where_one_on_the_cluster_ended_and_the_other_way_round(cluster):
