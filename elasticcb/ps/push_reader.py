@@ -14,7 +14,8 @@ import numpy as np
 
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array, all_finite, dtype_of
-from elasticcb.sharding.partition import PlacedSlice, Slice, VariableSpec, block_sizes, check_blocks, layout
+from elasticcb.sharding.flat_blocks import first_non_finite
+from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, check_blocks, layout
 from elasticcb.sharding.push import Push, Rows
 
 
@@ -73,25 +74,13 @@ class PushReader:
 
     def non_finite(self, push: Push) -> str:
         """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
-        for dtype, block in push.blocks.items():
-            if not all_finite(block):
-                for placed in self.layout(push):
-                    part = block[placed.offset : placed.offset + placed.slice.elements]
-                    if placed.dtype == dtype and not np.isfinite(part).all():
-                        return self._specs[placed.slice.variable].path
+        path = first_non_finite(push.blocks, self._specs, self._slices, True, push.dense)
+        if path:
+            return path
         for index, rows in push.rows.items():
-            if not all_finite(rows.values.reshape(-1)):
+            if not all_finite(rows.values):
                 return self._specs[index].path
-        for placed in layout(self._specs, self._slices, False):
-            if placed.dtype in push.state:
-                here = slice(placed.offset, placed.offset + placed.slice.elements)
-                part = push.state[placed.dtype][here]
-                if not all_finite(part) and not all_finite(part[push.shares[placed.dtype][here] > 0]):
-                    return self._specs[placed.slice.variable].path
-        return ""
-
-    def layout(self, push: Push) -> list[PlacedSlice]:
-        return list(layout(self._specs, self._slices, True, push.dense))
+        return first_non_finite(push.state, self._specs, self._slices, False, shares=push.shares)
 
     def mean(self, pushes: Sequence[Push]) -> Push:
         """The mean of the gradients; a variable that a push lacks counts as zeros in it.
@@ -128,7 +117,7 @@ class PushReader:
         if push.dense == dense:
             return push.blocks[dtype]
         block = np.zeros(size, dtype_of(dtype))
-        offsets = {placed.slice.variable: placed.offset for placed in self.layout(push)}
+        offsets = {part.variable: offset for part, _, offset in layout(self._specs, self._slices, True, push.dense)}
         for part, part_dtype, offset in layout(self._specs, self._slices, True, dense):
             if part_dtype == dtype and part.variable in offsets:
                 source = offsets[part.variable]

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
@@ -19,7 +17,7 @@ from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
-from elasticcb.rpc.tensors import Array
+from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
@@ -198,7 +196,7 @@ def values_of(
         check_blocks(blocks, sizes_of(specs, slices, trainable), f"{call}, {kind}")
         for part, dtype, offset in layout(specs, slices, trainable):
             value = blocks[dtype][offset : offset + part.elements]
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
+            if not all_finite(value):
                 logger.warning("%s: the new value of %s holds NaN or infinity", call, specs[part.variable].path)
             values[part.variable] = value.reshape(part.shape(specs[part.variable]))
     return values

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from elasticcb.rpc.shared_memory import aligned_copy
-from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.rpc.tensors import Array, all_finite, dtype_of
 from elasticcb.sharding.array_names import STATE, WEIGHTS, kind_of, named, of_kind
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpack
 
@@ -24,6 +24,31 @@ class PlacedBlocks(list[dict[str, Array]]):
     def __init__(self, blocks: Iterable[dict[str, Array]], partition: Sequence[Sequence[Slice]]) -> None:
         super().__init__(blocks)
         self.partition = partition
+
+
+def first_non_finite(
+    blocks: Mapping[str, Array],
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    subset: Collection[int] | None = None,
+    shares: Mapping[str, Array] | None = None,
+) -> str:
+    """The path of a variable that holds NaN or infinity in a server's flat `blocks`; "" when none does.
+
+    Args:
+        slices, trainable, subset: of the blocks, as in `layout`.
+        shares: by dtype; elements with a share of 0 do not count.
+    """
+    if all(map(all_finite, blocks.values())):
+        return ""
+    for part, dtype, offset in layout(specs, slices, trainable, subset):
+        if dtype in blocks:
+            here = slice(offset, offset + part.elements)
+            values = blocks[dtype][here]
+            if not all_finite(values if shares is None else values[shares[dtype][here] > 0]):
+                return specs[part.variable].path
+    return ""
 
 
 def recut(

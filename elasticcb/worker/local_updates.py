@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
 from elasticcb.optimizers.state import OptimizerState
@@ -14,8 +12,8 @@ from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
-from elasticcb.sharding.flat_blocks import PlacedBlocks, state_moves
-from elasticcb.sharding.partition import VariableSpec, layout
+from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
 from elasticcb.worker.window_length import WindowLength
 
@@ -178,9 +176,7 @@ def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerS
 def _non_finite(moved: Sequence[dict[str, Array]], present: PlacedBlocks, specs: Sequence[VariableSpec]) -> str:
     """What of the model holds NaN or infinity; "" when nothing does."""
     for blocks, slices in zip(moved, present.partition, strict=True):
-        if not all(map(all_finite, blocks.values())):
-            named = {dtype: np.isfinite(block.astype(np.float64)) for dtype, block in blocks.items()}
-            for part, dtype, offset in layout(specs, slices, True):
-                if not named[dtype][offset : offset + part.elements].all():
-                    return f"the new value of {specs[part.variable].path!r}"
+        path = first_non_finite(blocks, specs, slices, True)
+        if path:
+            return f"the new value of {path!r}"
     return ""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.ps import PSClient
@@ -17,7 +16,7 @@ from elasticcb.compute.registry import backend
 from elasticcb.errors import ElasticCBError, ModelFileError, NonFiniteError
 from elasticcb.model.weights import variable_specs
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.tensors import Array
+from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.sharding.flat_blocks import state_moves, unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
@@ -114,6 +113,6 @@ class PlacedModel:
 
     def _find_non_finite(self, gradients: Mapping[int, Array]) -> str:
         for index, gradient in gradients.items():
-            if not np.isfinite(gradient.astype(np.float64)).all():
+            if not all_finite(gradient):
                 return f"the gradient of {self._specs[index].path!r}"
         return ""

@@ -11,8 +11,8 @@ import numpy as np
 from elasticcb.compute.backend import GradientComputation, Prepared, TableRows
 from elasticcb.model.metric_messages import States
 from elasticcb.rpc.tensors import all_finite
-from elasticcb.sharding.flat_blocks import PlacedBlocks, state_moves
-from elasticcb.sharding.partition import VariableSpec, layout
+from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
 
 
@@ -54,41 +54,23 @@ def train(
         loss=float(np.mean(step.logs["loss"])) if "loss" in step.logs else 0.0,
         partition=weights.partition,
     )
-    overflow = ""
-    if not _is_finite(push):
-        push.non_finite = _find_non_finite(push, specs)
-        if np.isfinite(push.loss):  # else no scale can help
-            overflow = step.overflow
+    push.non_finite = _find_non_finite(push, specs)
+    # No scale can help where the loss is not finite.
+    overflow = step.overflow if push.non_finite and np.isfinite(push.loss) else ""
     return TrainResult(push, step.logs, step.states, overflow)
-
-
-def _is_finite(push: Gradients) -> bool:
-    arrays = [flat for server in push.gradients for flat in server.values()]
-    arrays += [
-        flat[shares[dtype] > 0]
-        for server, shares in zip(push.state, push.shares, strict=True)
-        for dtype, flat in server.items()
-    ]
-    arrays += [values for _, values in push.rows.values()]
-    return bool(np.isfinite(push.loss)) and all(map(all_finite, arrays))
 
 
 def _find_non_finite(push: Gradients, specs: Sequence[VariableSpec]) -> str:
     if not np.isfinite(push.loss):
         return "the loss"
     for index, (_, values) in push.rows.items():
-        if not np.isfinite(values.astype(np.float64)).all():
+        if not all_finite(values):
             return f"the gradient of {specs[index].path!r}"
     for server, slices in enumerate(push.partition or ()):
-        gradients, state = push.gradients[server], push.state[server]
-        for part, dtype, offset in layout(specs, slices, True, push.dense_variables):
-            if not np.isfinite(gradients[dtype][offset : offset + part.elements].astype(np.float64)).all():
-                return f"the gradient of {specs[part.variable].path!r}"
-        for part, dtype, offset in layout(specs, slices, False):
-            here = slice(offset, offset + part.elements)
-            if (
-                dtype in state
-                and not np.isfinite(state[dtype][here][push.shares[server][dtype][here] > 0].astype(float)).all()
-            ):
-                return f"the new value of {specs[part.variable].path!r}"
+        path = first_non_finite(push.gradients[server], specs, slices, True, push.dense_variables)
+        if path:
+            return f"the gradient of {path!r}"
+        path = first_non_finite(push.state[server], specs, slices, False, shares=push.shares[server])
+        if path:
+            return f"the new value of {path!r}"
     return ""
