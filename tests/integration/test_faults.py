@@ -6,20 +6,9 @@ import signal
 import pytest
 from health_probe import SERVING, check
 
-from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, PACE, linear_data, number, train_flags, write_model_file
 
-MORE = """
-    import time
-
-    class Pace(keras.callbacks.Callback):
-        "Makes few batches, which cost little, last long enough for what goes wrong meanwhile."
-
-        def on_train_batch_begin(self, version, logs=None):
-            time.sleep(0.01)
-
-    def callbacks():
-        return [Pace()]
-
+PREDICTIONS = """
     class PredictionOutputsProcessor:
         def process(self, predictions, worker_id):
             pass
@@ -32,7 +21,7 @@ IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, LINEAR_MODEL + MORE, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + PACE.format(seconds=0.01) + PREDICTIONS, "linear")
     linear_data(tmp_path, train=RECORDS, test=EVALUATED)
     return tmp_path
 

@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 
 from elasticcb.cli.main import main as elasticcb_main
-from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, PACE, linear_data, number, open_gate, train_flags, write_model_file
 from metrics_scrapes import Scrape, unanswered
 
-PACE = """
-    import os
-    import time
-
-    class Pace(keras.callbacks.Callback):
-        "Makes few batches, which cost little, last long enough for what the test does meanwhile."
-
-        def on_train_batch_begin(self, version, logs=None):
-            time.sleep(0.01)
-"""
 CALLBACKS = """
+    import os
+
     class Farewell(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
             with open(self.params["job_directory"] + "/train_end", "a") as file:
@@ -43,7 +35,7 @@ TASK = 80  # records
 @pytest.fixture
 def data(tmp_path):
     """Records of a linear function, and a model file for them."""
-    write_model_file(tmp_path, LINEAR_MODEL + PACE + CALLBACKS, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + PACE.format(seconds=0.01) + CALLBACKS, "linear")
     linear_data(tmp_path, train=RECORDS, test=TESTED)
     return tmp_path
 
@@ -113,7 +105,7 @@ def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_
 
 def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
     both = "\n    def callbacks():\n        return [Pace(), Gate()]\n"
-    write_model_file(data, LINEAR_MODEL + PACE + GATE.format(version=200) + both, "linear")
+    write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.01) + GATE.format(version=200) + both, "linear")
     job = start_job("train", *flags(data, num_workers=1, num_epochs=4, evaluation_steps=40))
     job.wait_for_line(r"Evaluation at version")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0

@@ -21,7 +21,7 @@ from strangers import answers, hears, listening, takes
 import elasticcb
 from deep_cases import deep_but
 from elasticcb.clients.running_master import running_master
-from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
+from jobs import LINEAR_MODEL, PACE, linear_data, train_flags, write_model_file
 
 X, Y = np.ones((64, 4), np.float32), np.ones((64, 1), np.float32)
 
@@ -74,21 +74,9 @@ def test_a_python_cluster_with_every_kind_of_data(tmp_path):
         assert_in_one_folder(sockets, listeners=3)
 
 
-SLOW = """
-    import time
-
-    class Slow(keras.callbacks.Callback):
-        def on_train_batch_begin(self, version, logs=None):
-            time.sleep(0.1)
-
-    def callbacks():
-        return [Slow()]
-"""
-
-
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, LINEAR_MODEL + SLOW, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + PACE.format(seconds=0.1), "linear")
     linear_data(tmp_path, train=400, test=100)
     return tmp_path
 

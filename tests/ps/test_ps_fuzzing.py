@@ -3,9 +3,9 @@
 import gc
 import logging
 import threading
-import time
 
 import pytest
+from waiting import wait_until
 
 from server_calls import ServerFuzzer, serving
 
@@ -42,9 +42,6 @@ def test_models_that_take_the_place_of_others_leave_no_connections_to_neighbours
         for _ in range(5):
             for call in (fuzzer._beginning(), *move):
                 fuzzer._send(call, broken=False)
-        give_up = time.monotonic() + 10
         most = before + 2 * len(addresses)  # the fuzzer's, and one to each neighbour
-        while links() > most and time.monotonic() < give_up:
-            time.sleep(0.01)
-        assert links() <= most
+        wait_until(lambda: links() <= most, 10)
         fuzzer.close()
