@@ -216,7 +216,7 @@ class Dispatcher:
 
 
 def _as_keras_gives(hook: str, args: tuple[Any, ...], logs: Any) -> tuple[Any, ...]:
-    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics.
+    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics, by name.
 
     They get one dict: ReduceLROnPlateau adds the learning rate to it, for those after it.
     """
@@ -225,7 +225,7 @@ def _as_keras_gives(hook: str, args: tuple[Any, ...], logs: Any) -> tuple[Any, .
     added = ("metrics", "version") if hook == "on_test_end" else _ADDED if TABLE[hook].of_batch else ()
     if not added or not args or not isinstance(args[-1], Mapping):
         return args
-    return (*args[:-1], {name: value for name, value in args[-1].items() if name not in added})
+    return (*args[:-1], {name: value for name, value in sorted(args[-1].items()) if name not in added})
 
 
 def _after_export(callback: Any) -> bool:

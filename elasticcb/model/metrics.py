@@ -307,9 +307,12 @@ def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def to_number(value: Any) -> Any:
-    """A Python number for a scalar, a list for an array."""
+    """A float for a number, as in Keras's logs; a list for an array."""
     array = np.asarray(value)
-    return array.item() if array.ndim == 0 else array.tolist()
+    if array.ndim:
+        return array.tolist()
+    item = array.item()
+    return float(item) if isinstance(item, (bool, int, float)) else item
 
 
 def _adds_up(metric: keras.metrics.Metric) -> bool:

@@ -1,5 +1,7 @@
 """What `Cluster.predict` and `Cluster.evaluate` make of outputs and metrics of all kinds, next to `keras.Model`."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -139,3 +141,28 @@ def test_metric_without_merge_state_is_evaluated_on_batches_of_different_shapes(
         compiled.compile("sgd", "mse", metrics=[MeanOfLargest()])
         results.append(evaluate(compiled, padded(labels=True), verbose=0, return_dict=True))
     assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+class Records(keras.metrics.Metric):
+    """A number of records, which is an integer in the model, and a float in Keras's logs."""
+
+    def __init__(self, name="records", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.count = self.add_weight(name="count", initializer="zeros", dtype="int32")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(tf.shape(y_true)[0])
+
+    def result(self):
+        return self.count
+
+
+def test_results_are_floats_and_shown_in_the_order_of_keras(cluster, capsys):
+    shown, results = [], []
+    for evaluate in (keras.Model.evaluate, cluster.evaluate):
+        model = dense(metrics=[Records(), keras.metrics.R2Score(), "mae"])
+        results.append(evaluate(model, X, Y, batch_size=7, verbose=2, return_dict=True))
+        shown.append(re.findall(r"(\w+): ", capsys.readouterr().out))
+    assert list(results[1]) == list(results[0]) and shown[1] == shown[0] and len(shown[0]) == 4
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert all(type(value) is float for logs in results for value in logs.values())
