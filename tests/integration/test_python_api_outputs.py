@@ -163,6 +163,7 @@ def test_results_are_floats_and_shown_in_the_order_of_keras(cluster, capsys):
         model = dense(metrics=[Records(), keras.metrics.R2Score(), "mae"])
         results.append(evaluate(model, X, Y, batch_size=7, verbose=2, return_dict=True))
         shown.append(re.findall(r"(\w+): ", capsys.readouterr().out))
-    assert list(results[1]) == list(results[0]) and shown[1] == shown[0] and len(shown[0]) == 4
+    assert len(shown[0]) == 4
+    assert (list(results[1]), shown[1]) == (list(results[0]), shown[0])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert all(type(value) is float for logs in results for value in logs.values())
