@@ -215,6 +215,16 @@ class ServerGroup:
                 else:
                     time.sleep(_PAUSE_SECONDS)
 
+    def ask(self, server: KnownServer, method: str, header: Any, seconds: float) -> Frame[Any]:
+        """As `call`, but a server that is there and has not answered for so long is not asked again."""
+        while True:
+            link = server.link
+            try:
+                return link.call(method, Frame(copy.deepcopy(header), {}), 0.0, seconds)
+            except ConnectionLostError:
+                if self._closed or self._find is None or not self._moved(server, link):
+                    raise
+
     def _moved(self, server: KnownServer, failed: Link) -> bool:
         """Whether another process is the server now, which has taken the place of the one that `failed`."""
         with server.moving:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_link import Link
 from elasticcb.clients.ps_rows import Ids
 from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
 from elasticcb.clients.ps_tables import table_pieces
@@ -297,11 +296,11 @@ class PSControl:
     def persist(self) -> None:
         """Has the servers write their recovery files soon, beside training. One that does not answer is left out."""
 
-        def ask(link: Link) -> None:
+        def ask(server: KnownServer) -> None:
             with contextlib.suppress(ElasticCBError):
-                link.call("Persist", Frame(pb.PersistRequest(), {}), 0.0, _PERSIST_SECONDS)
+                self.servers.ask(server, "Persist", pb.PersistRequest(), _PERSIST_SECONDS)
 
-        self.servers.each(ask, self.servers.links)
+        self.servers.each(ask, self.servers.known)
 
     def refused_calls(self) -> list[dict[str, int]]:
         """How many calls each server has refused, by reason in words; none for a server that does not answer."""

@@ -66,21 +66,27 @@ def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, s
 
 def test_epoch_that_has_ended_is_not_lost_with_a_server(data, start_job):
     first_epoch = RECORDS // 8
-    (data / "gated.py").write_text(
-        (data / "offsets.py").read_text() + textwrap.dedent(GATE).replace("{version}", str(first_epoch))
-    )
+    stop = data / "stop_at"
+    gate = textwrap.dedent(GATE).replace("{version}", f"int(open({str(stop)!r}).read())")
+    (data / "gated.py").write_text((data / "offsets.py").read_text() + gate)
+    stop.write_text(str(first_epoch))
     # One worker, so that no batch of the next epoch comes before the last ones of the first.
-    more = {"num_ps": 2, "num_workers": 1, "num_epochs": 2, "checkpoint_interval": 1000}
+    more = {"num_ps": 2, "num_workers": 1, "num_epochs": 3, "checkpoint_interval": 1000}
     given = flags(data, **more, model_def="gated.custom_model")
     given = [flag for flag in given if not flag.startswith("--validation_data=")]
     job = start_job("train", *given)
-    for index in (0, 1):  # the second file is the one that the end of the epoch calls for
-        wait_until(lambda log=data / "job" / "recovery" / f"ps-{index}" / "log.json": len(files_of(log)) > 1)
-        job.kill("ps", index)
-        assert "; 0 updates of its part of the model are lost" in job.wait_for_line(IS_BACK)
+    for epoch in (1, 2):  # in the second one servers are new, and the master may not have spoken to them yet
+        for index in (0, 1):
+            log = data / "job" / "recovery" / f"ps-{index}" / "log.json"
+            # The file that the end of the epoch calls for comes after those that the others have begun with.
+            wait_until(lambda log=log, epoch=epoch: len(files_of(log)) > epoch)
+            job.kill("ps", index)
+            assert "; 0 updates of its part of the model are lost" in job.wait_for_line(IS_BACK)
+        (data / "next").write_text(str(first_epoch * (epoch + 1)))
+        (data / "next").replace(stop)
     open_gate(data)
     assert job.finish() == 0, job.output
-    assert number(job.output, "model version") == 2 * first_epoch
+    assert number(job.output, "model version") == 3 * first_epoch
     assert "updates lost" not in job.output
 
 
