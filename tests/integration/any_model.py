@@ -92,19 +92,19 @@ class Comparison:
             dataset, epochs=epochs, verbose=0, callbacks=[keep], validation_data=validation
         ).history
 
-    def assert_weights_equal(self, tolerance=1e-5):
+    def assert_weights_equal(self):
         for mine, keras_own in zip(self.weights, self.model.get_weights(), strict=True):
             mine, keras_own = mine.astype("float64"), keras_own.astype("float64")
             scale = np.abs(keras_own).max()
-            np.testing.assert_allclose(mine, keras_own, rtol=tolerance, atol=tolerance * scale)
+            np.testing.assert_allclose(mine, keras_own, rtol=1e-5, atol=1e-5 * scale)
 
-    def assert_logs_equal(self, plain=(), tolerance=1e-5):
+    def assert_logs_equal(self, plain=()):
         """`plain`: logs that are no results of metrics; those of an epoch are the means of the batches'."""
         expected = {name: values[-1] for name, values in self.history.items()}
         expected |= {name: np.mean([logs[name] for logs in self.batch_logs]) for name in plain}
         assert set(self.logs) == set(expected)
         for name, value in expected.items():
-            np.testing.assert_allclose(self.logs[name], value, rtol=tolerance, atol=tolerance / 10, err_msg=name)
+            np.testing.assert_allclose(self.logs[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def keras_callback(batch_logs):

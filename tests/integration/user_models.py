@@ -1,4 +1,4 @@
-"""Models as users write them, for `any_model.Comparison`: source by name."""
+"""Models as users write them, for `any_model.Comparison`: source by name, of what `matrix_models.py` has none for."""
 
 XY = """
 def arrays():
@@ -6,14 +6,6 @@ def arrays():
 """
 
 MODELS = {
-    "loss_scale_factor": XY
-    + """
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0), "mse", metrics=["mae"])
-    return model
-""",
     "loss_scale": XY
     + """
 def custom_model():
@@ -35,30 +27,6 @@ def custom_model():
     model.compile(scaled, "mse", metrics=["mae"])
     return model
 """,
-    "mixed_bfloat16": XY
-    + """
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([
-        keras.Input((6,)), layers.Dense(8, "tanh", dtype="mixed_bfloat16"), layers.Dense(1, dtype="mixed_bfloat16")
-    ])
-    model.compile("sgd", "mse", metrics=["mae"])
-    return model
-""",
-}
-
-MODELS |= {
-    f"{dtype}_variables": XY
-    + f"""
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([
-        keras.Input((6,)), layers.Dense(8, "tanh", dtype="{dtype}"), layers.Dense(1, dtype="{dtype}")
-    ])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    return model
-"""
-    for dtype in ("float64", "float16", "bfloat16")
 }
 
 OWN_STEP = """
@@ -145,17 +113,6 @@ STEPS = {
 """,
         "",
     ),
-    "compute_loss_and_metrics": (
-        """
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean(ops.abs(y - y_pred)) + 0.01 * sum(ops.sum(w * w) for w in self.trainable_weights)
-
-    def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        return {**super().compute_metrics(x, y, y_pred, sample_weight)}
-""",
-        "",
-    ),
-    "jit_compile": ("", ", metrics=['mae'], jit_compile=True"),
     "run_eagerly": (
         """
     def train_step(self, data):
@@ -169,7 +126,6 @@ STEPS = {
 """,
         ", run_eagerly=True",
     ),
-    "steps_per_execution": ("", ", steps_per_execution=4"),
 }
 MODELS |= {name: XY + OWN_STEP.format(body=body, options=options) for name, (body, options) in STEPS.items()}
 
@@ -264,20 +220,6 @@ def custom_model():
         loss_weights={"u": 0.3, "v": 2.0}, metrics={"u": ["mae"]}, weighted_metrics={"v": ["accuracy"], "u": ["mse"]})
     return model
 """,
-    "masks": """
-def arrays():
-    x = generator.integers(1, 20, (48, 7)).astype("int32")
-    x[np.arange(7)[None] >= generator.integers(1, 8, 48)[:, None]] = 0
-    x = np.stack([generator.permutation(np.arange(8 * 7) + 1).reshape(8, 7) for _ in range(6)]).reshape(48, 7) * (x > 0)
-    return {"x": x.astype("int32"), "y": normal(48, 1)}
-
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((7,), dtype="int32"), layers.Embedding(57, 4, mask_zero=True),
-        layers.LSTM(4), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    return model
-""",
     "preprocessing_of_strings": """
 def arrays():
     return {"text": np.array(["to be or not", "be", "that is", "the question is"] * 12),
@@ -336,46 +278,6 @@ def custom_model():
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 """,
-    "frozen_layers_and_losses_of_layers": XY
-    + """
-class Gate(layers.Layer):
-    def build(self, shape):
-        self.scale = self.add_weight((shape[-1],), "ones", regularizer="l2")
-        self.seen = self.add_weight((), "zeros", trainable=False, name="seen")
-        self.any = self.add_weight((), "zeros", dtype="bool", trainable=False, name="any")
-    def call(self, x):
-        self.seen.assign_add(ops.cast(ops.shape(x)[0], "float32"))
-        self.any.assign(ops.any(x > 0))
-        self.add_loss(0.01 * ops.mean(x ** 2))
-        return x * self.scale
-
-class Model(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.gate = layers.Dense(4, "tanh"), layers.Dense(4), Gate()
-        self.first.trainable = False
-    def call(self, x):
-        return ops.sum(self.gate(self.second(self.first(x))), -1, keepdims=True)
-
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = Model()
-    model(np.zeros((1, 6), "float32"))
-    model.gate.seen.assign(0)
-    model.second.bias.trainable = False
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    return model
-""",
-    "stateful_rnn": """
-def arrays():
-    return {"x": normal(48, 5, 2), "y": normal(48, 1)}
-
-def custom_model():
-    keras.utils.set_random_seed(3)
-    model = keras.Sequential([keras.Input((5, 2), batch_size=8), layers.GRU(3, stateful=True), layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    return model
-""",
     "gradients_of_none": XY
     + """
 def custom_model():
@@ -401,15 +303,9 @@ def custom_model():
     return model
 """
 OPTIMIZERS = {
-    "accumulation": "Adam(0.05, gradient_accumulation_steps=3)",
-    "accumulation_with_clipnorm": "SGD(0.3, momentum=0.9, clipnorm=0.1, gradient_accumulation_steps=2)",
     "accumulation_with_clipvalue": "SGD(0.3, clipvalue=0.02, gradient_accumulation_steps=2)",
-    "accumulation_with_global_clipnorm": "SGD(0.3, global_clipnorm=0.1, gradient_accumulation_steps=2)",
-    "accumulation_and_a_schedule": "SGD(keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5), "
-    "gradient_accumulation_steps=2)",
     "several_inside_one": "MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, clipnorm=0.01), "
     "{'.*kernel': keras.optimizers.Adam(0.01, global_clipnorm=0.1)}))",
-    "global_clipnorm": "SGD(0.3, global_clipnorm=0.1)",
     "weight_decay_and_ema": "AdamW(0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2)",
 }
 MODELS |= {name: XY + DENSE_MODEL.format(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}

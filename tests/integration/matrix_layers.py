@@ -1,0 +1,192 @@
+"""The catalogue's models whose point is their layers, and what these are given."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from matrix_models import BATCH, RECORDS, Given, Plain, case, compiled, integers, normal
+
+
+def make_scale(power: int) -> type[layers.Layer]:
+    """A class for each power, all of one name."""
+
+    class Scale(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight((shape[-1],), "ones")
+
+        def call(self, x):
+            return x * self.scale**power
+
+    return Scale
+
+
+@case("Layers", "classes that are local, of the same name, with a closure; layers without `**kwargs`")
+def local_layers() -> Given:
+    class Shift(layers.Layer):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def call(self, x):
+            return x + self.by
+
+    model = keras.Sequential([keras.Input((6,)), make_scale(1)(), Shift(0.5), make_scale(2)(), layers.Dense(1)])
+    return Given(compiled(model), normal(6), normal(1))
+
+
+@case("Layers", "`Lambda`, activations, initializers and regularizers that are functions, lambdas or closures")
+def functions_in_layers() -> Given:
+    def times(factor):
+        def scaled(x):
+            return ops.tanh(factor * x)
+
+        return scaled
+
+    def start(shape, dtype=None):
+        return ops.full(shape, 0.1, dtype)
+
+    class Squares(keras.regularizers.Regularizer):
+        def __call__(self, x):
+            return 0.01 * ops.sum(x**2)
+
+    half = 0.5
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Lambda(lambda x: x * half + np.pi),
+            layers.Dense(4, activation=times(0.3), kernel_initializer=start, kernel_regularizer=Squares()),
+            layers.Dense(4, activation=times(3.0), bias_initializer=start),
+            layers.Dense(4, activation=lambda x: ops.relu(x) + half * x),
+            layers.Dense(1),
+        ]
+    )
+    return Given(compiled(model), normal(6), normal(1))
+
+
+@case("Layers", "`Conv2D`, `BatchNormalization` (a small ResNet)", tolerance=1e-4)
+def resnet() -> Given:
+    inputs = keras.Input((6, 6, 1))
+    x = layers.BatchNormalization(momentum=0.9)(layers.Conv2D(3, 3, padding="same")(inputs))
+    y = layers.BatchNormalization(momentum=0.9)(layers.Conv2D(3, 3, padding="same")(layers.ReLU()(x)))
+    x = layers.GlobalAveragePooling2D()(layers.Add()([x, y]))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # Not Adam, which makes steps of gradients that are zero but for rounding (of biases before a normalization).
+    model = compiled(keras.Model(inputs, layers.Dense(3)(x)), optimizer="sgd", loss=loss, metrics=["accuracy"])
+    return Given(model, normal(6, 6, 1), integers(3))
+
+
+@case("Layers", "`Embedding` with `mask_zero`, `LSTM` (gradients of rows)")
+def masked_lstm() -> Given:
+    # Each row once per batch: of embeddings, see docs/parameter_servers.md.
+    x = np.stack([np.random.default_rng(i).permutation(BATCH * 5).reshape(BATCH, 5) + 1 for i in range(4)])
+    x = x.reshape(RECORDS, 5) * (np.arange(5)[None] < integers(5, 1, low=1))
+    model = keras.Sequential(
+        [keras.Input((5,), dtype="int32"), layers.Embedding(BATCH * 5 + 1, 3, mask_zero=True), layers.LSTM(3)]
+    )
+    model.add(layers.Dense(1))
+    return Given(compiled(model, optimizer=keras.optimizers.SGD(0.1)), x.astype("int32"), normal(1))
+
+
+@case("Layers", "`Bidirectional`, `TimeDistributed`, recurrent dropout off")
+def wrapped_layers() -> Given:
+    model = keras.Sequential(
+        [
+            keras.Input((4, 2)),
+            layers.Bidirectional(layers.GRU(2, return_sequences=True)),
+            layers.TimeDistributed(layers.Dense(2)),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+    return Given(compiled(model), normal(4, 2), normal(1))
+
+
+@case("Layers", "stateful RNN (its state goes on from batch to batch on its worker; each call begins with a fresh one)")
+def stateful_rnn() -> Given:
+    model = keras.Sequential([keras.Input((4, 2), batch_size=BATCH), layers.GRU(3, stateful=True), layers.Dense(1)])
+    return Given(compiled(model), normal(4, 2), normal(1))
+
+
+@case("Layers", "`MultiHeadAttention`, `LayerNormalization`")
+def attention() -> Given:
+    inputs = keras.Input((4, 4))
+    x = layers.LayerNormalization()(inputs + layers.MultiHeadAttention(2, 2)(inputs, inputs))
+    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x))), optimizer="sgd")
+    return Given(model, normal(4, 4), normal(1))
+
+
+@case("Layers", "`Dropout` with a seed (first `fit`, one worker)")
+def dropout() -> Given:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dropout(0.4, seed=7), layers.Dense(1)])
+    return Given(compiled(model), normal(6), normal(1))
+
+
+@case("Layers", "`Normalization`, `StringLookup`, `TextVectorization`, adapted")
+def preprocessing() -> Given:
+    text = np.array(["to be or not", "be", "that is", "the question is"] * (RECORDS // 4))
+    kind = np.array((["a", "b", "c"] * RECORDS)[:RECORDS])
+    numbers = normal(2) * 5
+    vectorize, look_up = layers.TextVectorization(output_mode="multi_hot"), layers.StringLookup(output_mode="one_hot")
+    normalize = layers.Normalization()
+    for layer, data in ((vectorize, text), (look_up, kind), (normalize, numbers)):
+        layer.adapt(data)
+    inputs = {
+        "text": keras.Input((), dtype="string", name="text"),
+        "kind": keras.Input((), dtype="string", name="kind"),
+        "n": keras.Input((2,), name="n"),
+    }
+    parts = [vectorize(inputs["text"]), look_up(inputs["kind"]), normalize(inputs["n"])]
+    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(parts))))
+    return Given(model, {"text": tf.constant(text), "kind": tf.constant(kind), "n": numbers}, normal(1))
+
+
+@case("Layers", "ragged inputs")
+def ragged() -> Given:
+    class Words(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.look_up = layers.StringLookup(vocabulary=["a", "b"], output_mode="multi_hot")
+            self.out = layers.Dense(1)
+
+        def call(self, words):
+            return self.out(self.look_up(words.to_tensor("")))
+
+    words = tf.ragged.constant([["a", "b"], ["b"], ["c", "a", "a"], ["b"]] * (RECORDS // 4))
+    return Given(compiled(Words()), tf.data.Dataset.from_tensor_slices((words, normal(1))).batch(BATCH))
+
+
+@case("Layers", "sparse inputs (gradients of rows: see [parameter_servers.md](parameter_servers.md#gradients-of-rows))")
+def sparse() -> Given:
+    model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), layers.Dense(1)])
+    x = normal(6) * (integers(3, 6) == 0)
+    return Given(compiled(model, optimizer="sgd"), tf.sparse.from_dense(x), normal(1))
+
+
+@case("Layers", "frozen layers and variables, also set after they were made")
+def frozen() -> Given:
+    model = Plain()
+    model(np.zeros((1, 6), "float32"))
+    model.hidden.trainable = False
+    model.out.bias.trainable = False
+    return Given(compiled(model), normal(6), normal(1))
+
+
+@case("Layers", "weights that no gradient reaches, weights that are not trainable (also integers and booleans)")
+def counters() -> Given:
+    class Gate(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight((shape[-1],), "ones")
+            self.unused = self.add_weight((2,), "ones")
+            self.seen = self.add_weight((), "zeros", dtype="int32", trainable=False, name="seen")
+            self.any = self.add_weight((), "zeros", dtype="bool", trainable=False, name="any")
+
+        def call(self, x, training=False):
+            if training:
+                self.seen.assign_add(ops.shape(x)[0])
+                self.any.assign(ops.any(x > 0))
+            return x * self.scale
+
+    return Given(compiled(keras.Sequential([keras.Input((6,)), Gate(), layers.Dense(1)])), normal(6), normal(1))
