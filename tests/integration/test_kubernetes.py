@@ -21,7 +21,7 @@ from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, METRICS_PORT, ROLE_LABEL
-from jobs import linear_data, number, write_model_file
+from jobs import LINEAR_MODEL, linear_data, number, write_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBECONFIG = os.environ.get("ELASTICCB_TEST_KUBECONFIG", "")
@@ -33,18 +33,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-MODEL_FILE = """
+CALLBACKS = """
     import os
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
 
     class Asked(keras.callbacks.Callback):
         "Does something once, when a test has asked for it by a file in the job's folder."
@@ -139,7 +129,7 @@ def flags(api, folder, **more):
 
 
 def linear_flags(api, folder, epochs, **more):
-    write_model_file(folder, MODEL_FILE, "linear")
+    write_model_file(folder, LINEAR_MODEL + CALLBACKS, "linear")
     linear_data(folder, train=2_000)
     return flags(
         api,
