@@ -184,7 +184,7 @@ class TaskInput:
             self._put(TaskStarted(task, pipeline.keeps_order))
             started = True
             units = 0
-            for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, task.epoch):
+            for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, _pass_of(task)):
                 batch = Batch(self._prepare(data, mode), pipeline.units_in(data))
                 units += batch.units
                 self._put(batch)
@@ -199,3 +199,8 @@ class TaskInput:
         else:
             short = units < task.shard.end - task.shard.start
             self._put(TaskRead(exhausted=pipeline.ends_by_itself and short))
+
+
+def _pass_of(task: Any) -> int:
+    """Which pass over its data a task is a part of, from 0: an epoch, or an evaluation round."""
+    return int(task.evaluation_round - 1 if task.type == pb.EVALUATION else task.epoch)

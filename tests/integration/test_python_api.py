@@ -32,6 +32,22 @@ class RandomLayer(keras.layers.Layer):
         return inputs + keras.random.normal(keras.ops.shape(inputs), seed=self.seed)
 
 
+class Growing(Sequence):
+    """Its hooks change what it gives."""
+
+    factor = 1
+
+    def on_epoch_begin(self):
+        self.factor *= 2
+
+    def on_epoch_end(self):
+        self.factor += 1
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, y * self.factor
+
+
 def random_model():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones"), RandomLayer()])
     model.compile("sgd", "mse")
@@ -49,6 +65,7 @@ CALLS = {
     "tf.data": lambda on: on.fit(make(), dataset(), epochs=2),
     "endless tf.data": lambda on: on.fit(make(), dataset().repeat(), steps_per_epoch=3, epochs=3),
     "generator": lambda on: on.fit(make(), generator(), steps_per_epoch=4),
+    "hooks of PyDatasets": lambda on: on.fit(make(), Growing(), validation_data=Growing(), epochs=3, shuffle=False),
     "PyDataset": lambda on: on.fit(make(), Sequence(), epochs=2, shuffle=False),
     "validation_split": lambda on: on.fit(make(), X, Y, shuffle=False, validation_split=0.25, epochs=2),
     "validation_data": lambda on: on.fit(make(), X, Y, shuffle=False, validation_data=(X[:9], Y[:9])),
@@ -87,7 +104,7 @@ CALLS = {
 
 
 KEPT = (
-    "a last batch that is short", "endless tf.data", "generator", "PyDataset", "validation_split",
+    "a last batch that is short", "endless tf.data", "generator", "hooks of PyDatasets", "validation_split",
     "list of validation_freq", "metrics whose names come behind val_", "random numbers in every step", "class_weight",
     "one callback", "evaluate, as a dict", "predict, some steps",
 )  # fmt: skip
