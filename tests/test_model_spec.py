@@ -283,6 +283,9 @@ class TestMistakes:
             ({"more": "def callbacks(): return [1]"}, "training", r"returned 1 in its list"),
             ({"more": "import nothing_of_this_name"}, "training", "can't be imported: ModuleNotFoundError"),
             ({"more": "def f(:"}, "training", "can't be imported: SyntaxError"),
+            ({"more": "raise SystemExit(4)"}, "training", "can't be imported: SystemExit: 4"),
+            ({"custom_model": "def custom_model(): exit(4)"}, "training", "in .* raised SystemExit: 4"),
+            ({"optimizer": "optimizer = 'addam'"}, "training", "'addam', which is not the name of an opt"),
         ],
     )
     def test_is_one_clear_error(self, write, parts, mode, words):

@@ -181,7 +181,9 @@ class Dispatcher:
             self._failed(callback, hook, CallbackError(message, error.user_traceback), error)
         except ElasticCBError:  # not the callback's fault: a lost connection, an interrupted job
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and self._place is not Place.WORKER:
+                raise  # where `fit` was called, it may be that of a signal
             what = f"{type(error).__name__}: {error}"
             message = f"{self._story(callback, hook, args)} {what}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
@@ -201,7 +203,7 @@ class Dispatcher:
                     f"record counts once. {advice}."
                 )
 
-    def _failed(self, callback: Any, hook: str, error: CallbackError, cause: Exception) -> None:
+    def _failed(self, callback: Any, hook: str, error: CallbackError, cause: BaseException) -> None:
         is_essential = getattr(callback, "essential", False) or hook not in TABLE
         if self._on_error is CallbackErrors.STOP or is_essential:
             raise error from cause

@@ -88,7 +88,13 @@ class ModelSpec:
             _check_is_function(factory, self._settings.optimizer, self.path)
             optimizer = factory if isinstance(factory, str) else self.call(factory)
         if isinstance(optimizer, str):
-            optimizer = self.call(keras.optimizers.get, optimizer)
+            try:
+                optimizer = keras.optimizers.get(optimizer)
+            except ValueError as error:
+                raise ModelFileError(
+                    f"{self._settings.optimizer} in {self.path} is {optimizer!r}, which is not the name of an "
+                    'optimizer of Keras. Expected one such as "adam", or a keras.optimizers.Optimizer.'
+                ) from error
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
                 f"{self.path} gives no usable optimizer: {optimizer!r}. Define `{self._settings.optimizer}()` that "
@@ -148,7 +154,7 @@ class ModelSpec:
                 return function(*args, **kwargs)
         except ElasticCBError:
             raise  # it explains itself
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             name = getattr(function, "__name__", repr(function))
             inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             raise ModelFileError(
@@ -237,7 +243,7 @@ def _import(zoo: str, module: str, path: Path) -> ModuleType:
                 return found
         except ImportError:
             pass  # an installed package may hide the folder; by path it works
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _import_error(path, error) from error
         return _import_by_path(re.sub(r"\W", "_", f"model_file_{path}"), path)
 
@@ -252,13 +258,13 @@ def _import_by_path(name: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_error(path, error) from error
     return module
 
 
-def _import_error(path: Path, error: Exception) -> ModelFileError:
+def _import_error(path: Path, error: BaseException) -> ModelFileError:
     return ModelFileError(
         f"The model file {path} can't be imported: {describe(error)}",
         user_traceback(error),

@@ -25,6 +25,8 @@ from elasticcb.errors import (
     LastCheckpointError,
     ReplacedError,
     UsageError,
+    describe,
+    user_traceback,
 )
 from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
 from elasticcb.process.generated_files import remove_generated_files
@@ -85,7 +87,14 @@ def run_master(
         # Nothing of this job is in the folder yet, and who has it may be at its beginning.
         wait_seconds = _OLD_MASTER_SECONDS if resumed or since else ENDING_SECONDS
         with running_cluster(settings, display, _journal(settings, resumed), fork_server, since, wait_seconds) as run:
-            summary = run(settings)
+            try:
+                summary = run(settings)
+            except SystemExit as error:  # in a hook on the master
+                raise JobFailedError(
+                    f"The model file ended the master by {describe(error)}. A hook ends training by "
+                    "`self.model.stop_training = True`, and a job by any other error.",
+                    user_traceback(error),
+                ) from error
     except LastCheckpointError as error:
         display.finish(error.summary)
         raise

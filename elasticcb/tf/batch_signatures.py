@@ -52,10 +52,8 @@ class Signatures(Generic[Function]):
 
     def function(self, batch: Any, key: Key) -> Function:
         """That for `batch`, whose `flat_tensors` gave `key`."""
-        try:
-            return self._functions[key]
-        except KeyError:
-            return self._made(batch, key)
+        function = self._functions.get(key)
+        return self._made(batch, key) if function is None else function
 
     def _made(self, batch: Any, key: Key) -> Function:
         kind = (key[0], *((dtype, rank) for dtype, rank, _ in key[1:]))

@@ -56,7 +56,7 @@ class Batch:
 class TaskRead:
     """All batches of the task have come, or an error ended them."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
     exhausted: bool = False  # the source ended before the shard did
 
 
@@ -190,7 +190,7 @@ class TaskInput:
                 self._put(batch)
                 if self._stopped.is_set() or task.lease not in self._leases:
                     return  # nobody wants the rest
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not isinstance(error, ElasticCBError):
                 logger.exception("Reading a task failed")
             if not started:

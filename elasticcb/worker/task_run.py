@@ -179,7 +179,7 @@ class TaskRun:
             logger.warning("The report of task %d was refused: %s", self.task.id, answer.reason)
         session.input.release(self.task.lease)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Reports that the task failed, by what was raised in it."""
         session, task = self._session, self.task
         fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and task.type != pb.TRAIN_END)

@@ -76,7 +76,7 @@ class TaskLoop:
                 self._take(event)
             except ConnectionLostError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 assert self._run is not None
                 self._run.fail(error)
                 if self._run.gave_up:

@@ -249,6 +249,26 @@ def callbacks():
         assert len(calls(tmp_path, "tried", "worker-0")) == 1
         assert 'return logs["accuracy"]' in caught.value.user_traceback
 
+    @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
+    def test_hook_that_ends_its_process_fails_the_job_in_words(self, tmp_path, hook):
+        text = f"""
+import sys
+
+class Ends(keras.callbacks.Callback):
+    def {hook}(self, number, logs=None):
+        write("tried", 1)
+        sys.exit(3)
+
+def callbacks():
+    return [Ends()]
+"""
+        path = model_file(tmp_path, text, f"ends_{hook}")
+        with pytest.raises(JobFailedError, match="SystemExit: 3") as caught:
+            run_job(small_job(tmp_path, path, num_workers=1))
+        process = "master" if hook == "on_epoch_end" else "worker-0"
+        assert len(calls(tmp_path, "tried", process)) == 1
+        assert "sys.exit(3)" in caught.value.user_traceback
+
     def test_end_of_prediction_that_fails_on_a_worker_fails_the_job(self, tmp_path):
         text = """
 class Fails(keras.callbacks.Callback):
