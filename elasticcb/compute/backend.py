@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -193,6 +193,22 @@ class Applied:
 Exchange = Callable[[Applied], Sequence[Array]]  # all weights after an update, in the order of `model.weights`
 
 
+class HeldModel(NamedTuple):
+    """A model whose weights servers hold.
+
+    Attributes:
+        model: built; compiled if it is to be trained.
+        metrics: of the model.
+        specs: of `model.weights`, as the master gives them.
+        partition: by server, the slices of `model.weights` that it holds at first.
+    """
+
+    model: keras.Model
+    metrics: ModelMetrics
+    specs: Sequence[VariableSpec]
+    partition: Sequence[Sequence[Slice]]
+
+
 class Backend(ABC):
     """A framework."""
 
@@ -241,21 +257,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def computation(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-        wire_dtype: WireDtype,
-    ) -> GradientComputation:
+    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
         """The steps of a model. Rows of its embedding tables come from elsewhere from now on.
 
         Args:
-            model: built; compiled if it is to be trained.
-            metrics: of the model.
-            specs: of `model.weights`, as the master gives them.
-            partition: by server, the slices of `model.weights` that it holds at first.
             wire_dtype: of gradients that are float32.
 
         Raises:
@@ -263,14 +268,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def local_computation(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-    ) -> LocalComputation:
-        """The steps of a model that trains here. Arguments and errors as of `computation`."""
+    def local_computation(self, held: HeldModel) -> LocalComputation:
+        """The steps of a model that trains here. Raises as `computation`."""
 
     @abstractmethod
     def placed(

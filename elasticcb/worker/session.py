@@ -12,7 +12,7 @@ from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.compute.backend import Computation, GradientComputation
+from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
@@ -107,14 +107,13 @@ class Session:
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
+        held = HeldModel(self.model, self.metrics, servers.specs, servers.partition)
         if settings.command is Command.TRAIN and training.is_local:
-            own = backend().local_computation(self.model, self.metrics, servers.specs, servers.partition)
+            own = backend().local_computation(held)
             self.computation: Computation = own
             self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
         else:
-            self.computation = backend().computation(
-                self.model, self.metrics, servers.specs, servers.partition, training.wire_dtype
-            )
+            self.computation = backend().computation(held, training.wire_dtype)
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()

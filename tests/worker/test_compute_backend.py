@@ -14,6 +14,7 @@ from elasticcb.compute.backend import (
     Exchange,
     GradientComputation,
     GradientResult,
+    HeldModel,
     LocalComputation,
     PlacedComputation,
     Prepared,
@@ -22,7 +23,7 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
-from elasticcb.sharding.partition import Slice, VariableSpec, pack
+from elasticcb.sharding.partition import VariableSpec, pack
 from elasticcb.sharding.table_spec import TableSpec
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -83,17 +84,10 @@ class NumPyBackend(Backend):
     def find_tables(self, *args: Any) -> dict[int, TableSpec]:
         return {}
 
-    def computation(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-        wire_dtype: WireDtype,
-    ) -> GradientComputation:
-        return LinearRegression(metrics, specs)
+    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
+        return LinearRegression(held.metrics, held.specs)
 
-    def local_computation(self, *args: Any) -> LocalComputation:
+    def local_computation(self, held: HeldModel) -> LocalComputation:
         raise NotImplementedError
 
     def placed(

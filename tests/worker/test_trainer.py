@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from elasticcb.compute.backend import HeldModel
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
@@ -23,7 +24,7 @@ class Trainer:
     """Runs batches of one model, on one thread and without embedding tables."""
 
     def __init__(self, model, metrics, specs, parts):
-        self.computation = backend().computation(model, metrics, specs, parts, WireDtype.SAME)
+        self.computation = backend().computation(HeldModel(model, metrics, specs, parts), WireDtype.SAME)
         self._specs = specs
 
     def train(self, batch, blocks):

@@ -7,17 +7,23 @@ from typing import Any
 
 import keras
 
-from elasticcb.compute.backend import Backend, Exchange, GradientComputation, LocalComputation, PlacedComputation
+from elasticcb.compute.backend import (
+    Backend,
+    Exchange,
+    GradientComputation,
+    HeldModel,
+    LocalComputation,
+    PlacedComputation,
+)
 from elasticcb.compute.tensorflow.build import build
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
 from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
 from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
-from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode, WireDtype
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
 
@@ -47,24 +53,11 @@ class TensorFlowBackend(Backend):
         finally:
             capture.release()
 
-    def computation(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-        wire_dtype: WireDtype,
-    ) -> GradientComputation:
-        return TensorFlowGradients(model, metrics, specs, partition, wire_dtype)
+    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
+        return TensorFlowGradients(held, wire_dtype)
 
-    def local_computation(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-    ) -> LocalComputation:
-        return TensorFlowLocal(model, metrics, specs, partition)
+    def local_computation(self, held: HeldModel) -> LocalComputation:
+        return TensorFlowLocal(held)
 
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange

@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import Computation, Prepared, TableRows
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import serve_tables
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
-from elasticcb.model.metrics import MetricTransport, ModelMetrics, to_number
+from elasticcb.model.metrics import MetricTransport, to_number
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
-from elasticcb.sharding.partition import Slice, VariableSpec, layout
+from elasticcb.sharding.partition import Slice, layout
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.compiled_step import CompiledStep
 from elasticcb.tf.concrete_call import quick_call
@@ -53,34 +52,24 @@ class TensorFlowComputation(Computation):
     """Runs batches of one model.
 
     Args:
-        model, metrics, specs, partition: as in `Backend.computation`.
+        held: the model.
         capture: of its optimizers.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-        capture: OptimizerCapture,
-    ) -> None:
-        self._model = model
-        self._metrics = metrics
-        self._specs = specs
-        self._partition = partition
+    def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
+        self._model, self._metrics, self._specs, self._partition = held
         self._capture = capture
         self._assign: Callable[[Any], Any] | None = None
-        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(specs) if spec.table}
-        self._served = serve_tables(model, tables)
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
+        self._served = serve_tables(held.model, tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
-            Mode.EVALUATION: model.test_step,
-            Mode.PREDICTION: model.predict_step,
+            Mode.EVALUATION: held.model.test_step,
+            Mode.PREDICTION: held.model.predict_step,
         }
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
         # Each batch has another number of rows, for which XLA would compile the step again.
-        self._steps = self._compiled(jit=bool(getattr(model, "jit_compile", False)) and not tables)
+        self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not tables)
 
     def _compiled(self, jit: bool) -> _Steps:
         test, predict = self._served_step(self._test_step), self._served_step(self._model.predict_step)
@@ -191,19 +180,20 @@ class TensorFlowComputation(Computation):
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self._model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
 
-    def _pack(self, slices: Sequence[Slice], gradients: Mapping[int, Any]) -> dict[str, Any]:
-        pieces: dict[str, list[Any]] = {}
-        for part, dtype, _ in layout(self._specs, slices, True, gradients.keys()):
-            flat = tf.reshape(gradients[part.variable], [-1])
-            pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
-        return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
+    def _values(self, trainable: bool) -> dict[int, Any]:
+        """Of the model's variables, by index."""
+        weights = enumerate(self._model.weights)
+        return {index: each.value for index, each in weights if self._specs[index].trainable is trainable}
 
-    def _pack_state(self, slices: Sequence[Slice]) -> dict[str, Any]:
-        """The non-trainable variables after the step."""
+    def _pack(self, values: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
+        """Flat blocks by server, as `sharding.partition.pack` makes them of arrays."""
+        return [self._packed_for(slices, values, trainable) for slices in self._partition]
+
+    def _packed_for(self, slices: Sequence[Slice], values: Mapping[int, Any], trainable: bool) -> dict[str, Any]:
         pieces: dict[str, list[Any]] = {}
-        for part, dtype, _ in layout(self._specs, slices, False):
-            new = tf.reshape(self._model.weights[part.variable].value, [-1])[part.start : part.stop]
-            pieces.setdefault(dtype, []).append(new)
+        for part, dtype, _ in layout(self._specs, slices, trainable, values.keys()):
+            flat = tf.reshape(values[part.variable], [-1])
+            pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
         return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
 
 

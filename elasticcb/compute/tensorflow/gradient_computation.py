@@ -7,13 +7,12 @@ and dtype, inside the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import GradientComputation, GradientResult, Prepared, TableRows
+from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.assignments import refused_assignments
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
@@ -21,30 +20,22 @@ from elasticcb.compute.tensorflow.computation import TensorFlowComputation, tabl
 from elasticcb.compute.tensorflow.gradients import Clipping, clippings, sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
-from elasticcb.model.metrics import ModelMetrics, to_number
+from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.settings import WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.tf.convert import array_of
 
 
 class TensorFlowGradients(TensorFlowComputation, GradientComputation):
     """For the arguments see `Backend.computation`."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-        wire_dtype: WireDtype,
-    ) -> None:
-        super().__init__(model, metrics, specs, partition, OptimizerCapture(model))
+    def __init__(self, held: HeldModel, wire_dtype: WireDtype) -> None:
+        super().__init__(held, OptimizerCapture(held.model))
         self._rounds = wire_dtype is WireDtype.BFLOAT16
         self._clipped = self._clippings()
         self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
-        self._averages = MovingAverages(model)
+        self._averages = MovingAverages(held.model)
 
     def _clippings(self) -> list[Clipping]:
         return clippings(self._model, self._specs, self._capture.optimizers, len(self._partition))
@@ -109,8 +100,8 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         states = self._metrics.state_tensors()
         self._check_updated(found)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
-        gradients = [self._pack(server, dense) for server in self._partition]
-        state = [self._pack_state(slices) for slices in self._partition]
+        gradients = self._pack(dense, True)
+        state = self._pack(self._values(False), False)
         gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
         # Keys, because a function compiled for another kind of batch may have other variables.
         return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
+from elasticcb.compute.backend import HeldModel, LocalComputation, Prepared, StepResult, TableRows
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.errors import ModelFileError
-from elasticcb.model.metrics import ModelMetrics, to_number
+from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import Slice
 from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of, tensor_of
 
@@ -29,22 +28,17 @@ from elasticcb.tf.convert import array_of, tensor_of
 class TensorFlowLocal(TensorFlowComputation, LocalComputation):
     """For the arguments see `Backend.local_computation`."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        metrics: ModelMetrics,
-        specs: Sequence[VariableSpec],
-        partition: Sequence[Sequence[Slice]],
-    ) -> None:
+    def __init__(self, held: HeldModel) -> None:
+        model, specs = held.model, held.specs
         tables = [index for index, spec in enumerate(specs) if spec.table]
         capture = OptimizerCapture(model, tables, refuses=False)
         if tables:
             _check_clipping(capture.optimizers)
-        super().__init__(model, metrics, specs, partition, capture)
+        super().__init__(held, capture)
         self._averages = MovingAverages(model)
-        held = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
-        self._optimizer_names, self._optimizer_variables = held.optimizers, _by_kind(held)
-        self._read_shared, self._read_all = _reader(held.shared), _reader(self._optimizer_variables)
+        variables = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
+        self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
+        self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         for optimizer in map(unwrapped, capture.optimizers):
             # What `exclude_from_weight_decay` was told, the master has worked out.
@@ -90,9 +84,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         return is_another
 
     def _packed(self) -> Any:
-        values = {index: variable.value for index, variable in enumerate(self._model.weights)}
-        weights = [self._pack(slices, values) for slices in self._partition]
-        return weights, [self._pack_state(slices) for slices in self._partition]
+        return tuple(self._pack(self._values(trainable), trainable) for trainable in (True, False))
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         # TensorFlow gives variables the memory of what they are set to, and training writes to it.
