@@ -20,6 +20,7 @@ from elasticcb.ps.joined import Piece, assign
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class OptimizerSet:
         self.groups = [group for part in self.parts for group in part.groups]
         self._of = {index: part for part in self.parts for index in part.updates}
         self._periods = {part.prefix + "iterations": _period(part.optimizer) for part in self.parts}
+        self._lenders: dict[tuple[str, ...], Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = {}
         self._not_shown: dict[str, int] = {}  # steps that `iterations` lacks, by its key
         self._first = next((part for part in self.parts if part.name == "0"), None)
 
@@ -168,13 +170,29 @@ class OptimizerSet:
     @contextlib.contextmanager
     def lent(self, shared: Mapping[str, Array]) -> Iterator[None]:
         """Meanwhile they hold the steps and rates of a worker's optimizers; checked, as `OptimizerState.shared`."""
-        targets = [(key, target) for kind, key, target in self._targets() if kind == "shared" and key in shared]
-        own = [(target, _present(target).copy()) for _, target in targets]
-        assign([(target, shared[str(key)]) for key, target in targets])
+        lend = self._lender(tuple(shared))
+        own = lend([tf.constant(value) for value in shared.values()])
         try:
             yield
         finally:
-            assign(own)
+            lend(own)
+
+    def _lender(self, names: tuple[str, ...]) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
+        """Sets what `OptimizerState.shared` calls so, and returns what it was before."""
+        if names in self._lenders:
+            return self._lenders[names]
+        known = {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}
+        targets = [known[name] for name in names]
+
+        def lend(*values: tf.Tensor) -> list[tf.Tensor]:
+            before = [tf.identity(target.value) for target in targets]
+            for target, value in zip(targets, values, strict=True):
+                target.assign(value)
+            return before
+
+        signature = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
+        self._lenders[names] = quick_call(lend, signature)
+        return self._lenders[names]
 
     def merge(self, state: OptimizerState, batches: int, others: int) -> None:
         """Moves towards what a worker's optimizers hold, as far as its share in all batches says.
