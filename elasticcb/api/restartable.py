@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 
 from elasticcb.errors import GO_ON, ClusterLostError, ConnectionLostError, UsageError
+from elasticcb.process.logs import say
 
 
 @contextlib.contextmanager
@@ -50,17 +50,13 @@ def handle_restartable_error(exit_code: int = GO_ON) -> Iterator[None]:
     try:
         yield
     except (ClusterLostError, ConnectionLostError) as error:
-        _say(f"{error}\nThe cluster is lost; the program ends with the exit code {exit_code}, to be started again.")
+        say(f"{error}\nThe cluster is lost; the program ends with the exit code {exit_code}, to be started again.")
         raise SystemExit(exit_code) from error
     except KeyboardInterrupt as error:
         if not terminated:
             raise
-        _say(f"SIGTERM came; the program ends with the exit code {exit_code}, to be started again.")
+        say(f"SIGTERM came; the program ends with the exit code {exit_code}, to be started again.")
         raise SystemExit(exit_code) from error
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.clients.running_master import MASTER_FILE, has_ended, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
+from elasticcb.process.logs import say
 from elasticcb.settings import JOB_FILE, STATUS_FILE
 from elasticcb.storage import durable
 
@@ -63,7 +63,7 @@ def stop_job(folder: Path, seconds: float) -> str:
             if not told or how_it_ended(folder) is None:
                 raise
         if not told:
-            print(f"The job in {folder} is stopping.", file=sys.stderr, flush=True)
+            say(f"The job in {folder} is stopping.")
             told = True
         while not (gone := has_ended(folder)) and _published_at(folder) in (asked, 0) and time.monotonic() < give_up:
             time.sleep(_LOOK_SECONDS)

@@ -13,6 +13,7 @@ from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
+from elasticcb.process.logs import say
 
 
 @click.command(context_settings=CONTEXT)
@@ -52,7 +53,7 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
 
 
 def _say_wait(waits_for: str) -> None:
-    print(f"Waiting for {waits_for}.", file=sys.stderr, flush=True)
+    say(f"Waiting for {waits_for}.")
 
 
 def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:

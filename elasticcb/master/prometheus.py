@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -122,22 +123,21 @@ def _labels(kind: type[Role | PlaceState]) -> list[str]:
     return [each.label for each in kind]
 
 
-def _gauge(name: str, text: str, values: _Value | _Labelled, labels: tuple[str, ...] = ()) -> Metric:
-    metric = GaugeMetricFamily(f"elasticcb_{name}", text, labels=labels)
-    for key, value in _labelled(values).items():
+def _metric(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    values: _Value | _Labelled,
+    labels: tuple[str, ...] = (),
+) -> Metric:
+    metric = kind(f"elasticcb_{name}", text, labels=labels)
+    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
         metric.add_metric(key, value)
     return metric
 
 
-def _counter(name: str, text: str, values: _Value | _Labelled, labels: tuple[str, ...] = ()) -> Metric:
-    metric = CounterMetricFamily(f"elasticcb_{name}", text, labels=labels)
-    for key, value in _labelled(values).items():
-        metric.add_metric(key, value)
-    return metric
-
-
-def _labelled(values: _Value | _Labelled) -> _Labelled:
-    return values if isinstance(values, Mapping) else {(): values}
+_gauge = functools.partial(_metric, GaugeMetricFamily)
+_counter = functools.partial(_metric, CounterMetricFamily)
 
 
 def _histogram(name: str, text: str, values: Mapping[str, Histogram], label: str = "") -> Metric:

@@ -55,6 +55,11 @@ class _RoleFilter(logging.Filter):
         return True
 
 
+def say(text: str) -> None:
+    """Shows the user a line, beside the output."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def quiet_environment(level: str) -> dict[str, str]:
     """The variables that keep messages of TensorFlow's and gRPC's own quiet, unless the level is DEBUG."""
     return {} if level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}

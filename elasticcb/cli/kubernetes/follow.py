@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import JobFailedError
+from elasticcb.process.logs import say
 
 _PAUSE_SECONDS = 0.5
 _EVENTS_SECONDS = 10.0  # after which a pod that is on its way may have a reason not to be there
@@ -37,7 +37,7 @@ def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now
         return follower.run(lines)
     except KeyboardInterrupt:
         of = f"{name} --namespace={api.namespace}"
-        _say(f"\nDetached; the job goes on. To see it: elasticcb logs {of} --follow. To end it: elasticcb stop {of}")
+        say(f"\nDetached; the job goes on. To see it: elasticcb logs {of} --follow. To end it: elasticcb stop {of}")
         return 0
 
 
@@ -107,7 +107,7 @@ class _Follower:
                 self._api.patch("Job", self._name, {"spec": {"backoffLimit": 0}})
             return code
         sequel = " Another one goes on with the job." if self._goes_on() else ""
-        _say(f"The master's pod {pod}: {found.words}.{sequel}")
+        say(f"The master's pod {pod}: {found.words}.{sequel}")
         return None
 
     def _goes_on(self) -> bool:
@@ -143,14 +143,14 @@ class _Follower:
             raise JobFailedError(f"The master's pod can't start: {found.words}. The job was removed.")
         if found.fate in HELD_UP and (pod, found.fate) not in self._told:
             self._told.add((pod, found.fate))
-            _say(f"The master's pod {pod} is not there yet: {found.words}.")
+            say(f"The master's pod {pod} is not there yet: {found.words}.")
 
     def _note_not_made(self, job: Mapping[str, Any]) -> None:
         why = "" if self._told_why else why_no_master(self._api, job)
         if why:
             self._told_why = True
             end = f"elasticcb stop {self._name} --namespace={self._api.namespace} --delete"
-            _say(f"The master's pod can't be made, which is tried again: {why}. To give it up: {end}")
+            say(f"The master's pod can't be made, which is tried again: {why}. To give it up: {end}")
 
     def _raise_end(self, job: Mapping[str, Any]) -> None:
         for condition in job["status"].get("conditions") or ():
@@ -161,7 +161,3 @@ class _Follower:
 
 def _restarts(pod: Mapping[str, Any]) -> int:
     return sum(status.get("restartCount", 0) for status in pod["status"].get("containerStatuses") or ())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from elasticcb.cluster.kubernetes.pods import (
 )
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
+from elasticcb.process.logs import say
 from elasticcb.security import certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS
@@ -65,19 +65,19 @@ def submit(command: Command, given: GivenFlags) -> int:
     if given["yaml"]:
         path = given.folder("yaml")
         _write(path, manifests)
-        _say(f"The job {name} is written to {path}, with its token and its key. To start it: kubectl apply -f {path}")
+        say(f"The job {name} is written to {path}, with its token and its key. To start it: kubectl apply -f {path}")
         return 0
     api = KubernetesAPI(settings.namespace)
     if given["dry_run"]:
         for manifest in manifests:
             api.create(manifest, dry_run=True)
         kinds = ", ".join(dict.fromkeys(each["kind"] for each in manifests))
-        _say(f"Kubernetes takes the job {name}: {kinds}. Nothing was started.")
+        say(f"Kubernetes takes the job {name}: {kinds}. Nothing was started.")
         return 0
     create_all(api, manifests)
-    _say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")
+    say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")
     if command is Command.TRAIN and not any(_is_below(directory, path) for path in kept):
-        _say(
+        say(
             "Its folder lies on no volume: if the master's pod is lost, training begins anew, and a lost parameter "
             "server comes back as the newest checkpoint has it. --job_dir below a --volume that all pods share "
             "changes that."
@@ -232,7 +232,3 @@ def _write(path: str, manifests: Sequence[Mapping[str, Any]]) -> None:
         durable.write(Path(path), yaml.safe_dump_all(manifests, sort_keys=False).encode())
     except OSError as error:
         raise UsageError(f"--yaml: {path} can't be written: {error.strerror}. Name another file.") from None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from elasticcb.errors import (
     ReplacedError,
     UsageError,
 )
+from elasticcb.process.logs import say
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError
@@ -69,14 +70,14 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
     try:
         _keep(settings, run)
     except JobDoneError:
-        _say("It was done when its master was lost.")
+        say("It was done when its master was lost.")
     except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
         sys.exit(GO_ON)
     except (JobInterrupted, LostServerError, ReplacedError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
         what = str(error).splitlines()[0].partition(" To go on:")[0]
-        _say(f"{what} The next pod of the master goes on with the job.")
+        say(f"{what} The next pod of the master goes on with the job.")
         sys.exit(GO_ON)
 
 
@@ -86,7 +87,7 @@ def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
     own = api.read("Pod", os.environ[POD_NAME])
     job = own["metadata"]["labels"][JOB_LABEL]
     _check_not_failed(api, job, own["metadata"]["name"])
-    with held(MasterLease(api, job, own["metadata"]["name"]), _say):
+    with held(MasterLease(api, job, own["metadata"]["name"]), say):
         _run(settings, run, own)
 
 
@@ -127,7 +128,3 @@ def _is_ours(folder: Path, uid: str, before: str) -> bool:
 def _age_seconds(pod: Mapping[str, Any]) -> float:
     made = datetime.strptime(pod["metadata"]["creationTimestamp"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return max(0.0, (datetime.now(timezone.utc) - made).total_seconds())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
