@@ -1,4 +1,4 @@
-"""How a process learns that it is to end soon: by Ctrl-C, or by SIGTERM, as when its machine is taken away."""
+"""How a process learns that it is to end soon: by Ctrl-C, SIGTERM (its machine goes away) or SIGHUP (its terminal)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_SAME_SECONDS = 1.0  # within which a second SIGTERM is the first one, on another way
+_SAME_SECONDS = 1.0  # within which a second SIGTERM or SIGHUP is the first one, on another way
 
 _holds = 0  # blocks that the main thread is in and that may not be broken off
 _held_back = False  # an interrupt came within one
-_sigterm_at = -_SAME_SECONDS  # of `time.monotonic`
+_told_at = -_SAME_SECONDS  # by SIGTERM or SIGHUP; of `time.monotonic`
 
 
 def interrupt(number: int, frame: object) -> None:
-    """A handler of SIGINT and SIGTERM: raises `KeyboardInterrupt`, in a block of `uninterrupted` at its end.
+    """A handler of SIGINT, SIGTERM and SIGHUP: raises `KeyboardInterrupt`, in a block of `uninterrupted` at its end.
 
     Whoever ends a service, or a group of processes, sends SIGTERM to all of them, and the process that keeps a master
-    passes it on: that is one signal, not a second one that would end the job at once.
+    passes it on: that is one signal, not a second one that would end the job at once. A shell and the kernel both send
+    SIGHUP.
     """
-    global _held_back, _sigterm_at
-    if number == signal.SIGTERM:
-        before, _sigterm_at = _sigterm_at, time.monotonic()
-        if _sigterm_at - before < _SAME_SECONDS:
+    global _held_back, _told_at
+    if number != signal.SIGINT:
+        before, _told_at = _told_at, time.monotonic()
+        if _told_at - before < _SAME_SECONDS:
             return
     if not _holds:
         raise KeyboardInterrupt

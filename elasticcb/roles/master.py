@@ -170,8 +170,10 @@ def _begin(settings: JobSettings) -> LogFile:
     atexit.register(remove_generated_files)  # TensorFlow leaves what Python has made of them
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `nohup` or `&`
-            signal.signal(signal.SIGINT, interrupt)
+        # Not those that are ignored, as by `nohup` or `&`.
+        for number, by_default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) is by_default:
+                signal.signal(number, interrupt)
     logger.info("Started: %s", settings.to_show())
     return log
 

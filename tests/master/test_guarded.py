@@ -19,7 +19,7 @@ from elasticcb.process.signals import interrupt
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(signals, "_sigterm_at", -signals._SAME_SECONDS)
+    monkeypatch.setattr(signals, "_told_at", -signals._SAME_SECONDS)
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
