@@ -84,6 +84,14 @@ class LastCheckpointError(CheckpointError):
 class NonFiniteError(ElasticCBError):
     """A loss or a gradient holds NaN or infinity; names the variable."""
 
+    @classmethod
+    def of(cls, reason: str) -> NonFiniteError:
+        """With what may help."""
+        return cls(
+            f"{reason}. A smaller learning rate, clipping of gradients or other inputs may help; `non_finite=skip` "
+            "passes over such batches."
+        )
+
 
 class WireError(ElasticCBError):
     """A message that breaks the protocol: wrong names, shapes, dtypes or sizes."""

@@ -196,7 +196,4 @@ def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> 
         what = f"the gradient of {path!r}" if path else ""
     if not what:
         return ""
-    return (
-        f"{what} holds NaN or infinity (loss {request.loss:g}, version {request.version}); a smaller "
-        "learning rate, clipping of gradients or other inputs may help"
-    )
+    return f"{what} holds NaN or infinity (loss {request.loss:g}, version {request.version})"

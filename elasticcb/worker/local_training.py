@@ -59,7 +59,7 @@ class LocalTraining(Training):
                 self._push_rows(result, loss)
         session.forget_shown()
         if not math.isfinite(loss):
-            self._leave_out(batch, f"The loss is {loss} (version {local.version}).", result.logs)
+            self._leave_out(batch, f"The loss is {loss} (version {local.version})", result.logs)
             return
         local.count()
         self._tally.steps += 1
@@ -125,7 +125,7 @@ class LocalTraining(Training):
             if answer.status == pb.NON_FINITE:
                 if session.settings.training.non_finite is NonFinite.STOP:
                     self.drop()
-                    raise NonFiniteError(answer.reason)
+                    raise NonFiniteError.of(answer.reason)
                 self._redo()
                 answer = self._local.merge(self._last_loss, with_slots)
         self._tally.tell_first_step()

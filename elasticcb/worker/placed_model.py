@@ -105,7 +105,7 @@ class PlacedModel:
         )
         answer = self._ps.push(push, None)
         if answer.status == pb.NON_FINITE and self._non_finite is NonFinite.STOP:
-            raise NonFiniteError(answer.reason)
+            raise NonFiniteError.of(answer.reason)
         if answer.status == pb.NON_FINITE:
             logger.warning("A step is skipped: %s", answer.reason)
         elif answer.status != pb.ACCEPTED:

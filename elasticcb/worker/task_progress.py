@@ -100,7 +100,7 @@ class TaskProgress:
             given = {"size": batch.records, **logs, "loss": float("nan")}
             session.call_of_batch("on_train_batch_end", session.ps.version, given)
             if not session.callbacks.stop_requested:
-                raise NonFiniteError(reason)
+                raise NonFiniteError.of(reason)
         logger.warning("Batch skipped: %s", reason)
         self.report.batches_skipped += 1
 
