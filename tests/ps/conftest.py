@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -57,3 +58,9 @@ def losing(tmp_path):
             return servers
 
         yield start
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as pool:
+        yield pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import keras
 import numpy as np
@@ -25,12 +25,6 @@ from elasticcb.ps.once import Once
 from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings
 from helpers_ps import SPECS, gradients, initial_values, push_frame, server_settings
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor() as pool:
-        yield pool
 
 
 @pytest.fixture

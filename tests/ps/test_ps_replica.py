@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -57,12 +57,6 @@ def test_retry_of_a_push_that_only_the_log_holds_is_not_applied_again(start):
     servers.worker._sequence -= 1  # as if an answer had been lost
     servers.push(0)
     assert_same(servers.held(), before)
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor() as pool:
-        yield pool
 
 
 def pushed(control):
