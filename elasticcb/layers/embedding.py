@@ -101,6 +101,13 @@ class Embedding(keras.layers.Layer):
             self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")
         self.built = True
 
+    def get_build_config(self) -> dict[str, Any] | None:
+        return {"rows": self.embeddings.shape[0]} if self.built else None
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        """Holds as many rows, with initial values: Keras makes an optimizer's slots before it loads what was saved."""
+        self.set_rows(np.arange(config.get("rows", 0)))
+
     @property
     def embeddings(self) -> keras.Variable:
         """The rows that the layer itself holds, [n, output_dim], in the order of their ids."""

@@ -135,6 +135,22 @@ def test_model_keeps_ids_and_rows_in_its_files(tmp_path):
     np.testing.assert_array_equal(keras.models.load_model(tmp_path / "empty.keras")(x), empty(x))
 
 
+def test_files_keep_what_an_optimizer_has_learned_of_rows(tmp_path):
+    ids = keras.Input((2,), dtype="int64")
+    model = keras.Model(ids, Embedding(3, name="words", combiner="sum", seed=4)(ids))
+    model.layers[1].set_rows(HELD, ROWS)
+    model.compile("adam", "mse")
+    x, y = np.array([[9, 2], [7, 9]]), np.ones((2, 3))
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "whole.keras")
+    loaded = keras.models.load_model(tmp_path / "whole.keras")
+    assert loaded.fit(x, y, epochs=2, verbose=0).history == model.fit(x, y, epochs=2, verbose=0).history
+    untrained = keras.models.model_from_json(model.to_json())
+    np.testing.assert_array_equal(untrained(x), Embedding(3, combiner="sum", seed=4)(x))
+    untrained.compile("adam", "mse")
+    untrained.fit(x, y, verbose=0)
+
+
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_id_out_of_range_is_refused(wrong):
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"'words' was asked for ids out of range.*input_dim=10"):
