@@ -94,6 +94,15 @@ def frequency(validation_freq: Any) -> int | tuple[int, ...]:
     return validation_freq
 
 
+def check_model(model: Any, method: str, compiled: bool = True) -> None:
+    """Raises `UsageError` unless it is a model of Keras, and Keras's `ValueError` unless it is `compiled`."""
+    if not isinstance(model, keras.Model):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}".removeprefix("builtins.")
+        raise UsageError(f"Cluster.{method} takes a keras.Model first. Received an object of the class {kind}.")
+    if compiled:
+        model._assert_compile_called(method)
+
+
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
     """`epochs`, under `keras.config.max_epochs()` with Keras's warning, and what a job is told of both, checked."""
     epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)

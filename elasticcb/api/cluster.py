@@ -12,7 +12,7 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import cluster_settings, epoch_range, frequency, with_keras_callbacks
+from elasticcb.api.arguments import check_model, cluster_settings, epoch_range, frequency, with_keras_callbacks
 from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
@@ -222,7 +222,7 @@ class Cluster:
         Warns:
             RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
         """
-        model._assert_compile_called("fit")
+        check_model(model, "fit")
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
@@ -257,7 +257,7 @@ class Cluster:
         Raises:
             ValueError, TypeError, ElasticCBError: as `fit`.
         """
-        model._assert_compile_called("evaluate")
+        check_model(model, "evaluate")
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
         with self._call("evaluate") as call:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
@@ -281,6 +281,7 @@ class Cluster:
         Raises:
             ValueError, TypeError, ElasticCBError: as `fit`.
         """
+        check_model(model, "predict", compiled=False)
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
         with self._call("predict") as call:
             source = call.adapt(x, batch_size=batch_size, steps=steps, purpose="predict")

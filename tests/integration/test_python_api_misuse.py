@@ -116,6 +116,12 @@ def test_cluster_says_all_that_cannot_be_at_once():
         assert part in words
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_what_is_no_model_is_refused(method, cluster):
+    with pytest.raises(UsageError, match=rf"Cluster\.{method} takes a keras\.Model first\. Received .* class str\."):
+        getattr(cluster, method)("model", X)
+
+
 def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
     with pytest.raises(UsageError) as caught:
         elasticcb.Cluster(2, max_staleness=1, embedding_memory_bytes=9, tls=True)
