@@ -124,6 +124,7 @@ def _run_program(
 ) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has the tests ignore
     for number, file in enumerate(_taken(files, parent)):
         os.dup2(file, number)
         os.close(file)
