@@ -87,9 +87,8 @@ def test_the_master_listens_at_a_port_with_certificates_or_where_one_was_chosen(
 
 def zygotes():
     """Processes that fork others, of this process; it may have other children of Python's own."""
-    return [
-        child for child in psutil.Process().children() if "elasticcb.launch.fork_process" in " ".join(child.cmdline())
-    ]
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "elasticcb.launch.fork_process" in " ".join(child.cmdline())]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
+from warm import ensure_warm
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'elasticcb[ray]'")
 
@@ -32,6 +33,7 @@ def cluster():
     small = {"object_store_memory": 80 << 20, "num_gpus": 0, "include_dashboard": False}
     watch = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
     Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes a file there, wherever its own folder is
+    ensure_warm()  # so that what forks the jobs is not taken for a process of Ray
     before = set(psutil.Process().children(recursive=True))
     cluster = Cluster()
     try:

@@ -30,7 +30,7 @@ _TESTS = Path(__file__).parents[1]
 _forks = multiprocessing.get_context("forkserver")
 
 
-def _ensure_warm() -> None:
+def ensure_warm() -> None:
     """Starts the process that is forked, once."""
     from multiprocessing.forkserver import ensure_running
 
@@ -64,7 +64,7 @@ class WarmProcess:
         stdin: bool = False,
         stderr: Path | None = None,
     ) -> None:
-        _ensure_warm()
+        ensure_warm()
         shown = [sys.executable, *(["-m", "elasticcb"] if script is None else [str(script)]), *arguments]
         (read, output), (given, write) = os.pipe(), os.pipe()
         errors = os.dup(output) if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -225,7 +225,7 @@ def _fork_zygote(cls: Any, environment: dict[str, str], log: Path, watch: int) -
 
 def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
     """`ForkServer.launch` in the process of the tests, which can't be forked itself."""
-    _ensure_warm()
+    ensure_warm()
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         files = [DupFd(theirs.fileno()), DupFd(watch)]
