@@ -26,6 +26,7 @@ class Contestant:
         stepping: processes that note steps.
         command: from workload and batch size to the arguments of the Python interpreter.
         needs: fields of `elasticcb.ExchangeOptions` without which it is left out.
+        package: without which it is left out, too.
         environment: of its processes, added to the benchmark's own.
         path: folders that come first on Python's path.
         data: names the data that it reads, where a workload has several.
@@ -37,6 +38,7 @@ class Contestant:
     stepping: int
     command: Callable[[str, int], list[str]]
     needs: Sequence[str] = ()
+    package: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     path: Sequence[str] = ()
     data: str = ""
@@ -72,6 +74,14 @@ def _workers(count: int) -> str:
 
 
 KERAS = Contestant("keras", "Keras 3 `fit`", 1, 1, _local("keras"))
+TORCH = Contestant(
+    "torch",
+    "PyTorch, one process",
+    1,
+    1,
+    lambda workload, batch: [str(PEERS / "torch_fit.py"), workload, str(batch)],
+    package="torch",
+)
 STRATEGIES = (_strategy("strategy1", 1), _strategy("strategy2", 2))
 ELASTIC = (
     elastic("elastic1", 1),
@@ -81,7 +91,13 @@ ELASTIC = (
     elastic("elastic1-stale1", 1, ", staleness 1", max_staleness=1),
     elastic("elastic2-stale1", 2, ", staleness 1", max_staleness=1),
 )
-CONTESTANTS = (KERAS, Contestant("tf_keras", "`tf_keras` `fit`", 1, 1, _local("tf_keras")), *STRATEGIES, *ELASTIC)
+CONTESTANTS = (
+    KERAS,
+    Contestant("tf_keras", "`tf_keras` `fit`", 1, 1, _local("tf_keras")),
+    TORCH,
+    *STRATEGIES,
+    *ELASTIC,
+)
 # Run when they are asked for.
 MORE = (
     *(_strategy(f"strategy2-steps{steps}", 2, steps, f", {steps} steps a function") for steps in (1, 10, 50)),

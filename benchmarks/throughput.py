@@ -1,4 +1,4 @@
-"""Examples/s of ElasticCB next to Keras 3 `fit`, `tf_keras` `fit` and `ParameterServerStrategy`, in one run.
+"""Examples/s of ElasticCB next to Keras 3 `fit`, `tf_keras` `fit`, PyTorch and `ParameterServerStrategy`, in one run.
 
     python benchmarks/throughput.py [--quick] [--into=docs/benchmarks.md]
 
@@ -10,6 +10,7 @@ Prints a Markdown table of medians over the windows, with processor time and mem
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -249,9 +250,14 @@ def _arguments() -> argparse.Namespace:
     arguments.batch_sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     keys = _listed(parser, "contestants", arguments.contestants, known)
     taken = update_options() if any(known[key].needs for key in keys) else set()
-    arguments.contestants = [known[key] for key in keys if taken.issuperset(known[key].needs)]
-    if left_out := [key for key in keys if not taken.issuperset(known[key].needs)]:
-        _say(f"Left out, for this release of ElasticCB lacks their arguments: {', '.join(left_out)}")
+    arguments.contestants = []
+    for contestant in (known[key] for key in keys):
+        if not taken.issuperset(contestant.needs):
+            _say(f"{contestant.key} is left out: this release of ElasticCB lacks its arguments.")
+        elif contestant.package and importlib.util.find_spec(contestant.package) is None:
+            _say(f"{contestant.key} is left out: the package {contestant.package} is not installed.")
+        else:
+            arguments.contestants.append(contestant)
     return arguments
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
-import types
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from elasticcb.callbacks import PredictionOutputsProcessor
 from elasticcb.compute.registry import backend
-from elasticcb.errors import DataError, ModelFileError, user_traceback
+from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.input_pipeline import FeedPipeline
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
@@ -22,7 +20,6 @@ from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSe
 HEAD = """
 import keras
 import numpy as np
-import tensorflow as tf
 
 import elasticcb.callbacks
 """
@@ -387,16 +384,3 @@ class TestPredictionOutputsProcessor:
     def test_our_own_class_when_imported_is_not(self, write):
         spec = ModelSpec(write("from elasticcb.callbacks import PredictionOutputsProcessor").model)
         assert spec.make_callbacks() == []
-
-
-def test_user_traceback_keeps_library_frames_when_there_are_no_others():
-    module = types.ModuleType("site")
-    code = compile("def fail():\n    raise ValueError('inside')", "/x/site-packages/library.py", "exec")
-    exec(code, module.__dict__)
-    try:
-        tf.nest.map_structure(lambda _: module.fail(), [1])
-    except ValueError as error:
-        text = user_traceback(error)
-    assert "test_model_spec.py" in text
-    assert "library.py" not in text
-    assert text.endswith("ValueError: inside\n")

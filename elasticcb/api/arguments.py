@@ -104,7 +104,11 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
 
 
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
-    """`epochs`, under `keras.config.max_epochs()` with Keras's warning, and what a job is told of both, checked."""
+    """Checks both, and limits `epochs` to `keras.config.max_epochs()`, with Keras's warning.
+
+    Returns:
+        The number of epochs, and the settings of a job that follow.
+    """
     epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
     if initial_epoch < 0:
         raise ValueError(f"`initial_epoch` must be at least 0. Received: initial_epoch={initial_epoch}")

@@ -298,7 +298,12 @@ class PSClient:
     def _after_movement(
         self, push: Gradients, frames: Sequence[Frame[Any]], at_once: Sequence[bool]
     ) -> OptimizerState | None:
-        """As `PushResult.optimizers`. A server that let the worker wait has sent what it holds."""
+        """What `PushResult.optimizers` is to be after a movement.
+
+        Args:
+            at_once: by server, whether it merged the movement without letting the worker wait. The others have sent
+                what they hold.
+        """
         known = [
             merged and knows_result(frame.header, server.version)
             for merged, frame, server in zip(at_once, frames, self.servers.known, strict=True)

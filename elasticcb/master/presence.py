@@ -29,8 +29,8 @@ class Presence:
     """The members that registered.
 
     Attributes:
-        by_id: those that are up.
-        by_place: likewise.
+        by_id: the members that are up, by their id.
+        by_place: the same, by role and index.
     """
 
     def __init__(self) -> None:

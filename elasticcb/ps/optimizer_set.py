@@ -178,7 +178,8 @@ class OptimizerSet:
             lend(own)
 
     def _lender(self, names: tuple[str, ...]) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
-        """Sets what `OptimizerState.shared` calls so, and returns what it was before."""
+        """A function that sets the variables of these names, keys of `OptimizerState.shared`, and returns their former
+        values."""
         if names in self._lenders:
             return self._lenders[names]
         known = {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}

@@ -47,7 +47,7 @@ class LocalTraining(Training):
         """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
         session, progress, local = self._session, self._progress, self._local
         if len(self._window) >= local.length.batches:
-            self._merge(with_slots=False)
+            self._merge()
         session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
@@ -92,7 +92,7 @@ class LocalTraining(Training):
         with self._session.progress.computing(self._progress.task.lease):
             self._redo()
         self._window.append(_Trained(batch.units))
-        self._merge(with_slots=False)  # so that the next one that is passed over has less done again
+        self._merge()  # so that the next one that is passed over has less done again
 
     def _redo(self) -> int:
         """Makes the weights here what they are without batches of the window that ruin them; how many these are."""
@@ -117,17 +117,17 @@ class LocalTraining(Training):
 
     # ------------------------------------------------------------ merging
 
-    def _merge(self, with_slots: bool) -> None:
+    def _merge(self, ends_task: bool = False) -> None:
         session, progress = self._session, self._progress
         version = self._local.version
         with session.progress.computing(progress.task.lease):  # others may take their time
-            answer = self._local.merge(self._last_loss, with_slots)
+            answer = self._local.merge(self._last_loss, ends_task)
             if answer.status == pb.NON_FINITE:
                 if session.settings.training.non_finite is NonFinite.STOP:
                     self.drop()
                     raise NonFiniteError.of(answer.reason)
                 self._redo()
-                answer = self._local.merge(self._last_loss, with_slots)
+                answer = self._local.merge(self._last_loss, ends_task)
         self._tally.tell_first_step()
         session.client.measures.histograms[STALENESS].observe(max(0, answer.version - version))
         session.rate.adopt_base()
@@ -145,7 +145,7 @@ class LocalTraining(Training):
 
     def settle(self) -> None:
         if self._window:
-            self._merge(with_slots=True)
+            self._merge(ends_task=True)
 
     @property
     def units_begun(self) -> int:

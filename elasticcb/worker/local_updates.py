@@ -41,6 +41,7 @@ class LocalUpdates:
         self._batches = 0  # trained on since
         self.may_go_back = False
         self._optimizers = OptimizerState()  # after the last merge, if it may go back
+        self._is_alone = True  # no other worker has moved the model since the last merge
         self._shared: Mapping[str, Array] = {}  # of the optimizers, before the last batch, where there are tables
 
     @property
@@ -119,24 +120,29 @@ class LocalUpdates:
             nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0, optimizers=shared
         )
 
-    def merge(self, loss: float, with_slots: bool) -> PushResult:
+    def merge(self, loss: float, ends_task: bool) -> PushResult:
         """Has the movement since the last merge merged, and goes on from what comes of it.
+
+        What the optimizers hold of each variable is merged with it at the end of a task, so that servers know it when a
+        job ends. It takes as many bytes as the weights, or more, so workers that share it leave it out when a network
+        is slow for it.
 
         Args:
             loss: of the last batch.
-            with_slots: what the optimizers hold of each variable is merged, too. It takes as many bytes as the weights,
-                or more, and makes no better model if it is merged more often than at the end of a task.
         """
         begun = time.perf_counter()
+        with_slots = ends_task and (self._is_alone or self.length.slots_are_due)
         push, is_current = self._movement(loss, with_slots), self._ps.versions == self._versions
         answer = self._ps.push(push, None, pull=True)
         if answer.status == pb.NON_FINITE:
             self.forget()
-        elif is_current or answer.optimizers is not None:
+            return answer
+        self._is_alone = answer.optimizers is None
+        if is_current or answer.optimizers is not None:
             self._take(answer.optimizers)
         else:  # other weights were pulled meanwhile, as when the number of servers changes
             self.follow(overwritten=True)
-        self.length.note_merge(time.perf_counter() - begun)
+        self.length.note_merge(time.perf_counter() - begun, with_slots)
         return answer
 
     def _movement(self, loss: float, with_slots: bool) -> Gradients:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 _MOST_OF_TIME = 0.05  # that merging may take of the time of training
@@ -19,24 +21,38 @@ class WindowLength:
 
     Args:
         given: batches; None: as said.
+        clock: in seconds.
 
     Attributes:
         batches: of the present window.
     """
 
-    def __init__(self, given: int | None) -> None:
-        self._given = given
+    def __init__(self, given: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._given, self._clock = given, clock
         self.batches = given or _LEAST
         self._batch_seconds: deque[float] = deque(maxlen=_BATCHES_KEPT)
         self._merge_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)
+        self._slot_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)  # of merges with slots
+        self._slots_merged = 0.0  # when
 
     def note_batch(self, seconds: float) -> None:
         """Training on a batch took so long."""
         self._batch_seconds.append(seconds)
 
-    def note_merge(self, seconds: float) -> None:
+    @property
+    def slots_are_due(self) -> bool:
+        """Whether merging what optimizers hold now, too, takes a twentieth of the time at most."""
+        if not self._slot_seconds:
+            return True
+        return self._clock() - self._slots_merged >= min(self._slot_seconds) / _MOST_OF_TIME
+
+    def note_merge(self, seconds: float, with_slots: bool = False) -> None:
         """A merge took so long; the next window begins."""
-        self._merge_seconds.append(seconds)
-        if self._given is None and self._batch_seconds:
+        if with_slots:
+            self._slot_seconds.append(seconds)
+            self._slots_merged = self._clock()
+        else:
+            self._merge_seconds.append(seconds)
+        if self._given is None and self._batch_seconds and self._merge_seconds:
             wanted = min(self._merge_seconds) / (_MOST_OF_TIME * max(median(self._batch_seconds), 1e-6))
             self.batches = min(max(math.ceil(wanted), _LEAST), _MOST)

@@ -224,7 +224,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert job.process.poll() is None
     job.interrupt()
     assert job.finish() == 0
-    assert "Detached; the job goes on" in job.output
+    assert "Detached; the job continues" in job.output
 
     stopped = start_job("resume", "job", here)
     stopped.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")

@@ -244,27 +244,6 @@ def custom_model():
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
 """,
-    "ragged_inputs": """
-def arrays():
-    return {"text": np.array(["a b c", "b", "c a", "b b c a"] * 12), "y": normal(48, 1)}
-
-def prepare(dataset):
-    words = lambda r: (tf.strings.split(r["text"]), r["y"])
-    return dataset.map(words).ragged_batch(1).unbatch()
-
-def custom_model():
-    keras.utils.set_random_seed(3)
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.look_up = layers.StringLookup(vocabulary=["a", "b"], output_mode="multi_hot")
-            self.out = layers.Dense(1)
-        def call(self, words):
-            return self.out(self.look_up(words.to_tensor("")))
-    model = Model()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-""",
     "sparse_inputs": """
 def arrays():
     return {"x": normal(48, 6) * (generator.uniform(size=(48, 6)) < 0.3), "y": normal(48, 1)}

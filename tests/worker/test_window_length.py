@@ -38,3 +38,26 @@ def test_a_batch_that_was_compiled_or_had_to_wait_makes_none_shorter():
 def test_a_given_length_stays():
     assert WindowLength(7).batches == 7
     assert length_after(0.010, [0.010, 3.0], given=7) == 7
+
+
+def test_slots_are_merged_as_long_as_they_take_a_twentieth_of_the_time():
+    now = 100.0
+    length = WindowLength(None, clock=lambda: now)
+    assert length.slots_are_due  # so that a job has some from its first task on
+    length.note_merge(5.0, with_slots=True)  # it waited for others
+    now += 1.0
+    length.note_merge(0.2, with_slots=True)
+    assert not length.slots_are_due
+    now += 3.9
+    length.note_merge(0.010)
+    assert not length.slots_are_due
+    now += 0.2
+    assert length.slots_are_due
+
+
+def test_merging_slots_makes_no_window_longer():
+    length = WindowLength(None)
+    for seconds, with_slots in ((0.010, False), (0.5, True)):
+        length.note_batch(0.010)
+        length.note_merge(seconds, with_slots)
+    assert length.batches == 20

@@ -37,7 +37,7 @@ def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now
         return follower.run(lines)
     except KeyboardInterrupt:
         of = f"{name} --namespace={api.namespace}"
-        say(f"\nDetached; the job goes on. To see it: elasticcb logs {of} --follow. To end it: elasticcb stop {of}")
+        say(f"\nDetached; the job continues. To see it: elasticcb logs {of} --follow. To end it: elasticcb stop {of}")
         return 0
 
 

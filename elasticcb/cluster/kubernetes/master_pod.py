@@ -47,7 +47,7 @@ def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
 
 
 def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) -> str:
-    """Of a submitted job's master, as its pods reach it and the next master's; "" where there is no service."""
+    """The address at which pods reach a submitted job's master, whichever pod it runs in; "" if there is no service."""
     try:
         service = api.read("Service", job)
     except KubernetesError as error:
@@ -77,7 +77,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
         what = str(error).splitlines()[0].partition(" To go on:")[0]
-        say(f"{what} The next pod of the master goes on with the job.")
+        say(f"{what} The master's next pod continues the job.")
         sys.exit(GO_ON)
 
 
