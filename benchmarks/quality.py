@@ -73,6 +73,7 @@ SETTINGS = {
     "local16": Setting("local, `local_steps=16`", _local(16)),
     "local-rate": Setting("local, `local_steps=16`, √workers times the learning rate", _local(16), rate=_root),
     "local-epochs": Setting("local, `local_steps=16`, twice the epochs", _local(16), epochs=2),
+    "auto-epochs": Setting("local, `local_steps=auto`, twice the epochs", _local("auto"), epochs=2),
     "local-both": Setting(
         "local, `local_steps=auto`, twice the epochs and √workers times the learning rate",
         _local("auto"),

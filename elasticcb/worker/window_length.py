@@ -16,8 +16,9 @@ _BATCHES_KEPT, _MERGES_KEPT = 33, 9
 class WindowLength:
     """The length of windows: a given one, or one by which merging takes a twentieth of the time of training.
 
-    A batch is as long as the median of the last ones. A merge is as long as the shortest of the last ones: the others
-    have waited for workers, which longer windows do not make faster.
+    A batch and a merge are as long as the median of the last ones. A merge includes waiting for other workers: how much
+    earlier one comes by chance grows slower than windows, and one that is faster than the others waits less if its own
+    windows are longer.
 
     Args:
         given: batches; None: as said.
@@ -54,5 +55,5 @@ class WindowLength:
         else:
             self._merge_seconds.append(seconds)
         if self._given is None and self._batch_seconds and self._merge_seconds:
-            wanted = min(self._merge_seconds) / (_MOST_OF_TIME * max(median(self._batch_seconds), 1e-6))
+            wanted = median(self._merge_seconds) / (_MOST_OF_TIME * max(median(self._batch_seconds), 1e-6))
             self.batches = min(max(math.ceil(wanted), _LEAST), _MOST)

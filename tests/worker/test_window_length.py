@@ -22,9 +22,10 @@ def test_merging_takes_a_twentieth_of_the_time_of_training(batch_seconds, merge_
     assert length_after(batch_seconds, [merge_seconds] * 3) == expected
 
 
-def test_waiting_for_others_makes_no_window_longer():
-    assert length_after(0.010, [5.0, 0.010, 0.4, 0.2]) == 20
-    assert length_after(0.010, [0.010] + [0.020] * 9) == 40  # a merge that is long past tells nothing
+def test_waiting_for_others_makes_windows_longer_if_it_is_usual():
+    assert length_after(0.010, [5.0, 0.010, 0.010, 0.2, 0.010]) == 20
+    assert length_after(0.010, [0.010] * 4 + [0.020] * 5) == 40
+    assert length_after(0.010, [0.010] * 9 + [0.020] * 9) == 40  # a merge that is long past tells nothing
 
 
 def test_a_batch_that_was_compiled_or_had_to_wait_makes_none_shorter():
