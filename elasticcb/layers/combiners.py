@@ -12,67 +12,82 @@ COMBINERS = (None, "sum", "mean", "sqrtn")
 Lookup = Callable[[tf.Tensor], tf.Tensor]  # rows [..., dim] of int ids [...]
 
 
-def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool) -> Any:
+def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool, weights: Any = None) -> Any:
     """The vectors of `ids`, combined along their last axis.
 
     Args:
         ids: integers, a tensor, RaggedTensor or SparseTensor.
         combiner: one of `COMBINERS`.
         mask_zero: the id 0 does not count, where there is a combiner.
+        weights: how much each id counts, of the kind and shape of `ids`; None: all count 1.
     """
     if isinstance(ids, tf.RaggedTensor):
-        return _of_ragged(ids, lookup, combiner, mask_zero)
+        return _of_ragged(ids, lookup, combiner, mask_zero, weights)
     if isinstance(ids, tf.SparseTensor):
         if combiner is None:
             return lookup(tf.sparse.to_dense(tf.sparse.reorder(ids)))
-        return _of_sparse(ids, lookup, combiner, mask_zero)
+        return _of_sparse(ids, lookup, combiner, mask_zero, weights)
     rows = lookup(ids)
-    return rows if combiner is None else _of_dense(ids, rows, combiner, mask_zero)
+    return rows if combiner is None else _of_dense(ids, rows, combiner, mask_zero, weights)
 
 
-def _of_dense(ids: tf.Tensor, rows: tf.Tensor, combiner: str, mask_zero: bool) -> tf.Tensor:
-    counted = tf.cast(ids != 0, rows.dtype) if mask_zero else tf.ones_like(ids, rows.dtype)
+def _of_dense(ids: tf.Tensor, rows: tf.Tensor, combiner: str, mask_zero: bool, weights: Any) -> tf.Tensor:
+    counted, rows = _weighted(ids, rows, mask_zero, weights)
+    return _scaled(tf.reduce_sum(rows, -2), counted, combiner, lambda values: tf.reduce_sum(values, -1))
+
+
+def _weighted(ids: tf.Tensor, rows: tf.Tensor, mask_zero: bool, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """How much each id counts, of the shape of `ids`, and the rows as they count."""
+    counted = tf.ones_like(ids, rows.dtype)
+    if weights is None and not mask_zero:
+        return counted, rows
+    if weights is not None:
+        counted *= tf.cast(weights, rows.dtype)
     if mask_zero:
-        rows *= counted[..., None]
-    return _scaled(tf.reduce_sum(rows, -2), tf.reduce_sum(counted, -1), combiner)
+        counted *= tf.cast(ids != 0, rows.dtype)
+    return counted, rows * counted[..., None]
 
 
-def _of_ragged(ids: tf.RaggedTensor, lookup: Lookup, combiner: str | None, mask_zero: bool) -> Any:
+def _of_ragged(ids: tf.RaggedTensor, lookup: Lookup, combiner: str | None, mask_zero: bool, weights: Any) -> Any:
     rows = lookup(ids.flat_values)
     if combiner is None:
         return ids.with_flat_values(rows)
+    flat = weights.flat_values if isinstance(weights, tf.RaggedTensor) else weights
     if ids.flat_values.shape.rank != 1:  # the last axis has one length
-        return ids.with_flat_values(_of_dense(ids.flat_values, rows, combiner, mask_zero))
+        return ids.with_flat_values(_of_dense(ids.flat_values, rows, combiner, mask_zero, flat))
     *outer, splits = ids.nested_row_splits
     count = tf.size(splits, splits.dtype) - 1
     segments = tf.repeat(tf.range(count), splits[1:] - splits[:-1])
-    combined = _of_segments(ids.flat_values, rows, segments, count, combiner, mask_zero)
+    combined = _of_segments(ids.flat_values, rows, segments, count, combiner, mask_zero, flat)
     if outer:
         return tf.RaggedTensor.from_nested_row_splits(combined, outer, validate=False)
     return combined
 
 
-def _of_sparse(ids: tf.SparseTensor, lookup: Lookup, combiner: str, mask_zero: bool) -> tf.Tensor:
+def _of_sparse(ids: tf.SparseTensor, lookup: Lookup, combiner: str, mask_zero: bool, weights: Any) -> tf.Tensor:
     outer = ids.dense_shape[:-1]
     steps = tf.math.cumprod(outer, exclusive=True, reverse=True)
     segments = tf.reduce_sum(ids.indices[:, :-1] * steps, 1)
-    combined = _of_segments(ids.values, lookup(ids.values), segments, tf.reduce_prod(outer), combiner, mask_zero)
+    given = weights.values if isinstance(weights, tf.SparseTensor) else weights
+    combined = _of_segments(ids.values, lookup(ids.values), segments, tf.reduce_prod(outer), combiner, mask_zero, given)
     result = tf.reshape(combined, tf.concat([outer, [combined.shape[-1]]], 0))
     result.set_shape([*ids.shape[:-1], combined.shape[-1]])
     return result
 
 
 def _of_segments(
-    ids: tf.Tensor, rows: tf.Tensor, segments: tf.Tensor, count: tf.Tensor, combiner: str, mask_zero: bool
+    ids: tf.Tensor, rows: tf.Tensor, segments: tf.Tensor, count: tf.Tensor, combiner: str, mask_zero: bool, weights: Any
 ) -> tf.Tensor:
-    counted = tf.cast(ids != 0, rows.dtype) if mask_zero else tf.ones_like(ids, rows.dtype)
-    if mask_zero:
-        rows *= counted[:, None]
-    sums = tf.math.unsorted_segment_sum(rows, segments, count)
-    return _scaled(sums, tf.math.unsorted_segment_sum(counted, segments, count), combiner)
+    counted, rows = _weighted(ids, rows, mask_zero, weights)
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(values, segments, count)
+
+    return _scaled(total(rows), counted, combiner, total)
 
 
-def _scaled(sums: tf.Tensor, counts: tf.Tensor, combiner: str) -> tf.Tensor:
+def _scaled(sums: tf.Tensor, counted: tf.Tensor, combiner: str, total: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     if combiner == "sum":
         return sums
-    return tf.math.divide_no_nan(sums, (counts if combiner == "mean" else tf.sqrt(counts))[..., None])
+    by = total(counted) if combiner == "mean" else tf.sqrt(total(tf.square(counted)))
+    return tf.math.divide_no_nan(sums, by[..., None])

@@ -37,11 +37,15 @@ class Embedding(keras.layers.Layer):
         combiner: None, or how the vectors along the last axis of the ids become one: "sum", "mean", or "sqrtn" (the
             sum, divided by the square root of how many there are). Nothing to combine gives zeros.
         seed: of initial rows; made from the layer's name when None.
+        embeddings_regularizer: adds to the loss, of the rows that a batch uses, each once; None: nothing. Padding that
+            is left out is no use of its row.
 
     Call:
         inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats where they can hold all ids below
             `input_dim`. Without a combiner, an id that is absent
             from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
+        weights: with a combiner, how much each id counts, of the kind and shape of the ids; None: 1. "mean" divides by
+            the sum of the weights, "sqrtn" by the square root of the sum of their squares.
         Returns [..., output_dim], ragged for ragged ids; with a combiner without the ids' last axis.
 
     Raises:
@@ -61,6 +65,7 @@ class Embedding(keras.layers.Layer):
         mask_zero: bool = False,
         combiner: str | None = None,
         seed: int | None = None,
+        embeddings_regularizer: Any = None,
         **kwargs: Any,
     ) -> None:
         _check_number("output_dim", output_dim)
@@ -75,6 +80,7 @@ class Embedding(keras.layers.Layer):
         self.mask_zero = mask_zero
         self.combiner = combiner
         self.seed = seed
+        self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
         self.autocast = False
         self.supports_masking = mask_zero and combiner is None
         self.supports_jit = False  # XLA can't search
@@ -166,9 +172,35 @@ class Embedding(keras.layers.Layer):
         config = keras.saving.serialize_keras_object(self.embeddings_initializer)
         return TableSpec(self.input_dim, json.dumps(config), self._table_seed())
 
-    def call(self, inputs: Any) -> Any:
-        outputs = combine(self._as_integers(inputs), self._lookup, self.combiner, self.mask_zero)
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        ids = self._as_integers(inputs)
+        if weights is not None:
+            weights = self._checked_weights(ids, weights)
+        lookup = self._lookup if self.embeddings_regularizer is None else self._regularized_lookup
+        outputs = combine(ids, lookup, self.combiner, self.mask_zero, weights)
         return keras.ops.cast(outputs, self.compute_dtype)
+
+    def _checked_weights(self, ids: Any, weights: Any) -> Any:
+        """As a tensor; of the same kind as the ids."""
+        if self.combiner is None:
+            raise ModelFileError(
+                f"The embedding layer {self.name!r} was given weights of ids, but has no combiner to use them. Give it "
+                'combiner="sum", "mean" or "sqrtn", or multiply its result by them.'
+            )
+        special = (tf.RaggedTensor, tf.SparseTensor)
+        if not isinstance(weights, special):
+            weights = tf.convert_to_tensor(weights)
+        if [isinstance(ids, kind) for kind in special] != [isinstance(weights, kind) for kind in special]:
+            raise ModelFileError(
+                f"The embedding layer {self.name!r} was given a {type(ids).__name__} of ids and a "
+                f"{type(weights).__name__} of weights. Both must be of the same kind and shape."
+            )
+        if not ids.shape.is_compatible_with(weights.shape):
+            raise ModelFileError(
+                f"The embedding layer {self.name!r} was given ids of shape {ids.shape} and weights of shape "
+                f"{weights.shape}. Both must have the same shape."
+            )
+        return weights
 
     def _as_integers(self, inputs: Any) -> Any:
         """int64, unless they are integers already. Keras makes floats of what a Sequential model is given that does not
@@ -187,6 +219,16 @@ class Embedding(keras.layers.Layer):
             "keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
             'keras.Input(..., dtype="int64"), without which Keras makes floats of ids.'
         )
+
+    def _regularized_lookup(self, ids: tf.Tensor) -> tf.Tensor:
+        """`_lookup`, which adds what the regularizer says of the rows to the loss."""
+        rows = self._lookup(ids)
+        unique, places = tf.unique(tf.reshape(ids, [-1]))
+        one_of_each = tf.math.unsorted_segment_min(tf.range(tf.size(places)), places, tf.size(unique))
+        if self.mask_zero:
+            one_of_each = tf.boolean_mask(one_of_each, unique != 0)
+        self.add_loss(self.embeddings_regularizer(tf.gather(tf.reshape(rows, [-1, self.output_dim]), one_of_each)))
+        return rows
 
     def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows [..., output_dim] of integer `ids` [...]; those of a job's parameter servers, in a job."""
@@ -237,7 +279,7 @@ class Embedding(keras.layers.Layer):
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         return (*(input_shape if self.combiner is None else input_shape[:-1]), self.output_dim)
 
-    def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> keras.KerasTensor:
         ragged = getattr(inputs, "ragged", False) and (self.combiner is None or len(inputs.shape) > 2)
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype, ragged=ragged)
 
@@ -257,6 +299,7 @@ class Embedding(keras.layers.Layer):
             "mask_zero": self.mask_zero,
             "combiner": self.combiner,
             "seed": self.seed,
+            "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
         }
 
 

@@ -153,6 +153,29 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
     model.fit(second, np.ones((35, 1)), verbose=0)  # by Keras, with the slots of all rows
 
 
+@pytest.mark.parametrize("updates", deep_but(["local", "sync"], "local"))
+def test_weights_of_ids_and_regularized_rows_train_as_in_one_process(updates: str) -> None:
+    factors = np.random.default_rng(1).uniform(size=IDS.shape).astype("float32")
+
+    def model() -> keras.Model:
+        ids, weights = keras.Input((4,), dtype="int64", name="ids"), keras.Input((4,), name="weights")
+        table = Embedding(8, combiner="mean", embeddings_regularizer=keras.regularizers.L2(0.01), name="table")
+        keras.utils.set_random_seed(1)
+        made = keras.Model({"ids": ids, "weights": weights}, keras.layers.Dense(1)(table(ids, weights=weights)))
+        table.set_rows(np.arange(VOCABULARY))
+        made.compile(keras.optimizers.SGD(0.1), "mse")
+        return made
+
+    ours, plain = model(), model()
+    given = {"batch_size": 32, "epochs": 3, "shuffle": False, "verbose": 0}
+    with cluster(updates=updates) as servers:
+        history = servers.fit(ours, {"ids": IDS, "weights": factors}, LABELS, **given)
+    expected = plain.fit({"ids": IDS, "weights": factors}, LABELS, **given)
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+
+
 def test_synchronous_workers_make_one_update_of_rows() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     with cluster(num_workers=2, use_async=False, grads_to_wait=2) as servers:

@@ -60,6 +60,64 @@ def test_combiners_are_those_of_tensorflow(combiner, kind):
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("kind", ["sparse", "ragged", "dense"])
+def test_weights_of_ids_count_as_for_tensorflow(combiner, kind):
+    table = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+    layer = Embedding(3, 6, combiner=combiner)
+    layer.set_rows(np.arange(6), table)
+    lists = [[1, 5], [2, 4], [3, 3]] if kind == "dense" else [[1, 5, 1], [], [2], [0, 3]]
+    factors = [[0.5, 2.0], [1.0, 0.25], [3.0, 0.0]] if kind == "dense" else [[0.5, 2.0, 1.0], [], [4.0], [0.25, 0.75]]
+    ids, weights = tf.ragged.constant(lists, dtype=tf.int64), tf.ragged.constant(factors, dtype=tf.float32)
+    expected = tf.nn.safe_embedding_lookup_sparse(
+        table, ids.to_sparse(), tf.RaggedTensor.to_sparse(weights), combiner=combiner, allow_fast_lookup=True
+    )
+    change = {"sparse": tf.RaggedTensor.to_sparse, "ragged": lambda x: x, "dense": tf.RaggedTensor.to_tensor}[kind]
+    np.testing.assert_allclose(layer(change(ids), weights=change(weights)), expected, rtol=1e-6)
+
+
+def test_weights_of_ids_are_trained_and_leave_padding_out():
+    layer = holding(combiner="mean", mask_zero=True)
+    ids, weights = tf.constant([[9, 2, 0]]), tf.Variable([[1.0, 3.0, 7.0]])
+    with tf.GradientTape() as tape:
+        result = layer(ids, weights=weights)
+    np.testing.assert_allclose(result, [(ROWS[0] + 3 * ROWS[1]) / 4], rtol=1e-6)
+    gradient = tape.gradient(result, weights)
+    assert gradient[0, 0] != 0
+    assert gradient[0, 2] == 0
+
+
+def test_symbolic_weights_of_ids():
+    ids, weights = keras.Input((4,), dtype="int64"), keras.Input((4,))
+    model = keras.Model([ids, weights], holding(combiner="sum")(ids, weights=weights))
+    given = np.array([[9, 2, 2, 9]]), np.array([[1.0, 2.0, 0.0, 0.5]], "float32")
+    np.testing.assert_allclose(model(given), [1.5 * ROWS[0] + 2 * ROWS[1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("combiner", "weights", "message"),
+    [
+        (None, np.ones((1, 2), "float32"), "has no combiner"),
+        ("sum", tf.ragged.constant([[1.0, 2.0]]), "of the same kind"),
+        ("sum", np.ones((1, 3), "float32"), r"shape \(1, 2\) and weights of shape \(1, 3\)"),
+    ],
+)
+def test_weights_of_ids_that_do_not_fit_are_refused(combiner, weights, message):
+    with pytest.raises(ModelFileError, match=message):
+        holding(combiner=combiner)(tf.constant([[9, 2]]), weights=weights)
+
+
+def test_regularizer_counts_each_row_of_a_batch_once():
+    layer = holding(embeddings_regularizer=keras.regularizers.L2(0.1))
+    layer(tf.constant([[9, 2], [9, 9]]))
+    assert float(sum(layer.losses)) == pytest.approx(0.1 * np.square(ROWS[:2]).sum())
+    padded = holding(embeddings_regularizer="l1", mask_zero=True, combiner="sum")
+    padded(tf.constant([[9, 0], [0, 0]]))
+    assert float(sum(padded.losses)) == pytest.approx(0.01 * ROWS[0].sum())
+    again = Embedding.from_config(layer.get_config())
+    assert again.embeddings_regularizer.l2 == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_combined_dense_ids_leave_padding_out_when_it_is_masked(combiner):
     padded, ragged = tf.constant([[9, 2, 0], [0, 0, 0], [2, 2, 2]]), tf.ragged.constant([[9, 2], [], [2, 2, 2]])
     layer, masking = holding(combiner=combiner), holding(combiner=combiner, mask_zero=True)
