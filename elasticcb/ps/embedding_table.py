@@ -20,6 +20,7 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings.choices import WhenFull
 from elasticcb.sharding.table_state import TableState
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
@@ -54,6 +55,7 @@ class EmbeddingTable:
         slots: the initial row of each of the optimizer's slots, [dim], by name.
         limits: shared by all tables of the server; None: none.
         name: for messages.
+        min_count, max_age: as of `TableSpec`.
 
     Attributes:
         evicted: rows, so far.
@@ -67,12 +69,16 @@ class EmbeddingTable:
         slots: Mapping[str, Array],
         limits: TableLimits | None = None,
         name: str = "the embedding table",
+        min_count: int | None = None,
+        max_age: int | None = None,
     ) -> None:
         self.name = name
         self._initial_values, self._initial_slots = initial_values, dict(slots)
         self._limits = TableLimits() if limits is None else limits
         self._rows = TableRows(dim, dtype, slots)
-        self._candidates = Candidates(self._limits.min_count)
+        self._min_count = self._limits.min_count if min_count is None else min_count
+        self._max_age = self._limits.max_age if max_age is None else max_age
+        self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
         self.evicted = 0
         self._limits.tables.append(self)
@@ -122,7 +128,7 @@ class EmbeddingTable:
         places = self._rows.index.find(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
-            if self._limits.remakes_rows:
+            if self._min_count <= 1 and self._limits.when_full is WhenFull.ERROR:  # it takes no other row's place
                 self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
             present = places >= 0
             ids, gradients, places = ids[present], gradients[present], places[present]
@@ -191,7 +197,7 @@ class EmbeddingTable:
 
     def _sweep(self) -> None:
         """Removes rows and candidates that are too old; not at each update, since all are looked at."""
-        age = self._limits.max_age
+        age = self._max_age
         if not age or self._version - self._swept < max(1, age // _SWEEPS_PER_AGE):
             return
         self._swept = self._version

@@ -48,6 +48,8 @@ class Limited(Evictable, Protocol):
 class TableLimits:
     """What all tables of one server may hold together; the tables share this object.
 
+    `min_count` and `max_age` are of tables that have none of their own.
+
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
         when_full: what becomes of a new id then. Counts of ids without a row go in any case, those first that were
@@ -94,11 +96,6 @@ class TableLimits:
         if fitting < rows and (self.when_full is WhenFull.ERROR or not table.may_lose_rows):
             raise self._full(table, rows)
         return fitting
-
-    @property
-    def remakes_rows(self) -> bool:
-        """Whether a row that was evicted is made again for a gradient: that takes the place of no other row."""
-        return self.min_count <= 1 and self.when_full is WhenFull.ERROR
 
     def _fitting(self, table: Limited, rows: int) -> int:
         if not self.memory_bytes:

@@ -99,7 +99,14 @@ class Tables:
         update = self._updates.get(number)
         slots = {} if update is None else update.slots
         return EmbeddingTable(
-            spec.row_elements, dtype_of(spec.dtype), values, slots, limits, f"the embedding table {spec.path!r}"
+            spec.row_elements,
+            dtype_of(spec.dtype),
+            values,
+            slots,
+            limits,
+            f"the embedding table {spec.path!r}",
+            table.min_count,
+            table.max_age,
         )
 
     def __getitem__(self, number: int) -> EmbeddingTable:

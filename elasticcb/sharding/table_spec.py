@@ -18,11 +18,15 @@ class TableSpec:
         initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
             given before training.
         seed: of initial rows.
+        min_count: lookups in training until an id gets a row; None: as the job's setting says.
+        max_age: rows that were not trained for more versions go; None: as the job's setting says.
     """
 
     input_dim: int | None
     initializer: str = ""
     seed: int = 0
+    min_count: int | None = None
+    max_age: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

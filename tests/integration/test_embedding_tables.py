@@ -153,6 +153,19 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
     model.fit(second, np.ones((35, 1)), verbose=0)  # by Keras, with the slots of all rows
 
 
+def test_each_table_may_have_limits_of_its_own() -> None:
+    ids = np.arange(80).reshape(40, 2)  # each once
+    inputs = keras.Input((2,), dtype="int64")
+    layers = {name: Embedding(4, combiner="sum", min_count=count) for name, count in (("own", 2), ("job", None))}
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()([layer(inputs) for layer in layers.values()])))
+    model.compile("sgd", "mse")
+    with cluster() as servers:
+        servers.fit(model, ids, np.ones((40, 1)), batch_size=8, verbose=0)
+        assert {name: len(layer.rows()[0]) for name, layer in layers.items()} == {"own": 0, "job": 80}
+        servers.fit(model, ids, np.ones((40, 1)), batch_size=8, epochs=2, verbose=0)
+    assert len(layers["own"].rows()[0]) == 80
+
+
 @pytest.mark.parametrize("updates", deep_but(["local", "sync"], "local"))
 def test_weights_of_ids_and_regularized_rows_train_as_in_one_process(updates: str) -> None:
     factors = np.random.default_rng(1).uniform(size=IDS.shape).astype("float32")

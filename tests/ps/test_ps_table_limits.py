@@ -130,6 +130,19 @@ def test_rows_and_candidates_that_are_too_old_go():
     assert values_of(table, [1]) == [0]
 
 
+def test_a_table_may_have_numbers_of_its_own():
+    limits = TableLimits(min_count=3, max_age=10)
+    own, other = make_table(limits, min_count=1, max_age=0), make_table(limits)
+    for table in (own, other):
+        train(table, [1, 2], 1)
+    assert (ids_of(own), ids_of(other)) == ([1, 2], [])
+    for version in range(2, 4):
+        train(other, [2], version)
+    for table in (own, other):
+        train(table, [3], 40)
+    assert (ids_of(own), ids_of(other)) == ([1, 2, 3], [])
+
+
 def test_snapshot_keeps_the_rows_that_are_evicted():
     table = make_table(TableLimits(memory_bytes=4 * ROW_BYTES, when_full=WhenFull.EVICT))
     train(table, range(4), 1)
