@@ -18,12 +18,7 @@ from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import (
-    SHARED,
-    TABLE,
-    by_index,
-    kind_of,
-)
+from elasticcb.sharding.array_names import TABLE, by_index
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
 
@@ -36,8 +31,8 @@ class PushResult:
         status: a `pb.PushStatus`.
         version: of the model after it.
         rows: of embedding tables, by variable: the rows [n, dim] of the ids that were asked for.
-        optimizers: after a movement, what the servers' optimizers hold; None: nobody else has moved the model since the
-            worker's last exchange, so that it holds what the servers hold.
+        optimizers: after a movement, the steps and rates of the servers' optimizers; None: nobody else has moved the
+            model since the worker's last exchange, so that it holds what the servers hold.
     """
 
     status: int
@@ -239,7 +234,6 @@ class PSClient:
                 header.known_version = -1  # so that what came of it is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
-            header.optimizers = any(kind_of(name) != SHARED for name in push.optimizers)
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
             tensors = part.encode(header)
             if not self.staged:
@@ -291,7 +285,7 @@ class PSClient:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             request = self._request(server, None, pull=True)
-            request.header.awaited, request.header.optimizers = self._sequence, frame.header.optimizers
+            request.header.awaited = self._sequence
             (answer,) = self._exchange([server], [request])
         return pushed, answer is pushed
 

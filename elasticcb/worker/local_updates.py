@@ -63,7 +63,7 @@ class LocalUpdates:
         self._ps.pull()
         if overwritten or self._ps.versions != self._versions:
             _, optimizers = self._ps.pull_with_optimizers()
-            self._take(optimizers)
+            self._take(optimizers if self.is_behind else OptimizerState(shared=optimizers.shared))
 
     def forget(self) -> None:
         """What is not merged does not count: others do it."""
@@ -123,9 +123,9 @@ class LocalUpdates:
     def merge(self, loss: float, ends_task: bool) -> PushResult:
         """Has the movement since the last merge merged, and goes on from what comes of it.
 
-        What the optimizers hold of each variable is merged with it at the end of a task, so that servers know it when a
-        job ends. It takes as many bytes as the weights, or more, so workers that share it leave it out when a network
-        is slow for it.
+        What the optimizers hold of each variable is merged with it at the end of a task, for checkpoints and for new
+        workers. This one goes on with its own. It takes as many bytes as the weights, or more, so workers that share a
+        slow network leave it out now and then.
 
         Args:
             loss: of the last batch.
