@@ -20,6 +20,7 @@ from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSe
 HEAD = """
 import keras
 import numpy as np
+import tensorflow as tf
 
 import elasticcb.callbacks
 """

@@ -210,7 +210,11 @@ class Desk:
                     member = state.roster.member(lease.worker)
                     if member is not None:
                         self._processes.replace(member, "it made no progress on its task")
-            self._processes.check()
+            try:
+                self._processes.check()
+            except JobFailedError as failure:
+                state.error = failure  # the next call raises it, too, should the caller pass over it
+                raise
             self._processes.start_missing(self.address)
             state.note_roster()
             self._raise_failure(state)
