@@ -14,6 +14,7 @@ from elasticcb.cli.local_job import master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.process.logs import say
+from elasticcb.process.wording import how_many
 
 
 @click.command(context_settings=CONTEXT)
@@ -44,12 +45,13 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
         if workers:
             before = master.scale(workers)
             print(
-                f"{job} has {workers} workers from now on; there were {before}."
+                f"{job} has {how_many(workers, 'worker')} from now on; there were {before}."
                 if workers != before
-                else f"{job} has {workers} workers already."
+                else f"{job} has {how_many(workers, 'worker')} already."
             )
         if ps:
-            print(master.scale_servers(ps, on_wait=_say_wait) or f"{job} has {ps} parameter servers already.")
+            moved = master.scale_servers(ps, on_wait=_say_wait)
+            print(moved or f"{job} has {how_many(ps, 'parameter server')} already.")
 
 
 def _say_wait(waits_for: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import mean, stdev
 
+from elasticcb.process.wording import how_many
+
 _WARM_UP_SECONDS = 3.0  # after a change, before it counts
 _SAMPLE_SECONDS = 4.0  # workers report each half second
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 10  # of a measurement
@@ -163,7 +165,7 @@ class Autoscaler:
             following = candidate
         self.workers = following
         self._throughput = Throughput(now)
-        return Scaling(following, f"{here} -> {_workers(following)}: {story}")
+        return Scaling(following, f"{here} -> {how_many(following, 'worker')}: {story}")
 
     def _compare(self, number: int) -> str:
         """Compares `number` with the good one, which it may become; answers what was found."""
@@ -200,11 +202,7 @@ class Autoscaler:
         self._throughput = Throughput(now)
         self._wait_seconds = 2 * self._wait_seconds if search.good == search.began_with else _LOOK_AGAIN_SECONDS
         change = "stays with" if search.good == here else f"{here} ->"
-        return Scaling(search.good, f"{change} {_workers(search.good)}: {story}")
-
-
-def _workers(number: int) -> str:
-    return "1 worker" if number == 1 else f"{number} workers"
+        return Scaling(search.good, f"{change} {how_many(search.good, 'worker')}: {story}")
 
 
 def _do(workers: int) -> str:

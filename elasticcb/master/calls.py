@@ -20,6 +20,7 @@ from elasticcb.master.job_state import LATE, TaskResult
 from elasticcb.master.members import Member, Role
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.process.signals import interrupt
+from elasticcb.process.wording import how_many
 from elasticcb.settings import MOST_WORKERS, Command, JobSettings
 
 logger = logging.getLogger(__name__)
@@ -228,7 +229,7 @@ class Calls:
                 raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
             if workers != before:
                 self._desk.resize(Role.WORKER, workers)
-                state.say(f"The job has {workers} workers from now on; there were {before}.")
+                state.say(f"The job has {how_many(workers, 'worker')} from now on; there were {before}.")
             if state.autoscales:
                 state.end_autoscaling("the number of workers was set by hand")
             return before

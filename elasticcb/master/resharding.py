@@ -12,6 +12,7 @@ from typing import Any
 from elasticcb.clients.ps_link import Link
 from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.bucket_map import BUCKETS
@@ -45,7 +46,7 @@ class Moved:
 
     def __str__(self) -> str:
         return (
-            f"The job has {self.servers} parameter servers from now on; there were {self.before}. Moved "
+            f"The job has {how_many(self.servers, 'parameter server')} from now on; there were {self.before}. Moved "
             f"{self.buckets:,} of {BUCKETS:,} buckets ({_size(self.bytes)}) in {self.seconds:.1f} s; updates paused "
             f"for {self.paused:.1f} s."
         )
