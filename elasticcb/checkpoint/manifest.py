@@ -87,7 +87,7 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
             f"The checkpoint {folder} is of another model: {'; '.join(differences[:5])}{more}. Use the model "
-            "that wrote it (same --model_def and --model_params)."
+            "that wrote it (same --model_def and --model_params). To train another one with what fits: --init_from."
         )
 
 

@@ -137,7 +137,8 @@ def _check_follow(command: Command, given: GivenFlags) -> Iterator[str]:
 # ---------------------------------------------------------------- files and folders
 
 
-_MAY_BE_REMOTE = frozenset({"checkpoint_dir", "checkpoint_dir_for_init"})
+_INITIAL = ("checkpoint_dir_for_init", "init_from")  # checkpoints to begin with
+_MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})
 
 
 def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
@@ -145,7 +146,7 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
         ("checkpoint_dir", ""),
         ("output", " To send the export elsewhere, add elasticcb.callbacks.ModelUploader to the callbacks."),
         ("job_dir", ""),
-        ("checkpoint_dir_for_init", ""),
+        *((name, "") for name in _INITIAL),
     ):
         if name == "output" and command is not Command.TRAIN:
             continue
@@ -157,7 +158,7 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
                 yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a folder of this machine."
         elif is_url(given[name] or ""):
             yield f"{given.flag(name, with_value=True)} is a URL. Expected a folder of this machine.{hint}"
-        elif name != "checkpoint_dir_for_init" and command in BY_NAME[name].commands:
+        elif name not in _INITIAL and command in BY_NAME[name].commands:
             path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
             problem = "" if path is None else problem_of_folder(path)
             if problem:
@@ -189,10 +190,16 @@ def _check_machine(command: Command, given: GivenFlags) -> Iterator[str]:
 
 
 def _check_initial(command: Command, given: GivenFlags) -> Iterator[str]:
-    path = given.path("checkpoint_dir_for_init")
-    if path is None or "://" in given["checkpoint_dir_for_init"]:
+    for name in _INITIAL:
+        if command in BY_NAME[name].commands:
+            yield from _check_initial_folder(name, command, given)
+
+
+def _check_initial_folder(name: str, command: Command, given: GivenFlags) -> Iterator[str]:
+    path = given.path(name)
+    if path is None or "://" in given[name]:
         return
-    flag = given.flag("checkpoint_dir_for_init")
+    flag = given.flag(name)
     expected = "Expected a folder that `train --checkpoint_dir` has written."
     if command is Command.EVALUATE and given["follow"]:
         # The training job may not have begun to write.

@@ -31,7 +31,14 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.outer import outer_optimizer
-from elasticcb.optimizers.state import ModelState, OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.state import (
+    Key,
+    ModelState,
+    OptimizerState,
+    held_variables,
+    read_optimizers,
+    write_optimizers,
+)
 from elasticcb.optimizers.traits import (
     learning_rate_variable,
     may_serve_rows,
@@ -227,6 +234,13 @@ class ModelHost:
             return None
         owners = [spec.optimizer for spec in self.variables]
         return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
+
+    def fresh_state(self) -> tuple[ModelState, set[Key]]:
+        """The weights of a model that was not trained yet, and which slots its optimizers have, of what classes."""
+        owners = [spec.optimizer for spec in self.variables]
+        held = held_variables(model_optimizers(self.model), self.model.weights, owners)
+        weights, ids = self.weights()
+        return ModelState(0, weights, OptimizerState(optimizers=held.optimizers), ids), set(held.slots)
 
     @property
     def _continues(self) -> bool:

@@ -7,6 +7,7 @@ weights and the epoch; the queue is made, and workers take tasks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, newest_of_run, put_back
+from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import CheckpointError, JobFailedError
 from elasticcb.master.autoscaling import Autoscaling
@@ -120,7 +122,9 @@ def _take_over(order: Order, takeover: Takeover) -> str:
 
 def _build_model(order: Order) -> ModelOrigin:
     """The Keras side of the master, and where its weights come from."""
-    checkpoint = _initial_checkpoint(order)  # before the model is built, which asks it for its tables
+    checkpoint = _on_disk(
+        order, order.settings.checkpoint.directory_for_init
+    )  # before the model is built, which asks it for its tables
     initial = replace(order.settings.checkpoint, directory_for_init=checkpoint)
     host = order.make_host(replace(order.settings, checkpoint=initial))
     if order.make_program is None:  # else readers bring their indexes
@@ -129,16 +133,40 @@ def _build_model(order: Order) -> ModelOrigin:
     logger.info("The model is built")
     if order.make_program is not None:
         order.desk.begin_job(order.settings, order.make_program(), started=order.started)
-    memory = order.memory
+    memory, begin_warm = order.memory, functools.cache(functools.partial(_warm_start, order, host))
+    if memory is None:
+        begin_warm()  # what is wrong with it is said before servers get a model
     if memory is None or not order.settings.checkpoint.directory:
-        return ModelOrigin(host, checkpoint)
+        return ModelOrigin(host, checkpoint, warm_start=begin_warm)
     folder, run = checkpoints_on_disk(order.settings), memory.run
-    return ModelOrigin(host, checkpoint, lambda: newest_of_run(folder, run))
+    return ModelOrigin(host, checkpoint, lambda: newest_of_run(folder, run), begin_warm)
 
 
-def _initial_checkpoint(order: Order) -> str:
-    """The folder of the version that the job starts from, on a disk; "": from fresh weights."""
-    folder, say = order.settings.checkpoint.directory_for_init, order.display.message
+def _warm_start(order: Order, host: ModelHost) -> WarmStart | None:
+    """What the first weights take from another model's checkpoint. Raises `CheckpointError` when it does not fit."""
+    settings = order.settings.checkpoint
+    if not settings.init_from:
+        return None
+    if host.version:  # another `fit` of a model, which would lose what it has learned
+        order.display.message(
+            f"Nothing is taken from {settings.init_from}: the model has been trained for {host.version} steps already."
+        )
+        return None
+    try:
+        found = warm_start(Path(_on_disk(order, settings.init_from)), host.variables, settings.init_map)
+    except CheckpointError as error:
+        raise CheckpointError(as_user_writes(str(error), order.settings)) from error
+    order.display.message(found.summary())
+    return found
+
+
+def _on_disk(order: Order, folder: str) -> str:
+    """The folder of the version to start from, on a disk; "": none is given.
+
+    Args:
+        folder: of a version, or of several; or its URL.
+    """
+    say = order.display.message
     if not is_url(folder):
         return str(find_undamaged(folder, say)) if folder else ""
     copies = Path(order.settings.directory, INITIAL_FOLDER)
@@ -182,6 +210,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         ps.initialize(source)
         if source.checkpoint:
             order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+        if source.checkpoint or origin.warm_start() is not None:
             host.assign(*ps.client.weights())
     else:
         servers.learning_rate = lambda: memory.learning_rate

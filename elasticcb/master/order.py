@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elasticcb.checkpoint.warm_start import WarmStart
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.desk import Desk
@@ -86,12 +87,14 @@ class ModelOrigin:
 
     Attributes:
         checkpoint: the newest one on a disk; "": fresh weights.
+        warm_start: what fresh weights take from the checkpoint of another model; asked when they are needed.
         of_earlier_master: finds the newest one of this job, which another master began; "": there is none.
     """
 
     host: Any
     checkpoint: str
     of_earlier_master: Callable[[], str] | None = None  # not asked before it is needed: files are read through
+    warm_start: Callable[[], WarmStart | None] = lambda: None
 
     def source(self) -> InitialModel:
         """The newest checkpoint, or fresh weights."""
@@ -100,7 +103,11 @@ class ModelOrigin:
             self.of_earlier_master = None
         if self.checkpoint:
             return InitialModel(checkpoint=self.checkpoint)
-        host = self.host
+        host, warm_start = self.host, self.warm_start()
+        if warm_start is not None:
+            state, slots = host.fresh_state()
+            warm_start.apply(state, slots)
+            return InitialModel(state.weights, "", state.optimizer, 0, state.ids)
         weights, ids = host.weights()
         return InitialModel(weights, "", host.optimizer_state(), host.version, ids, host.used())
 

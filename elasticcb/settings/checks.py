@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from elasticcb.errors import UsageError
 from elasticcb.settings.choices import Updates, WhenFull, WorkerRange
+from elasticcb.settings.init_map import read_init_map
 from elasticcb.settings.job import JobSettings
 
 
@@ -130,6 +132,25 @@ def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
                 )
 
 
+def _initial(settings: JobSettings, said: Said) -> Iterator[str]:
+    checkpoint, init_from, init_map = settings.checkpoint, "checkpoint.init_from", "checkpoint.init_map"
+    if checkpoint.init_from and checkpoint.directory_for_init:
+        whole = "checkpoint.directory_for_init"
+        yield (
+            f"{said.with_value(init_from)} takes what fits from another model, {said.with_value(whole)} trains the "
+            "same model further. Leave one of them out."
+        )
+    if checkpoint.init_map and not checkpoint.init_from:
+        yield (
+            f"{said.with_value(init_map)} names variables of a checkpoint, but there is none. Add "
+            f"{said.name(init_from)}, or leave out {said.name(init_map)}."
+        )
+    try:
+        read_init_map(checkpoint.init_map)
+    except UsageError as error:
+        yield f"{said.with_value(init_map)}: {error}"
+
+
 def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
     if settings.cluster.ps_replicas == 1:
         for path, why in _conflicts_with_replicas(settings, _mode_path(said)):
@@ -180,4 +201,4 @@ def _tls(settings: JobSettings, said: Said) -> Iterator[str]:
                 )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _replicas, _silence, _tls)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _replicas, _silence, _tls)

@@ -149,6 +149,18 @@ class CheckpointOptions(Section):
         unit="CHECKPOINTS",
         minimum=0,
     )
+    init_from: str = setting(
+        "",
+        "Begin a new job with the weights and embedding rows of another model's checkpoint, matched by name: the "
+        "newest in this folder or URL, or this very checkpoint. Steps, epochs and versions count from 0.",
+        kind=Kind.FOLDER,
+    )
+    init_map: str = setting(
+        "",
+        "Names of variables or layers in the model, and in the checkpoint of --init_from, with commas between; NEW= "
+        "starts one fresh.",
+        unit="NEW=OLD,…",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,12 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
         (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
         (["--checkpoint_dir_for_init=data"], "holds no finished checkpoint"),
+        (["--init_from=nowhere"], "--init_from names"),
+        (["--init_from=data"], "holds no finished checkpoint"),
+        (["--init_map=a=b"], "--init_map=a=b names variables of a checkpoint, but there is none. Add --init_from"),
+        (["--init_from=checkpoints", "--init_map=a=b,c"], "'c' is not of the form NEW=OLD"),
+        (["--init_from=checkpoints", "--init_map=a=b,a="], "'a' is given twice"),
+        (["--init_from=checkpoints", "--checkpoint_dir_for_init=checkpoints"], "Leave one of them out"),
     ],
 )
 def test_wrong_flags_are_caught_before_anything_starts(workplace, complaint, flags, expected):

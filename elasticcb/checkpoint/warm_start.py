@@ -1,0 +1,213 @@
+"""A new job's first weights from the checkpoint of another model: variables are matched by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.errors import CheckpointError
+from elasticcb.optimizers.outer import without_outer
+from elasticcb.optimizers.state import Key, ModelState
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.settings.init_map import read_init_map
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.table_state import TableState, overlaid
+
+_SHOWN = 6  # names in a message
+_OF_HALF_A_STEP = {"accumulated_gradients"}  # slots that mean nothing to the first step of a job
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a job takes from a checkpoint.
+
+    Attributes:
+        folder: of the checkpoint's version.
+        specs: the job's variables.
+        saved: those of the checkpoint.
+        taken: by the job's variable, that of the checkpoint.
+    """
+
+    folder: Path
+    specs: Sequence[VariableSpec]
+    saved: Sequence[VariableSpec]
+    taken: Mapping[int, int]
+
+    def summary(self) -> str:
+        """What is taken, what starts fresh, and what is not used, for the user."""
+        fresh = [spec.path for index, spec in enumerate(self.specs) if index not in self.taken]
+        used = set(self.taken.values())
+        unused = [spec.path for index, spec in enumerate(self.saved) if index not in used]
+        return (
+            f"Taken from {self.folder}: {len(self.taken)} of {len(self.specs)} variables. Fresh: {_some(fresh)}. Not "
+            f"used of the checkpoint: {_some(unused)}."
+        )
+
+    def apply(self, state: ModelState, slots: Collection[Key]) -> None:
+        """Sets what is taken in `state`, the job's fresh one.
+
+        Args:
+            slots: that the job's optimizers have, where they are of the classes in `state.optimizer.optimizers`. Those
+                of other classes, and numbers of steps, start fresh.
+
+        Raises `CheckpointError` when a file is missing or damaged.
+        """
+        part = load_slices(self.folder, self.saved, partition(self.saved, 1, split=False)[0])
+        same_optimizers = without_outer(part.optimizers).optimizers == state.optimizer.optimizers
+        for new, old in self.taken.items():
+            names = [name for variable, name in slots if variable == new and name not in _OF_HALF_A_STEP]
+            names = names if same_optimizers else []
+            dtype, is_table = dtype_of(self.specs[new].dtype), bool(self.specs[new].table)
+            if not is_table and old not in part.tables:
+                state.weights[new] = part.weights[old].astype(dtype)
+                state.optimizer.slots |= {
+                    (new, name): part.slots[old, name] for name in names if (old, name) in part.slots
+                }
+            elif not is_table:  # the slots of ids without a row are not known
+                rows = np.array(state.weights[new])
+                rows[part.tables[old].ids] = part.tables[old].rows
+                state.weights[new] = rows
+            else:
+                self._set_table(state, new, _table(part, old, names))
+
+    def _set_table(self, state: ModelState, table: int, taken: TableState) -> None:
+        rows = state.weights[table]
+        ids = state.ids.get(table)
+        fresh = TableState(np.arange(len(rows), dtype=np.int64) if ids is None else ids, rows)
+        if np.isin(fresh.ids, taken.ids).all():
+            fresh = TableState(fresh.ids[:0], rows[:0], {name: slot[:0] for name, slot in taken.slots.items()})
+        whole = overlaid([fresh, taken])
+        state.weights[table], state.ids[table] = whole.rows.astype(dtype_of(self.specs[table].dtype)), whole.ids
+        state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
+
+
+def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
+    """A variable of the checkpoint as rows by id, with these slots."""
+    if variable in part.tables:
+        table = part.tables[variable]
+        return TableState(table.ids, table.rows, {name: table.slots[name] for name in names if name in table.slots})
+    rows = part.weights[variable]
+    slots = {name: part.slots[variable, name] for name in names if (variable, name) in part.slots}
+    return TableState(np.arange(len(rows), dtype=np.int64), rows, slots)
+
+
+def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> WarmStart:
+    """Which of a job's variables begin with which of a checkpoint's.
+
+    Args:
+        folder: of one version.
+        specs: the job's variables.
+        init_map: the setting.
+
+    Raises `CheckpointError` when a name of the map is unknown, a shape is another, or nothing matches.
+    """
+    saved = [
+        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
+        for each in read_manifest(folder)["variables"]
+    ]
+    specs, own = _without_model_name(specs)
+    saved, others = _without_model_name(saved)
+    renamed = {new.removeprefix(own): old.removeprefix(others) for new, old in read_init_map(init_map).items()}
+    taken = _Names([spec.path for spec in specs], [spec.path for spec in saved], folder).matched(renamed)
+    misfits = {new: old for new, old in taken.items() if not _fits(specs[new], saved[old])}
+    if misfits:
+        shown = "; ".join(
+            f"{specs[new].path!r} is {_shape(specs[new])} in the model, and {_shape(saved[old])} in the checkpoint"
+            + ("" if specs[new].path == saved[old].path else f" ({saved[old].path!r})")
+            for new, old in list(misfits.items())[:_SHOWN]
+        )
+        kept = [each for each in (init_map, *(f"{specs[new].path}=" for new in misfits)) if each]
+        raise CheckpointError(
+            f"--init_from={folder}: a variable can't begin with one of another shape or type: {shown}. Let it start "
+            f'fresh: --init_map "{",".join(kept)}"; or give it the shape of the checkpoint.'
+        )
+    return WarmStart(folder, specs, saved, taken)
+
+
+def _without_model_name(specs: Sequence[VariableSpec]) -> tuple[list[VariableSpec], str]:
+    """Variables by paths without what all of layers begin with, and that: Keras counts models in the name of a
+    Sequential or subclassed one ("sequential_2/hidden/kernel")."""
+    heads = {spec.path.partition("/")[0] for spec in specs}
+    if len(heads) > 1 or any(spec.path.count("/") < 2 for spec in specs):
+        return list(specs), ""
+    name = f"{heads.pop()}/" if heads else ""
+    return [replace(spec, path=spec.path.removeprefix(name)) for spec in specs], name
+
+
+def _fits(new: VariableSpec, old: VariableSpec) -> bool:
+    if not np.can_cast(dtype_of(old.dtype), dtype_of(new.dtype), "same_kind"):
+        return False
+    if not new.table and not old.table:
+        return new.shape == old.shape
+    # Of a table, rows by id: there may be more ids than in the checkpoint. 0 is any number of ids.
+    more_ids = not new.rows or 0 < old.rows <= new.rows
+    return bool(len(new.shape) == len(old.shape) == 2) and new.shape[1:] == old.shape[1:] and more_ids
+
+
+def _shape(spec: VariableSpec) -> str:
+    sizes = ["any" if spec.table and not index and not size else str(size) for index, size in enumerate(spec.shape)]
+    return f"{spec.dtype}[{', '.join(sizes)}]"
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Paths of variables: of the model, and of the checkpoint in a folder."""
+
+    model: Sequence[str]
+    checkpoint: Sequence[str]
+    folder: Path
+
+    def matched(self, renamed: Mapping[str, str]) -> dict[int, int]:
+        """By variable of the model, that of the checkpoint. Of equal paths, the n-th is the n-th."""
+        problems = [
+            *(self._unknown(new, self.model, "model") for new in renamed),
+            *(self._unknown(old, self.checkpoint, f"checkpoint {self.folder}") for old in renamed.values() if old),
+        ]
+        if any(problems):
+            raise CheckpointError("--init_map: " + " ".join(filter(None, problems)))
+        places: dict[str, list[int]] = {}
+        for index, path in enumerate(self.checkpoint):
+            places.setdefault(path, []).append(index)
+        taken = {}
+        for index, path in enumerate(self.model):
+            old = _renamed(path, renamed)
+            if old is not None and places.get(old):
+                taken[index] = places[old].pop(0)
+        if not taken:
+            raise CheckpointError(
+                f"--init_from={self.folder}: no variable of the model is in the checkpoint. The model has "
+                f"{_some(self.model)}; the checkpoint has {_some(self.checkpoint)}. Name layers as they were, or say "
+                "what they were called: --init_map NEW=OLD."
+            )
+        return taken
+
+    @staticmethod
+    def _unknown(name: str, paths: Sequence[str], where: str) -> str:
+        if any(path == name or path.startswith(f"{name}/") for path in paths):
+            return ""
+        layers = [path.rpartition("/")[0] for path in paths]
+        near = difflib.get_close_matches(name, [*paths, *dict.fromkeys(layers)], 1)
+        hint = f"Is it {near[0]!r}?" if near else f"It has {_some(paths)}."
+        return f"The {where} has no variable or layer {name!r}. {hint}"
+
+
+def _renamed(path: str, renamed: Mapping[str, str]) -> str | None:
+    """The path in the checkpoint of a variable of the model; None: it starts fresh. The longest name counts."""
+    name = path
+    while name:
+        if name in renamed:
+            return renamed[name] + path[len(name) :] if renamed[name] else None
+        name = name.rpartition("/")[0]
+    return path
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) or "nothing") + more

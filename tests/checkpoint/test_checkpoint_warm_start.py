@@ -1,0 +1,139 @@
+"""What a job takes from the checkpoint of another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elasticcb.checkpoint.parts import save_part
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.warm_start import warm_start
+from elasticcb.errors import CheckpointError
+from elasticcb.optimizers.state import ModelState, OptimizerState
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState
+
+ANY = TableSpec(None).to_json()
+SLOTS = {(index, "m") for index in range(9)}
+
+
+def spec(path: str, *shape: int, table: str = "", dtype: str = "float32") -> VariableSpec:
+    return VariableSpec(path, shape, dtype, True, table=table)
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.arange(1, 1 + np.prod(shape), dtype="float32").reshape(shape)
+
+
+SAVED = (
+    spec("user/rows", 0, 2, table=ANY),
+    spec("hidden/kernel", 4, 3),
+    spec("hidden/bias", 3),
+    spec("item/rows", 10, 2, table=TableSpec(10).to_json()),
+)
+IDS, ITEMS = np.array([7, 2, 900], np.int64), np.array([7, 2, 9], np.int64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two servers with two tables, and a slot `m` of each variable, ten times its weights."""
+    unfinished, files, parts, buckets = begin_version(tmp_path, 50), [], partition(SAVED, 2, False), even(2)
+    ids = {0: IDS, 3: ITEMS}
+    tables = {i: TableState(ids[i], array(3, 2), {"m": 10 * array(3, 2)}, used=np.full(3, 40)) for i in ids}
+    for index, slices in enumerate(parts):
+        weights = {part.variable: array(*SAVED[part.variable].shape) for part in slices}
+        slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
+        part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
+        part.tables = {number: table.part(index, buckets) for number, table in tables.items()}
+        files.append(save_part(unfinished, part, slices, index, 2))
+    return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files, buckets=buckets)
+
+
+def taken(folder: Path, specs: tuple[VariableSpec, ...], init_map: str = "", optimizer: str = "Adam") -> ModelState:
+    """A fresh model of zeros, after the start."""
+    weights = [np.zeros(each.shape, each.dtype) for each in specs]
+    state = ModelState(0, weights, OptimizerState(optimizers=(optimizer,)))
+    warm_start(folder, specs, init_map).apply(state, SLOTS)
+    return state
+
+
+def test_variables_of_the_same_names_are_taken_with_rows_and_slots_wherever_they_stand(folder):
+    specs = (SAVED[2], spec("city/rows", 0, 2, table=ANY), SAVED[0])
+    state = taken(folder, specs)
+    np.testing.assert_array_equal(state.weights[0], array(3))
+    np.testing.assert_array_equal(state.ids[2], np.sort(IDS))
+    np.testing.assert_array_equal(state.weights[2], array(3, 2)[[1, 0, 2]])
+    np.testing.assert_array_equal(state.optimizer.slots[2, "m"], 10 * array(3, 2)[[1, 0, 2]])
+    np.testing.assert_array_equal(state.optimizer.slots[0, "m"], 10 * array(3))
+    assert not len(state.weights[1])
+    assert not state.optimizer.shared  # steps count from 0
+    assert not state.used  # so do versions
+    assert warm_start(folder, specs, "").summary() == (
+        f"Taken from {folder}: 2 of 3 variables. Fresh: city/rows. Not used of the checkpoint: hidden/kernel, "
+        "item/rows."
+    )
+
+
+def test_slots_of_another_optimizer_start_fresh(folder):
+    state = taken(folder, SAVED, optimizer="SGD")
+    assert state.weights[1].any()
+    assert not state.optimizer.slots
+
+
+def test_names_of_variables_and_layers_are_mapped_and_the_longest_counts(folder):
+    specs = (spec("customer/rows", 0, 2, table=ANY), spec("top/kernel", 9, 3), spec("top/bias", 3))
+    state = taken(folder, specs, "customer=user, top=hidden, top/kernel=")
+    np.testing.assert_array_equal(state.ids[0], np.sort(IDS))
+    assert not state.weights[1].any()
+    np.testing.assert_array_equal(state.weights[2], array(3))
+
+
+@pytest.mark.parametrize("init_map", ["top=hidden", "sequential_2/top=hidden"])
+def test_the_number_that_keras_gives_a_model_does_not_count(folder, init_map):
+    specs = (spec("sequential_2/top/bias", 3), spec("sequential_2/hidden/kernel", 4, 3))
+    np.testing.assert_array_equal(taken(folder, specs, init_map).weights[0], array(3))
+    np.testing.assert_array_equal(taken(folder, specs, init_map).weights[1], array(4, 3))
+
+
+def test_an_embedding_may_move_to_the_servers_and_back_and_have_more_ids(folder):
+    to_table = spec("hidden/kernel", 6, 3, table=TableSpec(6).to_json())
+    from_table = spec("item/rows", 12, 2)
+    state = taken(folder, (to_table, from_table))
+    np.testing.assert_array_equal(state.weights[0], np.concatenate([array(4, 3), np.zeros((2, 3))]))
+    np.testing.assert_array_equal(state.ids[0], np.arange(6))
+    assert state.weights[1].shape == (12, 2)
+    np.testing.assert_array_equal(state.weights[1][ITEMS], array(3, 2))
+    assert not [key for key in state.optimizer.slots if key[0] in (0, 1)]  # those of new ids are not known
+    same = taken(folder, (spec("hidden/kernel", 4, 3, table=TableSpec(4).to_json()),))
+    np.testing.assert_array_equal(same.optimizer.slots[0, "m"], 10 * array(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("specs", "init_map", "expected"),
+    [
+        (
+            (SAVED[2], spec("hidden/kernel", 6, 3)),
+            "",
+            r"'hidden/kernel' is float32\[6, 3\] in the model, and float32\[4, 3\] in .*map .hidden/kernel=.; or",
+        ),
+        (
+            (SAVED[2], spec("user/rows", 0, 5, table=ANY)),
+            "hidden/bias=",
+            r'float32\[any, 5\] .* float32\[any, 2\].*--init_map "hidden/bias=,user/rows="',
+        ),
+        ((spec("user/rows", 10, 2, table=TableSpec(10).to_json()),), "", r"float32\[10, 2\]"),
+        ((spec("hidden/bias", 3, dtype="int32"),), "", r"int32\[3\] in the model, and float32\[3\]"),
+        ((spec("a/kernel", 4, 3),), "", "no variable of the model is in the checkpoint. The model has a/kernel; the"),
+        (SAVED, "usr=user", "The model has no variable or layer 'usr'. Is it 'user'?"),
+        (SAVED, "user=usr", "The checkpoint .* has no variable or layer 'usr'. Is it 'user'?"),
+        (SAVED, "zzz=user", "It has user/rows, hidden/kernel, hidden/bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_do(folder, specs, init_map, expected):
+    with pytest.raises(CheckpointError, match=expected):
+        warm_start(folder, specs, init_map)
