@@ -39,7 +39,7 @@ SLOW_MODEL = (
 )
 
 
-def model_of(columns: list[str], learning_rate: float = 0.05) -> keras.Model:
+def model_of(columns: list[str], learning_rate: float = 0.5) -> keras.Model:
     keras.utils.set_random_seed(len(columns))
     inputs = {name: keras.Input((1,), dtype="int64", name=name) for name in columns}
     kinds = {"user": lambda: Embedding(3, name="user_rows"), "city": lambda: Embedding(3, name="city_rows")}
@@ -51,7 +51,7 @@ def model_of(columns: list[str], learning_rate: float = 0.05) -> keras.Model:
         keras.layers.Dense(4, name="hidden")(keras.layers.Concatenate()(rows))
     )
     model = keras.Model(inputs, outputs)
-    model.compile(keras.optimizers.Adam(learning_rate), "mse")
+    model.compile(keras.optimizers.Adagrad(learning_rate), "mse")
     return model
 
 
@@ -72,6 +72,12 @@ def fit(model: keras.Model, num_ps: int, threshold: int, **checkpoint: str) -> N
 
 def weights(model: keras.Model, name: str) -> np.ndarray:
     return next(variable.numpy() for variable in model.weights if variable.path == name)
+
+
+def accumulator(model: keras.Model, name: str) -> np.ndarray:
+    """The slot of a variable."""
+    number = next(i for i, variable in enumerate(model.trainable_weights) if variable.path == name)
+    return model.optimizer._accumulators[number].numpy()
 
 
 def rows(model: keras.Model, layer: str) -> np.ndarray:
@@ -105,6 +111,9 @@ def test_a_model_with_one_more_feature_begins_with_the_last_one(tmp_path, messag
         np.testing.assert_array_equal(weights(still, name), weights(old, name))
     for layer in ("user", "item"):
         np.testing.assert_array_equal(rows(still, layer), rows(old, layer))
+    for name in ("hidden/bias", "click/kernel", "click/bias", "user_rows/embeddings"):  # grows with each step
+        assert (accumulator(still, name) >= accumulator(old, name)).all()
+        assert (accumulator(still, name) > accumulator(old, name) + 1e-4).any()
     assert int(still.optimizer.iterations) == 4
     assert f"Taken from {folder}: 5 of 7 variables. Fresh: " in messages.text
 
