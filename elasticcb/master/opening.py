@@ -122,10 +122,9 @@ def _take_over(order: Order, takeover: Takeover) -> str:
 
 def _build_model(order: Order) -> ModelOrigin:
     """The Keras side of the master, and where its weights come from."""
-    checkpoint = _on_disk(
-        order, order.settings.checkpoint.directory_for_init
-    )  # before the model is built, which asks it for its tables
-    initial = replace(order.settings.checkpoint, directory_for_init=checkpoint)
+    settings = order.settings.checkpoint
+    checkpoint = _on_disk(order, settings.directory_for_init)  # before the model is built, which asks it for its tables
+    initial = replace(settings, directory_for_init=checkpoint)
     host = order.make_host(replace(order.settings, checkpoint=initial))
     if order.make_program is None:  # else readers bring their indexes
         with order.desk.state() as state:
@@ -147,7 +146,7 @@ def _warm_start(order: Order, host: ModelHost) -> WarmStart | None:
     settings = order.settings.checkpoint
     if not settings.init_from:
         return None
-    if host.version:  # another `fit` of a model, which would lose what it has learned
+    if host.version:  # a second `fit`: keep the weights of the first
         order.display.message(
             f"Nothing is taken from {settings.init_from}: the model has been trained for {host.version} steps already."
         )
