@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from typing import Any
@@ -16,6 +17,7 @@ from elasticcb.errors import ModelFileError, UsageError
 from elasticcb.layers.combiners import COMBINERS, combine
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings.table import read_table_options
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.row_variables import RowVariable, fill
 
@@ -39,6 +41,8 @@ class Embedding(keras.layers.Layer):
         seed: of initial rows; made from the layer's name when None.
         embeddings_regularizer: adds to the loss, of the rows that a batch uses, each once; None: nothing. Padding that
             is left out is no use of its row.
+        learning_rate_multiplier: in a job, rows train with the optimizer's learning rate times this number, weight
+            decay included; None: 1.
         min_count: in a job, an id gets a row of its own after this many lookups in training; None: as the job's
             `embedding_min_count` says.
         max_age: in a job, rows that were not trained for this many versions are removed, 0: never; None: as the job's
@@ -72,15 +76,17 @@ class Embedding(keras.layers.Layer):
         embeddings_regularizer: Any = None,
         min_count: int | None = None,
         max_age: int | None = None,
+        learning_rate_multiplier: float | None = None,
         **kwargs: Any,
     ) -> None:
         _check_number("output_dim", output_dim)
         if input_dim is not None:
             _check_number("input_dim", input_dim)
-        if min_count is not None:
-            _check_number("min_count", min_count)
-        if max_age is not None:
-            _check_number("max_age", max_age, least=0)
+        self.table_options, problems = read_table_options(
+            {"min_count": min_count, "max_age": max_age, "learning_rate_multiplier": learning_rate_multiplier}
+        )
+        if problems:
+            raise UsageError("\n".join(f"Embedding: {problem}" for problem in problems))
         if combiner not in COMBINERS:
             raise UsageError(f"Embedding does not know the combiner {combiner!r}. Expected one of {COMBINERS}.")
         super().__init__(**kwargs)
@@ -90,7 +96,6 @@ class Embedding(keras.layers.Layer):
         self.mask_zero = mask_zero
         self.combiner = combiner
         self.seed = seed
-        self.min_count, self.max_age = min_count, max_age
         self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
         self.autocast = False
         self.supports_masking = mask_zero and combiner is None
@@ -181,7 +186,7 @@ class Embedding(keras.layers.Layer):
     def table_spec(self) -> TableSpec:
         """What the other processes of a job have to know of the table."""
         config = keras.saving.serialize_keras_object(self.embeddings_initializer)
-        return TableSpec(self.input_dim, json.dumps(config), self._table_seed(), self.min_count, self.max_age)
+        return TableSpec(self.input_dim, json.dumps(config), self._table_seed(), self.table_options)
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
         ids = self._as_integers(inputs)
@@ -311,11 +316,10 @@ class Embedding(keras.layers.Layer):
             "combiner": self.combiner,
             "seed": self.seed,
             "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
-            "min_count": self.min_count,
-            "max_age": self.max_age,
+            **dataclasses.asdict(self.table_options),
         }
 
 
-def _check_number(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"Embedding takes an integer of at least {least} as {name}. Received: {value!r}.")
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"Embedding takes an integer of at least 1 as {name}. Received: {value!r}.")

@@ -24,6 +24,7 @@ from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
+from elasticcb.master.table_settings import with_settings
 from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
@@ -172,7 +173,7 @@ class ModelHost:
             manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
             saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
             threshold = 0 if saved else sys.maxsize
-        return backend().find_tables(
+        found = backend().find_tables(
             self.model,
             batch,
             mode,
@@ -180,6 +181,7 @@ class ModelHost:
             lambda index: allowed(index) and (saved is None or index in saved),
             self._is_local,
         )
+        return with_settings(found, settings)
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
         """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""

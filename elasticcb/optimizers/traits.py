@@ -144,6 +144,12 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> kera
     return optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
 
 
+def multiply_learning_rate(optimizer: keras.optimizers.Optimizer, factor: float) -> None:
+    """Lets an optimizer update, and decay weights, by `factor` times the rate that it holds or computes."""
+    rate = optimizer._get_current_learning_rate
+    object.__setattr__(optimizer, "_get_current_learning_rate", lambda: rate() * factor)
+
+
 def not_cached(number: float) -> Array:
     """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
 

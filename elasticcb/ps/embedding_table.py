@@ -21,6 +21,7 @@ from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
@@ -55,7 +56,7 @@ class EmbeddingTable:
         slots: the initial row of each of the optimizer's slots, [dim], by name.
         limits: shared by all tables of the server; None: none.
         name: for messages.
-        min_count, max_age: as of `TableSpec`.
+        options: what is not set there limits nothing.
 
     Attributes:
         evicted: rows, so far.
@@ -69,15 +70,14 @@ class EmbeddingTable:
         slots: Mapping[str, Array],
         limits: TableLimits | None = None,
         name: str = "the embedding table",
-        min_count: int | None = None,
-        max_age: int | None = None,
+        options: TableOptions | None = None,
     ) -> None:
         self.name = name
         self._initial_values, self._initial_slots = initial_values, dict(slots)
         self._limits = TableLimits() if limits is None else limits
         self._rows = TableRows(dim, dtype, slots)
-        self._min_count = self._limits.min_count if min_count is None else min_count
-        self._max_age = self._limits.max_age if max_age is None else max_age
+        options = options or TableOptions()
+        self._min_count, self._max_age = options.min_count or 1, options.max_age or 0
         self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
         self.evicted = 0

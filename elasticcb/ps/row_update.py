@@ -11,6 +11,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from elasticcb.optimizers.traits import multiply_learning_rate
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.tf.row_variables import make_free_rows
 
@@ -22,13 +23,22 @@ class RowClone:
         optimizer: that the clone stands for.
         index: of the whole variable in the model.
         shape, dtype, path: of the whole variable, of rank 1 or more.
+        rate_multiplier: the clone's learning rate is the optimizer's times this.
 
     Attributes:
         slots: the initial row of each slot, [dim], by name.
         has_extras: whether the optimizer keeps for a variable what is not of its shape, and so not of its rows.
     """
 
-    def __init__(self, optimizer: ServerOptimizer, index: int, shape: tuple[int, ...], dtype: str, path: str) -> None:
+    def __init__(
+        self,
+        optimizer: ServerOptimizer,
+        index: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        path: str,
+        rate_multiplier: float = 1.0,
+    ) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
             self._rows = keras.Variable(
                 tf.zeros([1, *shape[1:]], dtype), dtype=dtype, trainable=True, name=path.rpartition("/")[2]
@@ -42,6 +52,8 @@ class RowClone:
                 make_free_rows(slot)
         self.has_extras = bool(clone.extras)
         self._optimizer = clone.optimizer
+        if rate_multiplier != 1:
+            multiply_learning_rate(self._optimizer, rate_multiplier)
         # A schedule needs no copy: it is a function of the iterations.
         self._shared = [(value, clone.shared[name]) for name, value in optimizer.shared.items()]
 

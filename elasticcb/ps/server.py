@@ -101,7 +101,7 @@ class PSServer:
             training=settings.training,
             make_optimizers=make_optimizers,
             access=self._access,
-            limits=TableLimits(table.memory_bytes, table.when_full, table.min_count, table.max_age),
+            limits=TableLimits(table.memory_bytes, table.when_full),
             recovery=(Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None,
             warn=self._warn,
             patience_seconds=settings.cluster.patience_seconds,

@@ -48,20 +48,14 @@ class Limited(Evictable, Protocol):
 class TableLimits:
     """What all tables of one server may hold together; the tables share this object.
 
-    `min_count` and `max_age` are of tables that have none of their own.
-
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
         when_full: what becomes of a new id then. Counts of ids without a row go in any case, those first that were
             not asked for for the longest time.
-        min_count: an id gets a row from so many lookups in training on, and keeps its initial value until then.
-        max_age: rows that were not trained for more versions than this go; 0: they stay.
     """
 
     memory_bytes: int = 0
     when_full: WhenFull = WhenFull.ERROR
-    min_count: int = 1
-    max_age: int = 0
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

@@ -33,6 +33,7 @@ class TableUpdate:
         optimizer: that the table is trained by. Its variables need not include the table.
         index: of the table in the model.
         spec: of the table.
+        rate_multiplier: of the table, by which the optimizer's learning rate is multiplied.
 
     Attributes:
         kind: the optimizer's class name.
@@ -42,11 +43,13 @@ class TableUpdate:
     Raises `ModelFileError` for an optimizer that needs more than single rows.
     """
 
-    def __init__(self, optimizer: ServerOptimizer, index: int, spec: VariableSpec) -> None:
+    def __init__(
+        self, optimizer: ServerOptimizer, index: int, spec: VariableSpec, rate_multiplier: float = 1.0
+    ) -> None:
         self.kind = optimizer.kind
         if not may_update_rows(optimizer.optimizer):
             raise _not_by_rows(self.kind, spec)
-        self._clone = RowClone(optimizer, index, spec.shape, spec.dtype, spec.path)
+        self._clone = RowClone(optimizer, index, spec.shape, spec.dtype, spec.path, rate_multiplier)
         if self._clone.has_extras:
             raise _not_by_rows(self.kind, spec)
         self.slots = self._clone.slots

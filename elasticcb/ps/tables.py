@@ -41,7 +41,7 @@ class Tables:
         index: of this server.
         buckets: which rows it holds.
         optimizers: of the model; None where nothing is trained.
-        limits: of memory and age.
+        limits: of memory.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Tables:
         limits: TableLimits,
     ) -> None:
         self._specs = specs
+        self._described = {number: TableSpec.from_json(spec.table) for number, spec in enumerate(specs) if spec.table}
         self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
         self._initial: dict[int, InitialValues] = {}  # of tables that make rows
@@ -61,28 +62,27 @@ class Tables:
         self._update_all = TableUpdates(self._updates)
         if optimizers is not None:
             self.train_by(optimizers)
-        for number, spec in enumerate(specs):
-            if spec.table:
-                self._tables[number] = self._make(number, limits)
+        for number in self._described:
+            self._tables[number] = self._make(number, limits)
 
     def train_by(self, optimizers: OptimizerSet) -> None:
         """Updates by these optimizers from now on, which have the slots of those before."""
         shared: dict[Any, TableUpdate] = {}
         self._updates = {}
-        for number, spec in enumerate(self._specs):
-            if spec.table and spec.trainable:
-                optimizer = optimizers.of(number)
-                kind: Any = (optimizer, spec.shape[1:], spec.dtype, spec.no_weight_decay)
+        for number, table in self._described.items():
+            spec = self._specs[number]
+            if spec.trainable:
+                optimizer, multiplier = optimizers.of(number), table.options.learning_rate_multiplier or 1.0
+                kind: Any = (optimizer, spec.shape[1:], spec.dtype, spec.no_weight_decay, multiplier)
                 if not may_join(optimizer.optimizer):
                     kind = number
                 if kind not in shared:
-                    shared[kind] = TableUpdate(optimizer, number, spec)
+                    shared[kind] = TableUpdate(optimizer, number, spec, multiplier)
                 self._updates[number] = shared[kind]
         self._update_all = TableUpdates(self._updates)
 
     def _make(self, number: int, limits: TableLimits) -> EmbeddingTable:
-        spec = self._specs[number]
-        table = TableSpec.from_json(spec.table)
+        spec, table = self._specs[number], self._described[number]
         values = None
         if table.initializer:
             try:
@@ -105,8 +105,7 @@ class Tables:
             slots,
             limits,
             f"the embedding table {spec.path!r}",
-            table.min_count,
-            table.max_age,
+            table.options,
         )
 
     def __getitem__(self, number: int) -> EmbeddingTable:

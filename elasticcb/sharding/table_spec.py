@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticcb.errors import WireError
+from elasticcb.settings.definition import build
+from elasticcb.settings.table import TableOptions
 
 
 @dataclass(frozen=True)
@@ -18,15 +20,13 @@ class TableSpec:
         initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
             given before training.
         seed: of initial rows.
-        min_count: lookups in training until an id gets a row; None: as the job's setting says.
-        max_age: rows that were not trained for more versions go; None: as the job's setting says.
+        options: how its rows come, train and go.
     """
 
     input_dim: int | None
     initializer: str = ""
     seed: int = 0
-    min_count: int | None = None
-    max_age: int | None = None
+    options: TableOptions = field(default_factory=TableOptions)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -35,6 +35,7 @@ class TableSpec:
     def from_json(cls, text: str) -> TableSpec:
         """Raises `WireError` when `text` is none."""
         try:
-            return cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+            spec: TableSpec = build(cls, json.loads(text))
+            return spec
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"{text!r} does not describe an embedding table: {error}.") from error

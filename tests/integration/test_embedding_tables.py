@@ -166,6 +166,38 @@ def test_each_table_may_have_limits_of_its_own() -> None:
     assert len(layers["own"].rows()[0]) == 80
 
 
+class SlowTable(keras.optimizers.Adagrad):
+    """The learning rate of a table of rows of 3 is a quarter of the others'."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate * (0.25 if variable.shape[-1] == 3 else 1))
+
+
+@pytest.mark.parametrize("updates", deep_but(["local", "sync", "async"], "local"))
+def test_a_table_may_have_a_learning_rate_of_its_own(updates: str) -> None:
+    ids = np.random.default_rng(0).permutation(VOCABULARY)[:, None]  # none twice: Keras squares each gradient
+    ids, labels = np.concatenate([ids, ids], 0), np.concatenate([ids, ids], 0) / VOCABULARY
+
+    def model(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((1,), dtype="int64")
+        layers = [Embedding(3, learning_rate_multiplier=0.25, name="slow"), Embedding(8, name="fast")]
+        found = keras.layers.Concatenate()([layer(inputs) for layer in layers])
+        made = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(found)))
+        for layer in layers:
+            layer.set_rows(np.arange(VOCABULARY))
+        made.compile(optimizer, "mse")
+        return made
+
+    ours, plain = model(keras.optimizers.Adagrad(0.1)), model(SlowTable(0.1))
+    given = {"batch_size": 30, "shuffle": False, "verbose": 0}
+    with cluster(updates=updates) as servers:
+        servers.fit(ours, ids, labels, **given)
+    plain.fit(ids, labels, **given)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("updates", deep_but(["local", "sync"], "local"))
 def test_weights_of_ids_and_regularized_rows_train_as_in_one_process(updates: str) -> None:
     factors = np.random.default_rng(1).uniform(size=IDS.shape).astype("float32")

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, UsageError
 from elasticcb.layers import Embedding
+from elasticcb.settings.table import TableOptions
 
 HELD = np.array([9, 2, 2**40])
 ROWS = np.arange(1.0, 10.0, dtype="float32").reshape(3, 3)
@@ -243,7 +244,19 @@ def test_arguments_that_make_no_sense_are_refused():
         Embedding(0)
     with pytest.raises(UsageError, match="input_dim"):
         Embedding(3, input_dim=1.5)
+    with pytest.raises(UsageError, match=r"Embedding: min_count=0 can't be. Expected at least 1\.$"):
+        Embedding(3, min_count=0)
+    for wrong in (0, -1.0, float("nan"), True, "0.1"):
+        with pytest.raises(UsageError, match=r"learning_rate_multiplier=.* can't be\. Expected"):
+            Embedding(3, learning_rate_multiplier=wrong)
     with pytest.raises(UsageError, match="combiner 'max'"):
         Embedding(3, combiner="max")
     with pytest.raises(ModelFileError, match="Orthogonal"):
         Embedding(3, embeddings_initializer=keras.initializers.Orthogonal())
+
+
+def test_settings_of_the_table_are_in_the_config_of_the_layer():
+    given = {"min_count": 3, "max_age": 10, "learning_rate_multiplier": 0.5}
+    again = Embedding.from_config(Embedding(3, **given).get_config())
+    assert again.table_spec().options == TableOptions(**given)
+    assert again.get_config() == Embedding(3, name=again.name, **given).get_config()

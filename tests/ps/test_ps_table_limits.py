@@ -7,6 +7,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import WhenFull
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
 
@@ -14,7 +15,7 @@ DIM = 2
 ROW_BYTES = EmbeddingTable(DIM, "float32", None, {}).row_bytes
 
 
-def make_table(limits, initial_values=lambda ids: np.zeros((len(ids), DIM), np.float32), **kwargs):
+def make_table(limits=None, initial_values=lambda ids: np.zeros((len(ids), DIM), np.float32), **kwargs):
     return EmbeddingTable(DIM, "float32", initial_values, {}, limits, **kwargs)
 
 
@@ -89,8 +90,9 @@ def test_cap_is_that_of_all_tables_together():
 
 
 def test_rows_that_were_given_are_never_evicted():
-    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT, max_age=2)
-    given, other = make_table(limits, initial_values=None), make_table(limits)
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT)
+    ages = TableOptions(max_age=2)
+    given, other = make_table(limits, None, options=ages), make_table(limits, options=ages)
     given.load(TableState(np.arange(6), np.zeros((6, DIM), np.float32)), 0)
     for version in range(1, 20):
         train(other, [version], version)
@@ -110,7 +112,7 @@ def test_evicting_costs_one_look_at_all_rows_for_many_new_ones():
 
 
 def test_id_gets_a_row_from_its_third_time_on():
-    table = make_table(TableLimits(min_count=3))
+    table = make_table(options=TableOptions(min_count=3))
     for version in range(1, 6):
         train(table, [7, version + 100], version)
         table.lookup(np.array([50]), False)  # an evaluation does not count
@@ -120,7 +122,7 @@ def test_id_gets_a_row_from_its_third_time_on():
 
 
 def test_rows_and_candidates_that_are_too_old_go():
-    table = make_table(TableLimits(min_count=2, max_age=10))
+    table = make_table(options=TableOptions(min_count=2, max_age=10))
     for version in (1, 2):
         train(table, [1, 2, version + 100], version)
     for version in range(3, 16):
@@ -131,8 +133,8 @@ def test_rows_and_candidates_that_are_too_old_go():
 
 
 def test_a_table_may_have_numbers_of_its_own():
-    limits = TableLimits(min_count=3, max_age=10)
-    own, other = make_table(limits, min_count=1, max_age=0), make_table(limits)
+    limits = TableLimits()
+    own, other = make_table(limits), make_table(limits, options=TableOptions(min_count=3, max_age=10))
     for table in (own, other):
         train(table, [1, 2], 1)
     assert (ids_of(own), ids_of(other)) == ([1, 2], [])
@@ -168,8 +170,8 @@ def test_checkpoint_of_more_rows_than_may_be_held_is_an_error_where_a_full_table
 
 @pytest.mark.parametrize("when_full", list(WhenFull))
 def test_candidates_make_room_for_rows(when_full):
-    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
-    table = make_table(limits)
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full)
+    table = make_table(limits, options=TableOptions(min_count=2))
     for version, start in enumerate(range(0, 100, 5), 1):
         train(table, [*range(3), 3 + start], version)
     assert ids_of(table) == [0, 1, 2]
@@ -181,15 +183,16 @@ def test_candidates_make_room_for_rows(when_full):
 
 @pytest.mark.parametrize("when_full", list(WhenFull))
 def test_counts_of_ids_without_a_row_stay_below_the_cap_where_no_row_is_ever_made(when_full):
-    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full, min_count=2)
-    table = make_table(limits)
+    limits = TableLimits(memory_bytes=10 * ROW_BYTES, when_full=when_full)
+    table = make_table(limits, options=TableOptions(min_count=2))
     for start in range(0, 1000, 100):
         table.lookup(np.arange(start, start + 100), True)
         assert limits.bytes <= limits.memory_bytes
 
 
 def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
-    table = make_table(TableLimits(memory_bytes=400 * ROW_BYTES, when_full=WhenFull.EVICT, min_count=3))
+    limits = TableLimits(memory_bytes=400 * ROW_BYTES, when_full=WhenFull.EVICT)
+    table = make_table(limits, options=TableOptions(min_count=3))
     others = iter(range(1000, 10**9))
     for version in range(1, 300):
         rare = version % 10  # each of ten comes in every tenth batch
@@ -203,7 +206,7 @@ def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
 
 
 def test_row_of_which_nobody_knows_when_it_was_trained_counts_as_trained_now():
-    table = make_table(TableLimits(max_age=10))
+    table = make_table(options=TableOptions(max_age=10))
     table.load(TableState(np.arange(20), np.ones((20, DIM), np.float32)), 1000)
     for version in range(1001, 1010):
         train(table, [0], version)
@@ -215,7 +218,7 @@ def test_row_of_which_nobody_knows_when_it_was_trained_counts_as_trained_now():
 
 
 def test_rows_age_from_zero_on_where_versions_do():
-    table = make_table(TableLimits(max_age=10))
+    table = make_table(options=TableOptions(max_age=10))
     table.load(TableState(np.arange(3), np.ones((3, DIM), np.float32), used=np.array([900, 990, 1000])), 0)
     for version in range(1, 15):
         train(table, [1], version)

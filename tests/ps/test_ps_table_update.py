@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import keras
 import numpy as np
 import pytest
@@ -131,6 +133,54 @@ def test_rate_that_was_set_is_used_for_rows_from_then_on():
     optimizer.set_learning_rate(0.25)
     train(table, update, ids, ones, 2)
     np.testing.assert_array_equal(table.lookup(ids, False), initial(ids) - np.float32(0.5) - np.float32(0.25))
+
+
+def with_rate(name, rate):
+    """One of each class that may update rows."""
+    if name == "a user's own":
+        return ElementwiseSigned(rate)
+    more = {
+        "SGD": {"momentum": 0.9, "nesterov": True},
+        "AdamW": {"weight_decay": 0.1},
+        "Ftrl": {"l1_regularization_strength": 0.01},
+        "Lion": {"weight_decay": 0.1},
+        "RMSprop": {"momentum": 0.5, "clipnorm": 2.0},
+    }
+    return getattr(keras.optimizers, name)(rate, **more.get(name, {}))
+
+
+RATES = {
+    "a number": lambda factor: 0.1 * factor,
+    "a schedule": lambda factor: keras.optimizers.schedules.ExponentialDecay(0.1 * factor, 2, 0.5),
+    "a function": lambda factor: lambda: 0.1 * factor,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        *product(["SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam", "Lion"], RATES),
+        ("a user's own", "a number"),
+    ],
+)
+def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(name, rate):
+    optimizer, bias = server_optimizer(lambda: with_rate(name, RATES[rate](1)))
+    update = TableUpdate(optimizer, 1, SPEC, 0.25)
+    table = make_table(update)
+    plain, whole = with_rate(name, RATES[rate](0.25)), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
+    other = keras.Variable(np.zeros(3, np.float32), name="bias")
+    plain.build([other, whole])
+    random = np.random.default_rng(1)
+    for version in range(1, STEPS):
+        gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
+        train(table, update, np.arange(ROWS), gradients, version)
+        optimizer.optimizer.apply([tf.ones(3)], [bias])
+        plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
+        if version == 3 and rate == "a number":  # a rate that is set counts, too
+            optimizer.set_learning_rate(0.02)
+            plain.learning_rate = 0.005
+    np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(bias.numpy(), other.numpy())  # which trains at the rate itself
 
 
 def test_several_tables_are_updated_as_each_alone():

@@ -1,0 +1,47 @@
+"""What may be set for one embedding table: arguments of its layer, and values of --embedding_tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elasticcb.settings.definition import Section, setting, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(Section):
+    """Settings of one embedding table; what is None is set elsewhere, or nowhere."""
+
+    learning_rate_multiplier: float | None = setting(
+        None,
+        "The rows train with the optimizer's learning rate times this number.",
+        above=0,
+        because="trainable=False freezes a layer.",
+    )
+    min_count: int | None = setting(None, "An id gets a row of its own after this many lookups in training.", minimum=1)
+    max_age: int | None = setting(
+        None, "Rows that were not trained for this many versions are removed; 0: never.", minimum=0
+    )
+
+    def over(self, others: TableOptions) -> TableOptions:
+        """These, and where nothing is set here, `others`."""
+        own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return dataclasses.replace(others, **own)
+
+
+def read_table_options(given: Mapping[str, Any]) -> tuple[TableOptions, list[str]]:
+    """The options among `given`, and what is wrong with the others, as sentences."""
+    known = {option.field: option for option in settings_of(TableOptions)}
+    values, problems = {}, []
+    for name, value in given.items():
+        if name not in known:
+            problems.append(f"A table has no setting {name!r}. Expected one of {', '.join(known)}.")
+            continue
+        read, expected = known[name].read(value)
+        if expected:
+            problems.append(f"{name}={value!r} can't be. {expected}")
+        else:
+            values[name] = read
+    return TableOptions(**values), problems
