@@ -43,6 +43,8 @@ class Embedding(keras.layers.Layer):
             is left out is no use of its row.
         learning_rate_multiplier: in a job, rows train with the optimizer's learning rate times this number, weight
             decay included; None: 1.
+        max_rows: in a job, so many ids have a row, on all parameter servers together; what happens then is what the
+            job's `embedding_when_full` says. None: no limit.
         min_count: in a job, an id gets a row of its own after this many lookups in training; None: as the job's
             `embedding_min_count` says.
         max_age: in a job, rows that were not trained for this many versions are removed, 0: never; None: as the job's
@@ -77,13 +79,19 @@ class Embedding(keras.layers.Layer):
         min_count: int | None = None,
         max_age: int | None = None,
         learning_rate_multiplier: float | None = None,
+        max_rows: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_number("output_dim", output_dim)
         if input_dim is not None:
             _check_number("input_dim", input_dim)
         self.table_options, problems = read_table_options(
-            {"min_count": min_count, "max_age": max_age, "learning_rate_multiplier": learning_rate_multiplier}
+            {
+                "min_count": min_count,
+                "max_age": max_age,
+                "learning_rate_multiplier": learning_rate_multiplier,
+                "max_rows": max_rows,
+            }
         )
         if problems:
             raise UsageError("\n".join(f"Embedding: {problem}" for problem in problems))

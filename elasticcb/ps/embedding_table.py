@@ -56,10 +56,11 @@ class EmbeddingTable:
         slots: the initial row of each of the optimizer's slots, [dim], by name.
         limits: shared by all tables of the server; None: none.
         name: for messages.
-        options: what is not set there limits nothing.
+        options: what is not set there limits nothing; `max_rows` is that of this server.
 
     Attributes:
         evicted: rows, so far.
+        max_rows: so many it may hold; 0: no limit.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class EmbeddingTable:
         self._rows = TableRows(dim, dtype, slots)
         options = options or TableOptions()
         self._min_count, self._max_age = options.min_count or 1, options.max_age or 0
+        self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
         self.evicted = 0
@@ -87,8 +89,12 @@ class EmbeddingTable:
 
     def find(self, ids: Array) -> RowPlaces:
         """Which of `ids` (int64 [n]) have rows; for `lookup`."""
-        places = self._rows.index.find(ids)
+        places = self.places(ids)
         return RowPlaces(places, np.flatnonzero(places < 0), self.evicted)
+
+    def places(self, ids: Array) -> Array:
+        """Where the rows of `ids` (int64 [n]) are now, -1 where there is none: int64 [n]."""
+        return self._rows.index.find(ids)
 
     def lookup(self, ids: Array, create: bool, found: RowPlaces | None = None, initial: Array | None = None) -> Array:
         """The rows of `ids` (int64 [n]), a new array [n, dim].
@@ -125,7 +131,7 @@ class EmbeddingTable:
         A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
         age limits rows, the row is made again.
         """
-        places = self._rows.index.find(ids)
+        places = self.places(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
             if self._min_count <= 1 and self._limits.when_full is WhenFull.ERROR:  # it takes no other row's place
@@ -157,11 +163,10 @@ class EmbeddingTable:
         """Adds rows for `ids[missing]`, of the values `initial`, as far as allowed; `places` gets their places."""
         admitted = self._candidates.count(ids[missing], self._version)
         chosen = np.flatnonzero(admitted)
-        present = places[places >= 0]
         before = self.evicted
-        room = self._limits.room(self, len(chosen), present)
+        room = self._limits.room(self, len(chosen), ids)
         if self.evicted != before:  # the others may have moved
-            places[:] = self._rows.index.find(ids)
+            places[:] = self.places(ids)
         chosen = chosen[:room]
         if len(chosen):
             places[missing[chosen]] = self._rows.add(ids[missing[chosen]], initial[chosen], self._version)
@@ -233,7 +238,7 @@ class EmbeddingTable:
 
     def select(self, ids: Array) -> TableState:
         """The rows of those of `ids` (int64 [n], unique) that have one."""
-        places = self._rows.index.find(ids)
+        places = self.places(ids)
         return self._rows.at(places[places >= 0])
 
     def put(self, state: TableState) -> None:
@@ -295,7 +300,7 @@ class EmbeddingTable:
 
     def _completed(self, state: TableState, version: int) -> TableState:
         """`state`, with what it lacks as it is here."""
-        places = self._rows.index.find(state.ids)
+        places = self.places(state.ids)
         here = np.flatnonzero(places >= 0)
         completed = self._rows.completed(state, here, places[here], version)
         assert completed.used is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +32,15 @@ class Evictable(Protocol):
 class Limited(Evictable, Protocol):
     """A table, as the limits see it."""
 
+    name: str
+    max_rows: int  # 0: no limit
+
+    def __len__(self) -> int:
+        """How many rows it holds."""
+
+    def places(self, ids: Array) -> Array:
+        """Of the rows of `ids`, -1 where there is none: int64 [n]."""
+
     @property
     def may_lose_rows(self) -> bool:
         """Rows that were given can't be made again."""
@@ -46,12 +55,12 @@ class Limited(Evictable, Protocol):
 
 @dataclass
 class TableLimits:
-    """What all tables of one server may hold together; the tables share this object.
+    """What all tables of one server may hold together, each within its own `max_rows`; they share this object.
 
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
-        when_full: what becomes of a new id then. Counts of ids without a row go in any case, those first that were
-            not asked for for the longest time.
+        when_full: what becomes of a new id then, or in a table of `max_rows`. Counts of ids without a row go in any
+            case when memory is short, those first that were not asked for for the longest time.
     """
 
     memory_bytes: int = 0
@@ -67,16 +76,28 @@ class TableLimits:
         """How many of `rows` new rows `table` may add, after making room where that is allowed.
 
         Args:
-            keep: places in `table` that stay, int64 [n].
+            keep: ids of `table` whose rows stay, int64 [n].
 
         Raises `ElasticCBError` when they can't be added and the limits say so.
         """
-        fitting = self._fitting(table, rows)
+        allowed = _allowed(table, rows)
+        if allowed < rows and self.when_full is WhenFull.EVICT and table.may_lose_rows:
+            wanted = max(len(table) + rows - table.max_rows, int(table.max_rows * _EVICTED_AT_ONCE))
+            self._evict([table], wanted * table.row_bytes, table, keep)
+            allowed = _allowed(table, rows)
+        fitting = self._fitting(table, allowed)
         # Without new rows, ids that are counted now may need it.
-        if fitting < rows or (self.memory_bytes and self.bytes > self.memory_bytes):
-            wanted = rows * table.row_bytes - (self.memory_bytes - self.bytes)
-            self._evict(max(wanted, int(self.memory_bytes * _EVICTED_AT_ONCE)), table, keep)
-            fitting = self._fitting(table, rows)
+        if fitting < allowed or (self.memory_bytes and self.bytes > self.memory_bytes):
+            wanted = max(
+                allowed * table.row_bytes - (self.memory_bytes - self.bytes), int(self.memory_bytes * _EVICTED_AT_ONCE)
+            )
+            # Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would
+            # never get a row, however old the rows are that stay.
+            losing: list[Evictable] = [each.candidates for each in self.tables]
+            if self.when_full is WhenFull.EVICT:
+                losing += [each for each in self.tables if each.may_lose_rows]
+            self._evict(losing, wanted, table, keep)
+            fitting = self._fitting(table, allowed)
         if fitting < rows and self.when_full is not WhenFull.INITIAL:
             raise self._full(table, rows)
         return fitting
@@ -86,7 +107,7 @@ class TableLimits:
 
         Raises `ElasticCBError` when that is not all, and none may be left out.
         """
-        fitting = self._fitting(table, rows)
+        fitting = self._fitting(table, _allowed(table, rows))
         if fitting < rows and (self.when_full is WhenFull.ERROR or not table.may_lose_rows):
             raise self._full(table, rows)
         return fitting
@@ -97,33 +118,34 @@ class TableLimits:
         return max(0, min(rows, (self.memory_bytes - self.bytes) // table.row_bytes))
 
     def _full(self, table: Limited, rows: int) -> ElasticCBError:
+        if _allowed(table, rows) < rows:
+            return ElasticCBError(
+                f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table):,} rows of it, "
+                f"{rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
+                + self._advice("Raise max_rows")
+            )
         return ElasticCBError(
             f"The embedding tables of a parameter server are full: they hold {self.bytes:,} bytes, {rows:,} new rows "
-            f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. {self._advice()}"
+            f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. "
+            + self._advice("Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps)")
         )
 
-    def _advice(self) -> str:
-        more = "Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps), or"
+    def _advice(self, more: str) -> str:
         if self.when_full is WhenFull.EVICT:
-            return f"All rows that may go have gone. {more} make batches smaller."
-        return f"{more} choose another --embedding_when_full than 'error' ('evict' or 'initial')."
+            return f"All rows that may go have gone. {more}, or make batches smaller."
+        return f"{more}, or choose another --embedding_when_full than 'error' ('evict' or 'initial')."
 
-    def _evict(self, wanted_bytes: int, table: Limited, keep: Array | None) -> None:
-        """Frees `wanted_bytes`, or all that may go.
-
-        Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would never
-        get a row, however old the rows are that stay.
-        """
-        losing: list[Evictable] = [each.candidates for each in self.tables]
-        if self.when_full is WhenFull.EVICT:
-            losing += [each for each in self.tables if each.may_lose_rows]
+    @staticmethod
+    def _evict(losing: Sequence[Evictable], wanted_bytes: int, table: Limited, keep: Array | None) -> None:
+        """Frees `wanted_bytes` of what `losing` hold, the oldest first, or all that may go."""
         losing = [each for each in losing if len(each.used)]
         if not losing:
             return
         ages = [each.used.copy() for each in losing]
         newest = max(int(age.max()) for age in ages) + 1
         if keep is not None and table in losing:
-            ages[losing.index(table)][keep] = newest
+            places = table.places(keep)
+            ages[losing.index(table)][places[places >= 0]] = newest
         last = _last_version_to_go(ages, [each.row_bytes for each in losing], wanted_bytes, newest)
         going = [np.flatnonzero(age < last) for age in ages]
         wanted_bytes -= sum(len(places) * each.row_bytes for each, places in zip(losing, going, strict=True))
@@ -134,6 +156,11 @@ class TableLimits:
                 places = np.concatenate([places, same])
             if len(places):
                 each.evict(places)
+
+
+def _allowed(table: Limited, rows: int) -> int:
+    """How many of `rows` more rows a table may have by its `max_rows`."""
+    return max(0, min(rows, table.max_rows - len(table))) if table.max_rows else rows
 
 
 def _last_version_to_go(ages: Iterable[Array], row_bytes: Iterable[int], wanted_bytes: int, newest: int) -> int:

@@ -22,7 +22,7 @@ from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Rows
 from elasticcb.sharding.table_spec import TableSpec
@@ -105,8 +105,17 @@ class Tables:
             slots,
             limits,
             f"the embedding table {spec.path!r}",
-            table.options,
+            replace(table.options, max_rows=self._share(table.options.max_rows or 0)),
         )
+
+    def _share(self, rows: int) -> int:
+        """This server's part of `rows` of a table, as its buckets are of all; 1 at least, unless there are none."""
+        before, own = (
+            np.count_nonzero(found)
+            for found in (self._buckets.owners < self._index, self._buckets.owners == self._index)
+        )
+        share = rows * (before + own) // BUCKETS - rows * before // BUCKETS
+        return max(share, min(rows, 1))
 
     def __getitem__(self, number: int) -> EmbeddingTable:
         """Raises `WireError` for a variable that is no table."""

@@ -24,6 +24,9 @@ class TableOptions(Section):
     max_age: int | None = setting(
         None, "Rows that were not trained for this many versions are removed; 0: never.", minimum=0
     )
+    max_rows: int | None = setting(
+        None, "So many ids have a row, on all parameter servers together; 0: no limit.", minimum=0
+    )
 
     def over(self, others: TableOptions) -> TableOptions:
         """These, and where nothing is set here, `others`."""

@@ -256,7 +256,7 @@ def test_arguments_that_make_no_sense_are_refused():
 
 
 def test_settings_of_the_table_are_in_the_config_of_the_layer():
-    given = {"min_count": 3, "max_age": 10, "learning_rate_multiplier": 0.5}
+    given = {"min_count": 3, "max_age": 10, "learning_rate_multiplier": 0.5, "max_rows": 7}
     again = Embedding.from_config(Embedding(3, **given).get_config())
     assert again.table_spec().options == TableOptions(**given)
     assert again.get_config() == Embedding(3, name=again.name, **given).get_config()

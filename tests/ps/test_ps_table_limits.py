@@ -6,8 +6,12 @@ import pytest
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
 
@@ -223,3 +227,64 @@ def test_rows_age_from_zero_on_where_versions_do():
     for version in range(1, 15):
         train(table, [1], version)
     assert ids_of(table) == [1]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 100 * ROW_BYTES])
+def test_full_table_of_max_rows_does_what_a_full_server_does(memory_bytes):
+    limits = TableLimits(memory_bytes, WhenFull.EVICT)
+    capped, other = make_table(limits, options=TableOptions(max_rows=9)), make_table(limits)
+    for version, start in enumerate(range(0, 40, 4), 1):
+        train(capped, [0, *range(start, start + 4)] if start else range(4), version)
+        train(other, range(start, start + 4), version)
+    assert ids_of(capped) == [0, *range(32, 40)]
+    assert values_of(capped, [0, 31, 32]) == [10, 0, 1]
+    assert ids_of(other) == list(range(40))
+    limits.when_full = WhenFull.INITIAL
+    train(capped, [0, 50], 11)
+    assert values_of(capped, [0, 50]) == [11, 0]
+    limits.when_full = WhenFull.ERROR
+    with pytest.raises(
+        ElasticCBError, match=r"The embedding table is full.* max_rows is 9\. Raise max_rows, or choose"
+    ):
+        train(capped, [0, 50], 12)
+
+
+def test_batch_of_more_ids_than_max_rows_is_an_error():
+    table = make_table(TableLimits(when_full=WhenFull.EVICT), options=TableOptions(max_rows=3))
+    train(table, [7, 8], 1)
+    with pytest.raises(ElasticCBError, match=r"have gone\. Raise max_rows, or make batches"):
+        train(table, range(4), 2)
+
+
+def test_rows_of_a_batch_stay_where_its_table_and_the_server_are_full():
+    limits = TableLimits(10 * ROW_BYTES, WhenFull.EVICT)
+    capped, other = make_table(limits, options=TableOptions(max_rows=6)), make_table(limits)
+    train(capped, range(6), 1)
+    train(other, range(4), 3)
+    limits.memory_bytes = 9 * ROW_BYTES
+    train(capped, [4, 5, 6, 7], 2)  # of 6 rows 2 go for the table, 1 for the server
+    assert ids_of(capped) == [3, 4, 5, 6, 7]
+    assert values_of(capped, [4, 5, 6]) == [2, 2, 1]
+    assert ids_of(other) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("when_full", list(WhenFull))
+def test_checkpoint_of_more_than_max_rows_is_taken_as_that_of_too_many_bytes(when_full):
+    table = make_table(TableLimits(when_full=when_full), options=TableOptions(max_rows=3))
+    state = TableState(np.arange(5), np.ones((5, DIM), np.float32), used=np.array([5, 1, 4, 2, 3]))
+    if when_full is WhenFull.ERROR:
+        with pytest.raises(ElasticCBError, match="max_rows"):
+            table.load(state, 5)
+    else:
+        table.load(state, 5)
+        assert ids_of(table) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+def test_servers_share_max_rows_by_their_buckets(servers):
+    text = TableSpec(None, '"zeros"', options=TableOptions(max_rows=100)).to_json()
+    specs = [VariableSpec("users/embeddings", (0, DIM), "float32", True, table=text)]
+    for buckets in (even(servers), even(servers + 1).resized(servers)):
+        shares = [Tables(specs, index, buckets, None, TableLimits())[0].max_rows for index in range(servers)]
+        assert sum(shares) == 100
+        assert max(shares) - min(shares) <= 1
