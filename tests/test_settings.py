@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from elasticcb.errors import UsageError
@@ -8,6 +9,7 @@ from elasticcb.settings import (
     ClusterSettings,
     Command,
     DataSettings,
+    EmbeddingOptions,
     ExchangeOptions,
     JobSettings,
     KubernetesSettings,
@@ -70,6 +72,20 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "num_workers=1.5 can't be. Expected a whole number.",
         "outer_optimizer={'class_name': <class 'object'>} can't be. Expected what keras.optimizers.serialize gives.",
         "use_async='false' can't be. Expected True or False.",
+    ]
+
+
+def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
+    tables = {"users": {"max_rows": np.int64(7), "max_age": -1, "rate": 3}, "items": None, 3: {}}
+    arguments = Arguments({"embedding": EmbeddingOptions(tables=tables)})
+    assert arguments.problems == []
+    age, rate, *others = problems_of(arguments.settings, arguments)
+    assert age == "EmbeddingOptions.tables, 'users': max_age=-1 can't be. Expected at least 0."
+    assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows.")
+    expected = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
+    assert others == [f"EmbeddingOptions.tables, {name}: {expected}" for name in ("'items'", "3")]
+    assert Arguments({"embedding": EmbeddingOptions(tables=[])}).problems == [
+        "EmbeddingOptions(tables=[]) can't be. Expected a mapping."
     ]
 
 

@@ -95,7 +95,7 @@ def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
             raise UsageError(f"{place}: {name} has no value. Give one, or remove the line.")
         # The text itself, not what YAML makes of it: it means what it means on the command line.
         return node.value
-    if kind in (Kind.PARAMS, Kind.OPTIMIZER) and isinstance(node, yaml.MappingNode):
+    if kind in (Kind.PARAMS, Kind.OPTIMIZER, Kind.MAPPING) and isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_mapping(node, deep=True)
         except yaml.YAMLError as error:
@@ -109,5 +109,6 @@ def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
         Kind.PARAMS: "a mapping",
         Kind.DATA: "a path, or a list of paths",
         Kind.OPTIMIZER: "a name, or a mapping",
+        Kind.MAPPING: "a mapping",
     }
     raise UsageError(f"{place}: {name} is given {form}. Expected {expected.get(kind, 'one value')}.")

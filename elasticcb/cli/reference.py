@@ -1,7 +1,6 @@
-"""The tables of docs/cli.md and docs/python_api.md, made from the settings and the tables of the code.
+"""The tables of the docs that are made from the settings and the tables of the code.
 
-`python -m elasticcb.cli.reference docs/cli.md docs/python_api.md` brings the pages up to date; a test fails while they
-are not.
+`python -m elasticcb.cli.reference docs/*.md` brings the pages up to date; a test fails while they are not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.settings import Command
 from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, in_a_program
-from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting
+from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
+from elasticcb.settings.table import TableOptions
 
 _MEANINGS = {
     ExitCode.DONE: "The job did what it should.",
@@ -79,10 +79,17 @@ def _is_for_programs(setting: Setting, choice: str) -> bool:
     return setting.path != "cluster.kind" or backends()[choice].in_programs
 
 
+def table_settings() -> str:
+    """What may be set for one embedding table."""
+    rows = [f"| `{option.field}` | {option.help} |" for option in settings_of(TableOptions)]
+    return "\n".join(["| setting | what it does |", "|---|---|", *rows])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options_tables,
     "exit codes": exit_codes_table,
     "arguments of Cluster": arguments_tables,
+    "settings of a table": table_settings,
 }
 
 

@@ -111,6 +111,21 @@ class OptimizerText(click.ParamType):
         return str(value)
 
 
+class MappingText(click.ParamType):
+    """YAML on the command line, a mapping in a config file."""
+
+    name = "mapping"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[Any, Any]:
+        try:
+            found = value if isinstance(value, dict) else CoreLoader(value).get_single_data()
+        except yaml.YAMLError as error:
+            self.fail(f"{value!r} is no YAML: {getattr(error, 'problem', None) or error}.", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r} is no mapping. Expected YAML such as '{{users: {{min_count: 3}}}}'.", param, ctx)
+        return found
+
+
 def _split(text: str) -> list[str]:
     parts: list[str] = [""]
     quote = ""

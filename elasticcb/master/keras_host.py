@@ -181,7 +181,8 @@ class ModelHost:
             lambda index: allowed(index) and (saved is None or index in saved),
             self._is_local,
         )
-        return with_settings(found, settings)
+        paths = {index: self.model.weights[index].path.rpartition("/")[0] for index in found}
+        return with_settings(found, paths, settings)
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
         """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""

@@ -1,21 +1,87 @@
-"""What holds for each embedding table of a job: what its layer says, else the job's settings."""
+"""What holds for each embedding table of a job: what is set by its name, else by its layer, else for all tables."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elasticcb.settings import JobSettings
-from elasticcb.settings.table import TableOptions
+from elasticcb.errors import UsageError
+from elasticcb.settings import Command, JobSettings, WhenFull
+from elasticcb.settings.checks import FORGETS
+from elasticcb.settings.table import TableOptions, read_table_options
 from elasticcb.sharding.table_spec import TableSpec
 
 
-def with_settings(tables: Mapping[int, TableSpec], settings: JobSettings) -> dict[int, TableSpec]:
+def with_settings(
+    tables: Mapping[int, TableSpec], paths: Mapping[int, str], settings: JobSettings
+) -> dict[int, TableSpec]:
     """The tables, with all that is set for them.
 
     Args:
         tables: by index, as their layers describe them.
+        paths: of their layers.
+
+    Raises `UsageError` for a name that no table has, and for what a table can't be set to in this job.
     """
+    if settings.command is not Command.TRAIN:
+        return dict(tables)
     embedding = settings.embedding
+    by_name: dict[int, TableOptions] = {}
+    for name, given in embedding.tables.items():
+        index = _named(name, paths)
+        if index in by_name:
+            raise UsageError(f"--embedding_tables sets {paths[index]!r} twice. Leave one of them out.")
+        by_name[index] = read_table_options(given)[0]
+        if not tables[index].initializer:
+            _check_given_rows(name, by_name[index])
     of_all = TableOptions(min_count=embedding.min_count, max_age=embedding.max_age)
-    return {index: replace(table, options=table.options.over(of_all)) for index, table in tables.items()}
+    found = {}
+    for index, table in tables.items():
+        options = by_name.get(index, TableOptions()).over(table.options).over(of_all)
+        if table.initializer and settings.cluster.ps_replicas:
+            _check_replicas(paths[index], options, embedding.when_full)
+        found[index] = replace(table, options=options)
+    return found
+
+
+def _named(name: str, paths: Mapping[int, str]) -> int:
+    """The table of this name: the path of its layer, or the end of it."""
+    wanted = name.removesuffix("/embeddings")  # of the variable, as `elasticcb table` shows it
+    found = [index for index, path in paths.items() if path == wanted] or [
+        index for index, path in paths.items() if path.endswith(f"/{wanted}")
+    ]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(repr(path) for path in paths.values()) or "none"
+    if found:
+        raise UsageError(
+            f"--embedding_tables sets {name!r}, which is the name of {len(found)} tables. The tables of the model are: "
+            f"{known}. Write one of these."
+        )
+    raise UsageError(
+        f"--embedding_tables sets {name!r}, which is no embedding table of the model. Its tables are: {known}. (A "
+        "keras.layers.Embedding is one from --embedding_threshold_bytes on.)"
+    )
+
+
+def _check_given_rows(name: str, options: TableOptions) -> None:
+    for setting, value in dataclasses.asdict(options).items():
+        if value and setting != "learning_rate_multiplier":
+            raise UsageError(
+                f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, whose rows are all "
+                "there from the start. Leave it out, or make the layer an elasticcb.layers.Embedding."
+            )
+
+
+def _check_replicas(path: str, options: TableOptions, when_full: WhenFull) -> None:
+    forgets = {
+        "min_count": (options.min_count or 1) > 1,
+        "max_age": bool(options.max_age),
+        "max_rows": bool(options.max_rows) and when_full is not WhenFull.ERROR,
+    }
+    for setting in (setting for setting, forgets_rows in forgets.items() if forgets_rows):
+        raise UsageError(
+            f"--ps_replicas=1 can't be with {setting}={getattr(options, setting)} of the embedding table {path!r}: "
+            f"{FORGETS}"
+        )

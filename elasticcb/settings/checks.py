@@ -6,13 +6,14 @@ What needs this machine (files, packages) is checked where it is used.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from elasticcb.errors import UsageError
 from elasticcb.settings.choices import Updates, WhenFull, WorkerRange
 from elasticcb.settings.init_map import read_init_map
 from elasticcb.settings.job import JobSettings
+from elasticcb.settings.table import read_table_options
 
 
 class Said(Protocol):
@@ -66,6 +67,8 @@ def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
             f"{said.name(data)}, or leave out {said.name(steps)}."
         )
 
+
+FORGETS = "a replica does not know which rows a server has let go since it wrote its files. Leave one of them out."
 
 # Settings that have a meaning in some modes only.
 _MEANT_FOR = {
@@ -151,6 +154,18 @@ def _initial(settings: JobSettings, said: Said) -> Iterator[str]:
         yield f"{said.with_value(init_map)}: {error}"
 
 
+def _tables(settings: JobSettings, said: Said) -> Iterator[str]:
+    for name, given in settings.embedding.tables.items():
+        problems = [_SETTINGS_BY_NAME]
+        if isinstance(name, str) and name and isinstance(given, Mapping):
+            problems = read_table_options(given)[1]
+        for problem in problems:
+            yield f"{said.name('embedding.tables')}, {name!r}: {problem}"
+
+
+_SETTINGS_BY_NAME = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
+
+
 def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
     if settings.cluster.ps_replicas == 1:
         for path, why in _conflicts_with_replicas(settings, _mode_path(said)):
@@ -166,13 +181,12 @@ def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple
     if not settings.checkpoint.interval_seconds:
         why = "a replica holds what the files lack that are written then. Give it some seconds."
         yield "checkpoint.interval_seconds", why
-    forgets = "a replica does not know which rows a server has let go since it wrote its files. Leave one of them out."
     if embedding.min_count > 1:
-        yield "embedding.min_count", forgets
+        yield "embedding.min_count", FORGETS
     if embedding.max_age:
-        yield "embedding.max_age", forgets
+        yield "embedding.max_age", FORGETS
     if embedding.memory_bytes and embedding.when_full is not WhenFull.ERROR:
-        yield "embedding.when_full", forgets
+        yield "embedding.when_full", FORGETS
 
 
 def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
@@ -201,4 +215,4 @@ def _tls(settings: JobSettings, said: Said) -> Iterator[str]:
                 )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _replicas, _silence, _tls)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _tables, _replicas, _silence, _tls)

@@ -50,6 +50,7 @@ class Kind(Enum):
     FILE = "FILE"
     DATA = "DATA"
     OPTIMIZER = "OPTIMIZER"  # a name, or JSON
+    MAPPING = "YAML"  # of mappings
 
 
 _KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS}
@@ -174,6 +175,8 @@ class Setting:
                 return json.dumps(value), ""
             except (TypeError, ValueError):
                 return value, "Expected what keras.optimizers.serialize gives."
+        if self.kind is Kind.MAPPING:
+            return value, "" if isinstance(value, Mapping) else "Expected a mapping."
         return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
 
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from elasticcb.settings.choices import CallbackErrors, NonFinite, Updates, WhenFull, WireDtype
-from elasticcb.settings.definition import ALL, AUTO, EMBEDDING, JOB, TASKS, TRAIN, TRAINING, Kind, Section, setting
+from elasticcb.settings.definition import (
+    ALL,
+    AUTO,
+    EMBEDDING,
+    JOB,
+    TASKS,
+    TRAIN,
+    TRAINING,
+    Kind,
+    Section,
+    setting,
+    settings_of,
+)
+from elasticcb.settings.table import TableOptions
 
 _MOST_BATCHES_PER_TASK = 64
 _BATCHES_PER_TASK_OF_UNKNOWN = 16  # an epoch may be a short one
@@ -212,4 +226,13 @@ class EmbeddingOptions(Section):
         name="embedding_max_age",
         unit="VERSIONS",
         minimum=0,
+    )
+    tables: dict[str, dict[str, Any]] = setting(
+        dict,
+        "Settings of single tables by the names of their layers, before those of the layers: "
+        f"{', '.join(option.field for option in settings_of(TableOptions))}.",
+        name="embedding_tables",
+        kind=Kind.MAPPING,
+        unit="{TABLE: {SETTING: VALUE}}",
+        default_text="none",
     )

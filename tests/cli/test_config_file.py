@@ -52,6 +52,16 @@ def test_relative_paths_in_the_file_are_relative_to_the_file(workplace, job, mon
     assert settings.directory == f"{elsewhere}/mine"  # the command line's own
 
 
+def test_tables_are_set_by_their_names(workplace, job):
+    job.write_text(
+        CONFIG + "embedding_tables:\n  users: {min_count: 3}\n  top/items: {learning_rate_multiplier: 1e-1}\n"
+    )
+    expected = {"users": {"min_count": 3}, "top/items": {"learning_rate_multiplier": 0.1}}
+    assert workplace.settings("--config", str(job)).embedding.tables == expected
+    text = "--embedding_tables={users: {max_age: 3}}"
+    assert workplace.settings("--config", str(job), text).embedding.tables == {"users": {"max_age": 3}}
+
+
 def test_an_optimizer_is_a_name_or_a_mapping_that_arrives_as_json(workplace, job):
     text = CONFIG.replace("use_async: false", "updates: local")
     job.write_text(text + "outer_optimizer: {class_name: SGD, config: {learning_rate: 7e-1, nesterov: true}}\n")
@@ -82,6 +92,9 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
         ('validation_data: ""', "job.yaml) is empty"),
         ("data_reader_params: {1: 2}", "1 can't be the name of an argument"),
         ("data_reader_params: {a: !!binary aGk=}", "'a' holds b'hi'. Expected text, numbers"),
+        ("embedding_tables: [users]", "embedding_tables is given a list. Expected a mapping."),
+        ("embedding_tables: users", "'users' is no mapping. Expected YAML such as '{users: {min_count: 3}}'."),
+        ("embedding_tables: '{a: ]'", "is no YAML"),
         ("outer_optimizer: [sgd]", "outer_optimizer is given a list. Expected a name, or a mapping."),
         ("outer_optimizer: {class_name: !!binary aGk=}", "is not what keras.optimizers.serialize gives, as JSON"),
         ('outer_optimizer: \'{"class_name": "SGD"\'', "is not what keras.optimizers.serialize gives, as JSON"),

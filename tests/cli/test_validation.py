@@ -178,6 +178,9 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--init_map=a=b"], "--init_map=a=b names variables of a checkpoint, but there is none. Add --init_from"),
         (["--init_from=checkpoints", "--init_map=a=b,c"], "'c' is not of the form NEW=OLD"),
         (["--init_from=checkpoints", "--init_map=a=b,a="], "'a' is given twice"),
+        (["--embedding_tables={users: {max_row: 3}}"], "--embedding_tables, 'users': A table has no setting 'max_row'"),
+        (["--embedding_tables={users: {min_count: 0}}"], "'users': min_count=0 can't be. Expected at least 1."),
+        (["--embedding_tables={users: 3}"], "'users': Expected the name of a table with its settings"),
         (["--init_from=checkpoints", "--checkpoint_dir_for_init=checkpoints"], "Leave one of them out"),
     ],
 )

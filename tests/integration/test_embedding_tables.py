@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,7 +17,7 @@ import elasticcb
 from deep_cases import deep_but
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.errors import CheckpointError, JobFailedError
+from elasticcb.errors import CheckpointError, JobFailedError, UsageError
 from elasticcb.layers import Embedding
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
@@ -44,7 +45,7 @@ def cluster(num_workers: int = 1, num_ps: int = 2, **options: object) -> elastic
     return elasticcb.Cluster(num_workers, num_ps, **given)
 
 
-def tables(**options: int) -> elasticcb.EmbeddingOptions:
+def tables(**options: Any) -> elasticcb.EmbeddingOptions:
     return elasticcb.EmbeddingOptions(threshold_bytes=1000, **options)
 
 
@@ -156,14 +157,24 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
 def test_each_table_may_have_limits_of_its_own() -> None:
     ids = np.arange(80).reshape(40, 2)  # each once
     inputs = keras.Input((2,), dtype="int64")
-    layers = {name: Embedding(4, combiner="sum", min_count=count) for name, count in (("own", 2), ("job", None))}
+    own = {"own": {"min_count": 2}, "job": {}, "full": {"max_rows": 5}, "named": {"min_count": 2}}
+    layers = {name: Embedding(4, combiner="sum", name=name, **given) for name, given in own.items()}
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()([layer(inputs) for layer in layers.values()])))
     model.compile("sgd", "mse")
-    with cluster() as servers:
+    by_name = {"named": {"min_count": 1, "max_rows": 12}}
+    with cluster(embedding=tables(when_full="initial", tables=by_name)) as servers:
         servers.fit(model, ids, np.ones((40, 1)), batch_size=8, verbose=0)
-        assert {name: len(layer.rows()[0]) for name, layer in layers.items()} == {"own": 0, "job": 80}
+        held = {name: len(layer.rows()[0]) for name, layer in layers.items()}
+        assert held == {"own": 0, "job": 80, "full": 5, "named": 12}
         servers.fit(model, ids, np.ones((40, 1)), batch_size=8, epochs=2, verbose=0)
     assert len(layers["own"].rows()[0]) == 80
+    with (
+        cluster(embedding=tables(tables={"nobody": {}})) as servers,
+        pytest.raises(
+            UsageError, match=r"EmbeddingOptions.tables sets 'nobody', .* are: 'own', 'job', 'full', 'named'"
+        ),
+    ):
+        servers.fit(model, ids, np.ones((40, 1)), verbose=0)
 
 
 class SlowTable(keras.optimizers.Adagrad):

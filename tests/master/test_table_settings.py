@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from elasticcb.errors import UsageError
+from elasticcb.master.table_settings import with_settings
+from elasticcb.settings import ClusterSettings, Command, EmbeddingOptions, JobSettings, WhenFull
+from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.table_spec import TableSpec
+
+PATHS = {0: "users", 2: "left/items", 3: "right/items", 5: "films"}
+
+
+def resolved(tables, command=Command.TRAIN, replicas=0, layer=None, **embedding):
+    specs = {index: TableSpec(None, '"zeros"', options=layer or TableOptions()) for index in PATHS}
+    specs[5] = TableSpec(100)  # a keras.layers.Embedding
+    settings = JobSettings(
+        command=command,
+        embedding=EmbeddingOptions(tables=tables, **embedding),
+        cluster=ClusterSettings(num_ps=2, ps_replicas=replicas),
+    )
+    found = with_settings(specs, PATHS, settings)
+    return {PATHS[index]: spec.options for index, spec in found.items()}
+
+
+def test_what_is_set_by_name_wins_over_the_layer_and_this_over_what_is_set_for_all():
+    layer = TableOptions(min_count=3, max_rows=10, learning_rate_multiplier=2.0)
+    tables = {"users": {"max_rows": 0, "max_age": 5}, "left/items": {"min_count": 1}, "right/items/embeddings": {}}
+    found = resolved(tables, layer=layer, min_count=2, max_age=7)
+    assert found["users"] == TableOptions(min_count=3, max_age=5, max_rows=0, learning_rate_multiplier=2.0)
+    assert found["left/items"] == TableOptions(min_count=1, max_age=7, max_rows=10, learning_rate_multiplier=2.0)
+    assert found["right/items"] == TableOptions(min_count=3, max_age=7, max_rows=10, learning_rate_multiplier=2.0)
+
+
+def test_the_end_of_a_path_is_enough_where_no_other_table_has_it():
+    paths = {0: "model_3/users", 1: "model_3/top/items", 2: "items"}
+    specs = {index: TableSpec(None, '"zeros"') for index in paths}
+    tables = {"users": {"max_age": 1}, "top/items": {"max_age": 2}, "items": {"max_age": 3}}
+    settings = JobSettings(command=Command.TRAIN, embedding=EmbeddingOptions(tables=tables))
+    found = with_settings(specs, paths, settings)
+    assert [spec.options.max_age for spec in found.values()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"user": {}}, r"'user', which is no embedding table .* are: 'users', 'left/items', 'right/items', 'films'\. "),
+        ({"items": {}}, r"'items', which is the name of 2 tables.*'right/items', 'films'\. Write one of these"),
+        ({"users": {}, "users/embeddings": {}}, "'users' twice"),
+        ({"films": {"max_rows": 3}}, r"max_rows=3 for 'films', a keras.layers.Embedding, whose rows are all there"),
+    ],
+)
+def test_names_and_settings_that_fit_no_table_are_refused(tables, message):
+    with pytest.raises(UsageError, match=message):
+        resolved(tables)
+    assert resolved(tables, Command.EVALUATE)["users"] == TableOptions()  # where nothing is trained
+
+
+def test_layer_of_keras_takes_a_multiplier():
+    assert resolved({"films": {"learning_rate_multiplier": 0.5}})["films"].learning_rate_multiplier == 0.5
+
+
+def test_tables_that_let_rows_go_can_not_have_replicas():
+    for given in ({"min_count": 2}, {"max_age": 9}):
+        with pytest.raises(UsageError, match=r"--ps_replicas=1 can't be with m.* of the embedding table 'users'"):
+            resolved({"users": given}, replicas=1)
+        with pytest.raises(UsageError, match="'users': a replica does not know which rows"):
+            resolved({}, replicas=1, layer=TableOptions(**given))
+    capped = {"users": {"max_rows": 9}}
+    with pytest.raises(UsageError, match="max_rows=9"):
+        resolved(capped, replicas=1, when_full=WhenFull.EVICT)
+    assert resolved(capped, replicas=1)["users"].max_rows == 9
