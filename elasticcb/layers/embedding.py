@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, UsageError
 from elasticcb.layers.combiners import COMBINERS, combine
+from elasticcb.layers.ids import integer_ids, padding_of
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
@@ -24,7 +25,7 @@ from elasticcb.tf.row_variables import RowVariable, fill
 
 @keras.saving.register_keras_serializable(package="elasticcb")
 class Embedding(keras.layers.Layer):
-    """Turns integer ids into vectors, of which parameter servers hold those that have been used.
+    """Turns ids into vectors, of which parameter servers hold those that have been used.
 
     In a job the rows are on the parameter servers, split by id; a step reads and updates the rows of its batch alone.
     Outside a job it is an ordinary layer over the rows that it holds: an id without a row has its initial value, which
@@ -35,7 +36,7 @@ class Embedding(keras.layers.Layer):
         input_dim: ids are below it; None: there is no limit.
         embeddings_initializer: of rows. One of Keras's own that can make one row at a time: uniform, normal,
             truncated normal, zeros, ones, constant; and, with an `input_dim`, the variance scaling family.
-        mask_zero: the id 0 is padding: later layers get a mask; with a `combiner` it is left out.
+        mask_zero: the id 0, or the empty string, is padding: later layers get a mask; with a `combiner` it is left out.
         combiner: None, or how the vectors along the last axis of the ids become one: "sum", "mean", or "sqrtn" (the
             sum, divided by the square root of how many there are). Nothing to combine gives zeros.
         seed: of initial rows; made from the layer's name when None.
@@ -52,8 +53,8 @@ class Embedding(keras.layers.Layer):
 
     Call:
         inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats where they can hold all ids below
-            `input_dim`. Without a combiner, an id that is absent
-            from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
+            `input_dim`; or strings, whose ids are hashes, without an `input_dim`. Without a combiner, an id that is
+            absent from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
         weights: with a combiner, how much each id counts, of the kind and shape of the ids; None: 1. "mean" divides by
             the sum of the weights, "sqrtn" by the square root of the sum of their squares.
         Returns [..., output_dim], ragged for ragged ids; with a combiner without the ids' last axis.
@@ -197,7 +198,7 @@ class Embedding(keras.layers.Layer):
         return TableSpec(self.input_dim, json.dumps(config), self._table_seed(), self.table_options)
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        ids = self._as_integers(inputs)
+        ids = integer_ids(inputs, self.name, self.input_dim, self.mask_zero)
         if weights is not None:
             weights = self._checked_weights(ids, weights)
         lookup = self._lookup if self.embeddings_regularizer is None else self._regularized_lookup
@@ -225,24 +226,6 @@ class Embedding(keras.layers.Layer):
                 f"{weights.shape}. Both must have the same shape."
             )
         return weights
-
-    def _as_integers(self, inputs: Any) -> Any:
-        """int64, unless they are integers already. Keras makes floats of what a Sequential model is given that does not
-        begin with an Input."""
-        if not isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
-            inputs = tf.convert_to_tensor(inputs)
-        if inputs.dtype.is_integer:
-            return inputs
-        exact = 2 ** {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}.get(inputs.dtype, 0)
-        if exact > 1 and self.input_dim is not None and self.input_dim <= exact:
-            return tf.cast(inputs, tf.int64)
-        limit = f"{inputs.dtype.name} tells only ids up to {exact} apart." if exact > 1 else "It takes integer ids."
-        raise ModelFileError(
-            f"The embedding layer {self.name!r} was given {inputs.dtype.name} of shape {inputs.shape}. {limit} Turn "
-            "strings into ids with keras.layers.Hashing or keras.layers.StringLookup, numbers with "
-            "keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
-            'keras.Input(..., dtype="int64"), without which Keras makes floats of ids.'
-        )
 
     def _regularized_lookup(self, ids: tf.Tensor) -> tf.Tensor:
         """`_lookup`, which adds what the regularizer says of the rows to the loss."""
@@ -298,7 +281,7 @@ class Embedding(keras.layers.Layer):
             return None
         if isinstance(inputs, tf.SparseTensor):
             inputs = tf.sparse.to_dense(inputs)
-        return keras.ops.not_equal(inputs, 0)
+        return keras.ops.not_equal(inputs, padding_of(inputs.dtype))
 
     def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
         return (*(input_shape if self.combiner is None else input_shape[:-1]), self.output_dim)

@@ -232,6 +232,32 @@ def test_weights_of_ids_and_regularized_rows_train_as_in_one_process(updates: st
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_strings_are_ids_without_a_vocabulary(kind: str) -> None:
+    words = np.char.add("word ", IDS.astype(str))
+    given = tf.constant(words) if kind == "dense" else tf.RaggedTensor.from_tensor(tf.constant(words))
+
+    def model() -> keras.Model:
+        inputs = keras.Input((4,) if kind == "dense" else (None,), dtype="string", ragged=kind == "ragged")
+        keras.utils.set_random_seed(1)
+        made = keras.Model(inputs, keras.layers.Dense(1)(Embedding(8, combiner="mean", name="words")(inputs)))
+        made.compile(keras.optimizers.SGD(0.1), "mse")
+        return made
+
+    ours, plain = model(), model()
+    with cluster(num_workers=1) as servers:
+        servers.fit(ours, given, LABELS, batch_size=32, shuffle=False, verbose=0)
+        predicted = servers.predict(ours, given, verbose=0)
+    ids, _ = ours.layers[1].rows()
+    assert len(ids) == len(np.unique(words))
+    plain.layers[1].set_rows(ids)
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.fit(given, LABELS, batch_size=32, shuffle=False, verbose=0)
+    for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(predicted, plain.predict(given, verbose=0), rtol=1e-4, atol=1e-5)
+
+
 def test_synchronous_workers_make_one_update_of_rows() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     with cluster(num_workers=2, use_async=False, grads_to_wait=2) as servers:

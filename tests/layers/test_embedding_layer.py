@@ -216,9 +216,11 @@ def test_id_out_of_range_is_refused(wrong):
         Embedding(3, 10, name="words")(tf.constant([wrong]))
 
 
-def test_strings_and_floats_that_can_not_hold_the_ids_are_refused():
-    with pytest.raises(ModelFileError, match=r"given string.*keras.layers.Hashing"):
-        Embedding(3)(tf.constant(["a"]))
+def test_what_can_not_hold_the_ids_is_refused():
+    with pytest.raises(ModelFileError, match=r"given strings.*input_dim=9\. Leave out input_dim.*keras.layers.Hashing"):
+        Embedding(3, 9)(tf.constant(["a"]))
+    with pytest.raises(ModelFileError, match=r"given bool of shape \(1,\)\. It takes integers or strings"):
+        Embedding(3)(tf.constant([True]))
     with pytest.raises(ModelFileError, match="float32 tells only ids up to 16777216 apart"):
         Embedding(3)(tf.constant([1.0]))
     assert Embedding(3, 1000)(tf.constant([1.0])).shape == (1, 3)

@@ -1,0 +1,59 @@
+"""The ids of what an embedding layer is given: integers, floats that hold integers, or strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from elasticcb.errors import ModelFileError
+
+# FarmHash's Fingerprint64 modulo this, plus 1, fits int64, and 0 is the id of no string. Checkpoints hold such ids.
+_STRING_IDS = 2**63 - 2
+
+
+def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) -> Any:
+    """int64, unless they are integers already: a tensor, RaggedTensor or SparseTensor, as the inputs.
+
+    Args:
+        name, input_dim, mask_zero: of the layer. With `mask_zero` the empty string is padding, too.
+
+    Raises `ModelFileError` for what can't be ids.
+    """
+    if not isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
+        inputs = tf.convert_to_tensor(inputs)
+    if inputs.dtype.is_integer:
+        return inputs
+    if inputs.dtype == tf.string:
+        if input_dim is None:
+            return _of_strings(inputs, mask_zero)
+        raise ModelFileError(
+            f"The embedding layer {name!r} was given strings, whose ids are 63-bit hashes, but has "
+            f"input_dim={input_dim}. Leave out input_dim; or turn strings into ids below it with keras.layers.Hashing "
+            "or keras.layers.StringLookup."
+        )
+    # Keras makes floats of what a Sequential model is given that does not begin with an Input.
+    exact = 2 ** {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}.get(inputs.dtype, 0)
+    if exact > 1 and input_dim is not None and input_dim <= exact:
+        return tf.cast(inputs, tf.int64)
+    limit = f"{inputs.dtype.name} tells only ids up to {exact} apart." if exact > 1 else "It takes integers or strings."
+    raise ModelFileError(
+        f"The embedding layer {name!r} was given {inputs.dtype.name} of shape {inputs.shape}. {limit} Turn numbers "
+        "into ids with keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
+        'keras.Input(..., dtype="int64"), without which Keras makes floats of ids.'
+    )
+
+
+def padding_of(dtype: Any) -> int | str:
+    """What a layer with `mask_zero` leaves out of inputs of this dtype."""
+    return "" if keras.backend.standardize_dtype(dtype) == "string" else 0
+
+
+def _of_strings(strings: Any, mask_zero: bool) -> Any:
+    if isinstance(strings, tf.RaggedTensor):
+        return strings.with_flat_values(_of_strings(strings.flat_values, mask_zero))
+    if isinstance(strings, tf.SparseTensor):
+        return tf.SparseTensor(strings.indices, _of_strings(strings.values, mask_zero), strings.dense_shape)
+    ids = tf.strings.to_hash_bucket_fast(strings, _STRING_IDS) + 1
+    return tf.where(tf.equal(strings, ""), tf.zeros_like(ids), ids) if mask_zero else ids
