@@ -29,6 +29,7 @@ SETTINGS = JobSettings(
     model=ModelSettings(zoo="/zoo", definition="a.b.custom_model", params={"width": 3}),
     data=DataSettings(training="train.csv", reader_params={"delimiter": "\t"}),
     training=TrainingSettings(minibatch_size=7, non_finite=NonFinite.SKIP),
+    embedding=EmbeddingOptions(tables={"users": {"min_count": 3}}),
     checkpoint=CheckpointSettings(directory="/checkpoints", steps=10),
     cluster=ClusterSettings(kind="external", num_ps=3),
     output="/model",

@@ -41,7 +41,7 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
     raise ModelFileError(
         f"The embedding layer {name!r} was given {inputs.dtype.name} of shape {inputs.shape}. {limit} Turn numbers "
         "into ids with keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
-        'keras.Input(..., dtype="int64"), without which Keras makes floats of ids.'
+        'keras.Input(..., dtype="int64") or dtype="string", without which Keras makes floats of ids.'
     )
 
 
