@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -126,14 +127,26 @@ def serve_and_connect():
 
     with contextlib.ExitStack() as stack:
 
-        def start(answer=echo, token=""):
-            server = start_server(answer, access=Access(token))
+        def start(answer=echo, token="", tls=None):
+            server = start_server(answer, access=Access(token, tls))
             stack.callback(server.stop)
-            connection = Connection(server.address, "the echo server", 5.0, Access(token))
+            connection = Connection(server.address, "the echo server", 5.0, Access(token, tls))
             stack.callback(connection.close)
             return server, connection
 
         yield start
+
+
+@pytest.fixture(params=["one machine", "two machines", "two machines with TLS"])
+def serve_and_connect_by_link(request, serve_and_connect, monkeypatch, tmp_path):
+    """The same, where the link is what it is on one machine, or between two."""
+    from elasticcb.rpc import shared_frames
+    from elasticcb.security.tls import make_ca
+
+    if request.param != "one machine":
+        monkeypatch.setattr(shared_frames, "is_supported", lambda: False)
+    tls = make_ca(str(tmp_path)) if "TLS" in request.param else None
+    return functools.partial(serve_and_connect, tls=tls)
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ def ask(connection: Connection, version: int = 0, method: Method = ECHO, **tenso
 
 
 def link_of(connection: Connection) -> Any:
-    """The Unix socket by which its calls go; None: they go by gRPC."""
-    return connection.transport_of(ECHO).memory.link
+    """The link by which its calls go; None: they go by gRPC."""
+    return connection.transport_of(ECHO).side.link
 
 
 def link_threads() -> list[threading.Thread]:

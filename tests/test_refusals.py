@@ -20,6 +20,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc import admission
 from elasticcb.rpc.admission import PROTOCOL
 from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import Access
@@ -88,11 +89,11 @@ def test_a_message_that_is_too_large_is_an_error_of_its_sender(serve):
 def test_malformed_messages_on_a_link_are_counted_too(serve):
     server = serve()
     assert server.call(shared=True) == 7
-    link = server.connection.transport_of(ECHO).memory.link
+    link = server.connection.transport_of(ECHO).side.link
     if link is None:
         pytest.skip("no sockets between processes of one machine here")
     with pytest.raises(grpc.RpcError):
-        link.call("Echo", b"ECB1nonsense", 30.0)
+        link.call("Echo", Message(b"ECB1nonsense"), 30.0)
     assert server.counts == {"malformed": 1}
 
 
@@ -149,7 +150,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
         pushes = [pushing.future(push, timeout=60.0, metadata=connection.metadata) for _ in range(40)]
         assert connection.is_alive(PS_METHODS["Exchange"], 10.0)  # as the master asks, before it gives a server up
         assert set().union(*control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
-        assert control.links[0]._connection.transport_of(ECHO).memory.link is not None
+        assert control.links[0]._connection.transport_of(ECHO).side.link is not None
         assert not connection.call(PS_METHODS["ReadLog"], Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
         assert sum(each.done() for each in pushes) <= 10  # those that are too many
     connection.close()

@@ -15,12 +15,12 @@ from waiting import wait_until
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import shared_memory
+from elasticcb.rpc import shared_frames, shared_memory
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.shared_frames import ServerMemory
 from elasticcb.rpc.shared_memory import Segment
+from elasticcb.rpc.stream import ClientStream
 from elasticcb.rpc.tensors import Frame
-from elasticcb.rpc.unix_socket import ServerLinks
 
 RNG = np.random.default_rng(0)
 
@@ -108,7 +108,7 @@ def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
     call = serve(echo)
     call(a=np.ones(50_000))
     # As a new server would see it: a key that it has not attached.
-    serve.connection.transport_of(ECHO).memory._key = b"\0" * 16
+    serve.connection.transport_of(ECHO).side._key = b"\0" * 16
     np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
     np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
 
@@ -135,13 +135,13 @@ def test_frames_travel_whole_on_a_system_that_can_not_reserve_memory(serve, monk
     call = serve(echo)
     for value in (1.0, 2.0):
         np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
-    assert serve.connection.transport_of(ECHO).memory._segment is None
+    assert isinstance(serve.connection.transport_of(ECHO).side, ClientStream)
 
 
 def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, monkeypatch):
     call = serve(echo)
     call(a=np.ones(50_000))
-    memory = serve.connection.transport_of(ECHO).memory
+    memory = serve.connection.transport_of(ECHO).side
 
     def interrupted(frame):
         raise KeyboardInterrupt
@@ -158,7 +158,7 @@ def test_memory_is_shared_once_a_server_that_was_away_is_back():
     connection = Connection("127.0.0.1:1", "the echo server", 0.1)
     with pytest.raises(ConnectionLostError):
         ask(connection, a=np.ones(50_000))
-    assert connection.transport_of(ECHO).memory._usable
+    assert connection.transport_of(ECHO).side.usable
     connection.close()
 
 
@@ -255,18 +255,19 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
             ended.set()
         return attach(self, message)
 
-    def connect(links, name, key, detach):  # the server has mapped the segment
+    connect = shared_frames.connect
+
+    def slowly_connected(name, key):  # the server has mapped the segment
         attaching.set()
         killed.wait(60)
         try:
-            return connected(links, name, key, detach)
+            return connect(name, key)
         finally:
             ended.set()
 
-    connected = ServerLinks.connect
     monkeypatch.setattr(ServerMemory, "attach", slow)
     if reached == "the server":
-        monkeypatch.setattr(ServerLinks, "connect", connect)
+        monkeypatch.setattr(shared_frames, "connect", slowly_connected)
     server = start_server()
     client = multiprocessing.get_context("spawn").Process(
         target=call_of_a_large_frame, args=(server.address, str(folder))

@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
-from elasticcb.rpc.unix_socket import Listener, ServerLinks
+from elasticcb.rpc.link import Message, ServerLinks
+from elasticcb.rpc.unix_socket import Listener, connect
+
+TOO_MANY = 2**40, 2**63, 2**64 - 1  # bytes: more than the memory, and than an array can have
 
 
 def test_a_listener_takes_nobody_without_the_key():
@@ -21,12 +24,12 @@ def test_a_listener_takes_nobody_without_the_key():
         stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     key = b"k" * 16
-    servers = ServerLinks(lambda method, data: data.upper())
-    connector = threading.Thread(target=servers.connect, args=(listener.name, key, lambda: None))
+    servers = ServerLinks(lambda method, request: Message(request.data.upper()))
+    connector = threading.Thread(target=lambda: servers.serve(connect(listener.name, key), lambda: None))
     connector.start()
     link = listener.accept(key, lambda: True)
     connector.join()
-    assert link.call("any", b"abc", 10.0) == b"ABC"
+    assert link.call("any", Message(b"abc"), 10.0).data == b"ABC"
     for each in (*strangers, link, listener):
         each.close()
     servers.stop(1.0)
@@ -34,25 +37,25 @@ def test_a_listener_takes_nobody_without_the_key():
 
 def test_large_messages_go_whole_over_a_link():
     listener, key = Listener(), b"k" * 16
-    servers = ServerLinks(lambda method, data: data + data)
-    assert servers.connect(listener.name, key, lambda: None)
+    servers = ServerLinks(lambda method, request: Message(request.data + request.data))
+    assert servers.serve(connect(listener.name, key), lambda: None)
     link = listener.accept(key, lambda: True)
     data = os.urandom(3_000_000)
-    assert link.call("any", data, 10.0) == data + data
+    assert link.call("any", Message(data), 10.0).data == data + data
     link.close()
     listener.close()
     servers.stop(1.0)
 
 
-@pytest.mark.parametrize("announced", [2**40, 2**63, 2**64 - 1])  # more than the memory, and than an array can have
+@pytest.mark.parametrize("announced", [(size, 0) for size in TOO_MANY] + [(25, size) for size in TOO_MANY])
 def test_a_link_by_which_too_many_bytes_are_announced_ends_without_a_traceback(announced, monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     listener, ended = Listener(), threading.Event()
-    servers = ServerLinks(lambda method, data: data)
-    assert servers.connect(listener.name, b"k" * 16, ended.set)
+    servers = ServerLinks(lambda method, request: request)
+    assert servers.serve(connect(listener.name, b"k" * 16), ended.set)
     link = listener.accept(b"k" * 16, lambda: True)
-    link._socket.sendall(struct.pack("<QB", announced, 4) + b"Echo, and what is not as much")
+    link._socket.sendall(struct.pack("<QQB", *announced, 4) + b"Echo, and what is not as much")
     link._socket.shutdown(socket.SHUT_WR)
     assert ended.wait(10)
     assert not raised
@@ -97,5 +100,6 @@ def test_another_user_who_knows_name_and_key_gets_no_link(another_user, monkeypa
 def test_a_server_tells_no_key_to_a_listener_of_another_user(another_user):
     pipe = another_user(listen_as_another_user, "elasticcb-of-a-stranger")
     assert pipe.recv() == "listening"
-    assert not ServerLinks(lambda method, data: b"").connect("elasticcb-of-a-stranger", b"k" * 16, lambda: None)
+    with pytest.raises(OSError, match="another user"):
+        connect("elasticcb-of-a-stranger", b"k" * 16)
     assert pipe.recv() == b""

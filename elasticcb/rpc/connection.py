@@ -17,9 +17,12 @@ from elasticcb.errors import ConnectionLostError, TLSError
 from elasticcb.rpc.admission import PROTOCOL, PROTOCOL_KEY, TERM_KEY, TOKEN_KEY
 from elasticcb.rpc.call_errors import raise_unless_transient
 from elasticcb.rpc.services import Method
-from elasticcb.rpc.transport import GrpcTransport, Metadata, SharedMemoryTransport, Transport
+from elasticcb.rpc.shared_frames import ClientMemory
+from elasticcb.rpc.stream import ClientStream
+from elasticcb.rpc.transport import GrpcTransport, LinkedTransport, Metadata, Transport
 from elasticcb.security import tls
 from elasticcb.security.credentials import OPEN, Access
+from elasticcb.security.socket_folder import host_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class Connection:
         self._answered = False  # whether the server has ever answered
         self._closed = False
         self._grpc = GrpcTransport(address, access.tls)
-        self._shared: SharedMemoryTransport | None = None  # when it is first used
+        self._linked: LinkedTransport | None = None  # when it is first used
         self._making = threading.Lock()
 
     @property
@@ -69,14 +72,16 @@ class Connection:
         """By which the messages of a method go."""
         if not method.shared:
             return self._grpc
+        attach = functools.partial(self._attach, method.attach_path)
+        is_alive = functools.partial(self.is_alive, method, _ALIVE_SECONDS)
         with self._making:
-            if self._shared is None:
-                self._shared = SharedMemoryTransport(
-                    self._grpc,
-                    functools.partial(self._attach, method.attach_path),
-                    functools.partial(self.is_alive, method, _ALIVE_SECONDS),
-                )
-            return self._shared
+            if self._linked is None:
+                self._linked = LinkedTransport(self._grpc, ClientMemory(attach, is_alive))
+            side = self._linked.side
+            if isinstance(side, ClientMemory) and not side.usable and not host_of(self.address):
+                host = self.address.rpartition(":")[0]
+                self._linked = LinkedTransport(self._grpc, ClientStream(host, self._tls, attach, is_alive))
+            return self._linked
 
     def _attach(self, path: str, message: bytes) -> bytes:
         try:
@@ -149,13 +154,13 @@ class Connection:
                 raise TLSError(f"No connection to {self._server}: {reason}.") from None
 
     def free_memory(self) -> None:
-        """Frees memory that is shared with the server, after large frames."""
-        if self._shared is not None:
-            self._shared.memory.shrink()
+        """Frees memory that frames lay in, after large ones."""
+        if self._linked is not None:
+            self._linked.side.shrink()
 
     def close(self) -> None:
         """Ends calls that other threads wait in, too: they raise `ConnectionLostError`."""
         self._closed = True
         self._grpc.close()
-        if self._shared is not None:
-            self._shared.memory.close()
+        if self._linked is not None:
+            self._linked.side.close()

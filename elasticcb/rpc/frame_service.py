@@ -13,10 +13,12 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.rpc.admission import Refusal, RefusedCalls
 from elasticcb.rpc.call_errors import CallError, call_error_of
 from elasticcb.rpc.frame_pieces import PIECES_MISSING, Pieces, UnknownPiecesError, bytes_of
+from elasticcb.rpc.link import Message, ServerLinks
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ServerMemory, UnknownSegmentError
-from elasticcb.rpc.tensors import Frame, InPieces
-from elasticcb.rpc.unix_socket import ServerLinks
+from elasticcb.rpc.stream import ASKED, StreamListener, StreamReply
+from elasticcb.rpc.tensors import Frame, InPieces, decode_header
+from elasticcb.security.tls import TLS
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ Handler = Callable[[Frame[Any]], Frame[Any]]
 
 
 class FrameService(grpc.GenericRpcHandler):
-    """A service whose messages are frames, by gRPC and by the links of clients on this machine.
+    """A service whose messages are frames, by gRPC and by links.
 
     Args:
         handlers: by method of one service, a function from the request frame to the response frame. An
@@ -41,22 +43,28 @@ class FrameService(grpc.GenericRpcHandler):
         self._methods = {method.name: method for method in self._handlers}
         self.control = [method.path for method in self._handlers if method.control] + [first.attach_path]
         self.refused = RefusedCalls()  # the server's, once it has the service
-        self._links = ServerLinks(self._answer_link)
+        self._links = ServerLinks(self._answer_link)  # to clients of this machine
         self._memory = ServerMemory(self._links)
+        self.listen_at("", None)
         self._by_path = {method.path: self._by_grpc(method) for method in self._handlers}
         self._by_path[first.attach_path] = grpc.unary_unary_rpc_method_handler(self._attach)
 
     def service(self, handler_call_details: Any) -> Any:
         return self._by_path.get(handler_call_details.method)
 
+    def listen_at(self, host: str, tls: TLS | None) -> None:
+        """On another port of which interface clients of other machines may connect; before the first call."""
+        self._streams = StreamListener(ServerLinks(self._answer_stream), host, tls)
+
     def stop(self, grace_seconds: float) -> None:
         """Ends the links."""
         self._links.stop(grace_seconds)
+        self._streams.stop(grace_seconds)
 
     def _by_grpc(self, method: Method) -> Any:
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             try:
-                return self._answer(method, data)
+                return self._answer(method, self._memory.decode, data).data
             except CallError as error:
                 context.set_trailing_metadata(error.trailing_metadata())
                 context.abort(error.code(), error.details())
@@ -64,22 +72,34 @@ class FrameService(grpc.GenericRpcHandler):
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
-    def _answer_link(self, name: str, data: bytes) -> bytes:
+    def _answer_link(self, name: str, request: Message) -> Message:
+        return self._answer_counted(name, self._memory.decode, request.data)
+
+    def _answer_stream(self, name: str, request: Message) -> Message:
+        def decode(data: bytes, header_type: Callable[[], Any]) -> tuple[Frame[Any], StreamReply]:
+            return decode_header(data, header_type, request.read), StreamReply()
+
+        return self._answer_counted(name, decode, request.data)
+
+    def _answer_counted(self, name: str, decode: Any, data: bytes) -> Message:
         try:
-            return self._answer(self._methods[name], data)
+            return self._answer(self._methods[name], decode, data)
         except CallError as error:  # else the gate would see it
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                self.refused.add(Refusal.MALFORMED, "a process of this machine")
+                self.refused.add(Refusal.MALFORMED, "a process of this job")
             raise
 
-    def _answer(self, method: Method, data: bytes) -> bytes:
+    def _answer(self, method: Method, decode: Any, data: bytes) -> Message:
         self._pieces.forget_silent()
         try:
-            frame, reply = self._memory.decode(data, method.request)
-            if reply.segment is not None and not method.transient:
+            frame, reply = decode(data, method.request)
+            if reply.borrowed and not method.transient:
                 frame = Frame(frame.header, {key: _copied(array) for key, array in frame.tensors.items()})
             response = self._handlers[method](self._pieces.taken(frame))
-            return reply.encode(response if reply.takes(bytes_of(response)) else self._pieces.offered(response))
+            if not reply.takes(bytes_of(response)):
+                response = self._pieces.offered(response)
+            answer: Message = reply.encode(response)
+            return answer
         except UnknownSegmentError as error:
             raise CallError(grpc.StatusCode.NOT_FOUND, str(error)) from None
         except UnknownPiecesError as error:
@@ -93,7 +113,7 @@ class FrameService(grpc.GenericRpcHandler):
         if not message:  # a client asks whether this server is alive
             return b""
         try:
-            return self._memory.attach(message)
+            return self._streams.offer() if message == ASKED else self._memory.attach(message)
         except WireError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         raise AssertionError("abort raises")

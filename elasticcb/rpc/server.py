@@ -67,6 +67,7 @@ class Server:
                 "machine. Choose another port, or 0 for any that is free."
             ) from error
         self.address = address_of(host, self.port)
+        self._host, self._tls = "" if is_folder(host) else host, access.tls
         self._frame_services: list[FrameService] = []
 
     def _bind(self, host: str, port: int, access: Access) -> int:
@@ -83,6 +84,7 @@ class Server:
     def add(self, service: FrameService) -> None:
         """Serves it from `start` until `stop`."""
         service.refused = self.refused
+        service.listen_at(self._host, self._tls)
         self._control.update(service.control)
         self.grpc_server.add_generic_rpc_handlers((service,))
         self._frame_services.append(service)

@@ -4,8 +4,8 @@ The client makes a segment, and shows it to the server (`Attach`); a server that
 frames travel whole. What doesn't fit travels whole too, and makes the next segment larger. A call that failed may still
 run, so its segment is never used again.
 
-With a segment comes a link (elasticcb/rpc/unix_socket.py), a socket that headers travel by; where there can be none,
-they travel by gRPC.
+With a segment comes a link (elasticcb/rpc/link.py), a Unix socket that headers travel by; where there can be none, they
+travel by gRPC.
 
 Arrays of an answer are views of the segment. It has two parts for answers, and the server is told one of which no array
 is in use any more; when there is none, the answer travels whole.
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.rpc import frame_pieces
+from elasticcb.rpc.link import ClientLink, Message, ServerLinks
 from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, is_supported, needed
 from elasticcb.rpc.tensors import Array, Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
-from elasticcb.rpc.unix_socket import ClientLink, Listener, ServerLinks
+from elasticcb.rpc.unix_socket import Listener, connect
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ClientMemory:
 
     Attributes:
         link: by which frames without arrays may be sent, if there is one.
+        usable: a segment may be of use; once it is not, the server is on another machine, or memory is lacking.
     """
 
     def __init__(self, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]) -> None:
@@ -64,7 +66,7 @@ class ClientMemory:
         self._part = _WHOLE  # that the next answer will lie in
         self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
         self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
-        self._usable = is_supported()
+        self.usable = is_supported()
         self._closed = False
 
     def takes(self, size: int, often: bool) -> bool:
@@ -73,25 +75,26 @@ class ClientMemory:
         Args:
             often: such frames travel again and again, so that a large segment pays.
         """
-        return size <= frame_pieces.LARGEST_FRAME or (often and self._usable and size <= _LARGEST)
+        return size <= frame_pieces.LARGEST_FRAME or (often and self.usable and size <= _LARGEST)
 
-    def encode(self, frame: Frame[Any]) -> bytes:
-        """The bytes to send for a request."""
+    def encode(self, frame: Frame[Any]) -> Message:
+        """What to send for a request."""
         size = needed(frame.tensors.values())
         self._wanted = max(self._wanted, size)
         segment = self._usable_segment()
         if segment is None or size > segment.size:
-            return encode_frame(frame)
+            return Message(encode_frame(frame))
         encoded, arrays = encode_header(frame)
         segment.write(arrays, REQUEST)
         self._part = next((part for part in ANSWERS if self._is_free(part)), _WHOLE)
-        return encoded + self._key + bytes([self._part])
+        return Message(encoded + self._key + bytes([self._part]))
 
     def _is_free(self, part: int) -> bool:
         return all(array() is None for array in self._in_use.get(part, ()))
 
-    def decode(self, data: bytes, header_type: Callable[[], Any]) -> Frame[Any]:
-        """The answer in the bytes that came."""
+    def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
+        """The answer that came."""
+        data = answer.data
         if has_arrays(data) or self._segment is None:
             frame = frame_decoder(header_type)(data)
             self._wanted = max(self._wanted, needed(frame.tensors.values()))
@@ -139,7 +142,7 @@ class ClientMemory:
     def _usable_segment(self) -> Segment | None:
         if self._segment is not None and self._segment.size < self._wanted <= _LARGEST:
             self.forget()
-        if self._segment is None and self._usable and self._wanted <= _LARGEST:
+        if self._segment is None and self.usable and self._wanted <= _LARGEST:
             self._make()
         return self._segment
 
@@ -148,7 +151,7 @@ class ClientMemory:
             # Some room: how many rows of embedding tables travel differs from batch to batch.
             segment = Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
         except OSError as error:
-            self._usable = False
+            self.usable = False
             logger.warning("No memory to share with a server of this machine: %s. Tensors are sent, slower.", error)
             return
         key = secrets.token_bytes(_KEY_BYTES)
@@ -168,7 +171,7 @@ class ClientMemory:
         except ConnectionLostError:
             segment.close()  # the call that follows waits for the server
         except Exception as error:
-            self._usable = False
+            self.usable = False
             segment.close()
             logger.debug("The server does not share memory: %s", error)
         finally:
@@ -209,10 +212,18 @@ class ServerMemory:
             for old in [old for old, other in self._segments.items() if other.abandoned]:
                 self._segments.pop(old).close()
             self._segments[key] = segment
-        linked = socket and self._links.connect(socket, key, lambda: self._detach(key))
+        linked = socket and self._link(socket, key)
         if not linked and segment.abandoned:  # the client has ended meanwhile, and nobody else would notice
             self._detach(key)
         return _LINKED if linked else b""
+
+    def _link(self, socket: str, key: bytes) -> bool:
+        try:
+            connected = connect(socket, key)
+        except OSError as error:
+            logger.debug("No socket to a client of this machine: %s", error)
+            return False
+        return self._links.serve(connected, lambda: self._detach(key))
 
     def _detach(self, key: bytes) -> None:
         with self._lock:
@@ -250,17 +261,22 @@ class Reply(NamedTuple):
     segment: Segment | None
     part: int
 
+    @property
+    def borrowed(self) -> bool:
+        """Whether arrays of the request last no longer than the call."""
+        return self.segment is not None
+
     def takes(self, size: int) -> bool:
         """Whether an answer with so many bytes of arrays may travel as one."""
         return size <= frame_pieces.LARGEST_FRAME or (
             self.segment is not None and self.part != _WHOLE and size <= self.segment.size
         )
 
-    def encode(self, frame: Frame[Any]) -> bytes:
-        """The bytes to answer with."""
+    def encode(self, frame: Frame[Any]) -> Message:
+        """What to answer."""
         fits = self.segment is not None and needed(frame.tensors.values()) <= self.segment.size
         if self.segment is None or not fits or (frame.tensors and self.part == _WHOLE):
-            return encode_frame(frame)
+            return Message(encode_frame(frame))
         encoded, arrays = encode_header(frame)
         self.segment.write(arrays, self.part)
-        return encoded
+        return Message(encoded)

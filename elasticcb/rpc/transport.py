@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -13,8 +12,10 @@ import grpc
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.call_errors import CallError
 from elasticcb.rpc.frame_pieces import PIECES_MISSING, bytes_of, in_pieces
+from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ClientMemory
+from elasticcb.rpc.stream import ClientStream
 from elasticcb.rpc.tensors import Frame, encode_frame, frame_decoder, has_arrays
 from elasticcb.security import tls
 from elasticcb.security.socket_folder import host_of, why_unsafe
@@ -155,48 +156,42 @@ class GrpcTransport(Transport):
         return size <= frame_pieces.LARGEST_FRAME
 
 
-class SharedMemoryTransport(Transport):
-    """Arrays in memory shared with a server of this machine, headers by a Unix socket; by gRPC where that can't be.
-
-    Its calls wait for each other.
+class LinkedTransport(Transport):
+    """Frames by a link to a server, and what belongs to it; by gRPC where that can't be. Its calls wait for each other.
 
     Args:
         grpc_transport: to the same server.
-        attach: shows the server what is shared, as `ClientMemory` needs it.
-        is_alive: asks the server whether it answers.
 
     Attributes:
-        memory: that is shared with the server.
+        side: of this process: memory that it shares with a server of this machine, or a stream to one elsewhere.
     """
 
-    def __init__(
-        self, grpc_transport: GrpcTransport, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]
-    ) -> None:
+    def __init__(self, grpc_transport: GrpcTransport, side: ClientMemory | ClientStream) -> None:
         self._grpc = grpc_transport
-        self.memory = ClientMemory(attach, is_alive)
+        self.side = side
 
     def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
-        with self.memory.lock:
+        with self.side.lock:
             return super().call(method, frame, timeout, metadata)
 
     def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
-        memory, send = self.memory, self._grpc.raw(method.path)
+        side, send = self.side, self._grpc.raw(method.path)
         try:
-            data = memory.encode(frame)
-            if memory.link is None or has_arrays(data):
-                answer = send(data, timeout=timeout, metadata=metadata)
+            message = side.encode(frame)
+            if side.link is None or has_arrays(message.data):
+                answer = Message(send(message.data, timeout=timeout, metadata=metadata))
             else:
-                answer = memory.link.call(method.name, data, timeout)
-        except BaseException as error:  # after an interrupt, too, the server may still answer into it
+                answer = side.link.call(method.name, message, timeout)
+        except BaseException as error:  # after an interrupt, too, the server may still answer
             if not _is_an_answer(error):
-                memory.forget()
+                side.forget()
             if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
-            answer = send(encode_frame(frame), timeout=timeout, metadata=metadata)
-        return memory.decode(answer, method.response)
+            answer = Message(send(encode_frame(frame), timeout=timeout, metadata=metadata))
+        return side.decode(answer, method.response)
 
     def _takes(self, size: int, method: Method) -> bool:
-        return self.memory.takes(size, method.often)
+        return self.side.takes(size, method.often)
 
 
 def _is_an_answer(error: BaseException) -> bool:

@@ -187,6 +187,17 @@ class TLS:
         _check(self.files, made)
         return made
 
+    def connected(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
+        """The same connection to a server with TLS, after the handshake. Raises `OSError`."""
+        context = _context(ssl.PROTOCOL_TLS_CLIENT, self.files, self.certificate)
+        return context.wrap_socket(connection, server_hostname=self.name or host)
+
+    def accepted(self, connection: socket.socket) -> ssl.SSLSocket:
+        """The same connection of a client with TLS, after the handshake. Raises `OSError`."""
+        context = _context(ssl.PROTOCOL_TLS_SERVER, self.files, self.certificate)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context.wrap_socket(connection, server_side=True)
+
     def diagnose(self, host: str, connection: socket.socket) -> str:
         """Why a server does not talk to this process, as far as TLS is the reason; else ""."""
         context = _context(ssl.PROTOCOL_TLS_CLIENT, self.files, self.certificate)

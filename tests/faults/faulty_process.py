@@ -31,8 +31,8 @@ EVENTS = {
     "has what it trained merged": ("elasticcb.worker.local_updates", "LocalUpdates.merge", "after"),
     "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
     "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),
-    "has sent half a call to a server": ("elasticcb.rpc.unix_socket", "ClientLink.call", "within"),
-    "waits for a server's answer": ("elasticcb.rpc.unix_socket", "ClientLink._first_bytes", "before"),
+    "has sent half a call to a server": ("elasticcb.rpc.link", "ClientLink.call", "within"),
+    "waits for a server's answer": ("elasticcb.rpc.link", "ClientLink._first_bytes", "before"),
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
     "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
@@ -162,9 +162,9 @@ def arm(fault: dict[str, Any], done: Path) -> None:
     (_after if when == "after" else _before)(owner, name, happen)
 
 
-def _send_half(link: Any, method: str, data: bytes, timeout: float) -> None:
-    name = method.encode()
-    message = struct.pack("<IB", len(data), len(name)) + name + data  # as in elasticcb/rpc/unix_socket.py
+def _send_half(link: Any, method: str, sent: Any, timeout: float) -> None:
+    name, data = method.encode(), sent.data
+    message = struct.pack("<QQB", len(data), 0, len(name)) + name + data  # as in elasticcb/rpc/link.py
     link._socket.sendall(message[: len(message) // 2])
 
 

@@ -4,9 +4,9 @@ parameter servers, in processes of their own, which listen as those of a job do.
     python tests/fuzzing/fuzz.py --minutes=10 [--seed=0] [--listen=unix|tls|tcp]
 
 Calls as they should be are changed at random: bytes, lengths, values of the header, names, dtypes and shapes of arrays;
-they go by gRPC, by the links of clients on this machine, and by shared memory. A server must refuse each with a status
-and a reason, or answer it, must go on, and must not grow. Each half minute it tells of the calls, and of the memory of
-the servers.
+they go by gRPC and by links, with shared memory where servers listen at Unix sockets, else as between machines. A
+server must refuse each with a status and a reason, or answer it, must go on, and must not grow. Each half minute it
+tells of the calls, and of the memory of the servers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import health_calls
 import master_calls
 import server_calls
 from elasticcb.data.batch_sources.service import DataService
+from elasticcb.rpc import shared_frames
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS, TLSFiles, make_ca
 
@@ -80,6 +81,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         host = f"unix:{folder}" if arguments.listen == "unix" else "127.0.0.1"  # the folder is 0700
+        if arguments.listen != "unix":  # as on another machine
+            shared_frames.is_supported = lambda: False
         if arguments.listen == "tls":
             make_ca(name)
         access = access_in(folder)

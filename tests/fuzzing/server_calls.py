@@ -1,4 +1,4 @@
-"""Broken calls to parameter servers: by gRPC, by the link of a client on the same machine, and by shared memory."""
+"""Broken calls to parameter servers: by gRPC, and by links, with the arrays in shared memory or behind the frame."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.reslice import overlap
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
@@ -81,7 +82,7 @@ class ServerFuzzer:
         self._random = random.Random(seed)
         self._addresses, self._folder = addresses, folder
         self._connections = [Connection(address, "the server", 5.0, access) for address in addresses]
-        self._memories = [connection.transport_of(PS_METHODS["Exchange"]).memory for connection in self._connections]
+        self._sides = [connection.transport_of(PS_METHODS["Exchange"]).side for connection in self._connections]
         self.codes: Counter[str] = Counter()
         self.surprises: set[tuple[str, str, str]] = set()
         self._initialize()
@@ -192,7 +193,7 @@ class ServerFuzzer:
                 self._send(call, self._random.random() < broken)
 
     def _send(self, call: Call, broken: bool) -> None:
-        send = self._random.choice((self._by_grpc, self._by_link, self._by_shared_memory))
+        send = self._random.choice((self._by_grpc, self._by_link, self._with_arrays_apart))
         try:
             send(call, broken)
             code, words = grpc.StatusCode.OK, ""
@@ -201,7 +202,7 @@ class ServerFuzzer:
         self.codes[code.name] += 1
         if code not in ALLOWED or (code is not grpc.StatusCode.OK and not words):
             self.surprises.add((call.method, code.name, words.split("\n")[0][:200]))
-            self._memories[call.server].forget()
+            self._sides[call.server].forget()
         elif self._random.random() < 0.01:
             self._break_off(call.server)
 
@@ -221,23 +222,24 @@ class ServerFuzzer:
         connection.channel.unary_unary(path)(message, timeout=30.0, metadata=connection.metadata)
 
     def _by_link(self, call: Call, broken: bool) -> None:
-        memory = self._memories[call.server]
-        memory.encode(call.frame)  # makes the link
-        assert memory.link is not None
-        memory.link.call(call.method, self._message(call, broken), 30.0)
+        side = self._sides[call.server]
+        side.encode(call.frame)  # makes the link
+        assert side.link is not None
+        side.link.call(call.method, Message(self._message(call, broken)), 30.0)
 
-    def _by_shared_memory(self, call: Call, broken: bool) -> None:
-        memory = self._memories[call.server]
-        message = memory.encode(call.frame)
-        assert memory.link is not None
-        memory.link.call(call.method, changed_bytes(message, self._random) if broken else message, 30.0)
+    def _with_arrays_apart(self, call: Call, broken: bool) -> None:
+        side = self._sides[call.server]
+        message = side.encode(call.frame)
+        assert side.link is not None
+        data = changed_bytes(message.data, self._random) if broken else message.data
+        side.link.call(call.method, Message(data, message.arrays), 30.0)
 
     def _break_off(self, server: int) -> None:
         """What is no message comes by the link, which ends."""
-        memory = self._memories[server]
-        if memory.link is not None:
-            memory.link._socket.sendall(self._random.randbytes(self._random.choice((1, 5, 6, 99, 70_000))))
-            memory.forget()
+        side = self._sides[server]
+        if side.link is not None:
+            side.link._socket.sendall(self._random.randbytes(self._random.choice((1, 5, 6, 99, 70_000))))
+            side.forget()
 
     def still_serves(self) -> bool:
         """Whether a server takes a model, a push and a pull, as if nothing had been."""

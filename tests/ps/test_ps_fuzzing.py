@@ -7,10 +7,13 @@ import threading
 import pytest
 from waiting import wait_until
 
+from elasticcb.rpc import shared_frames
 from server_calls import ServerFuzzer, serving
 
 
-def test_broken_messages_are_refused_in_words_and_the_server_goes_on(tmp_path, caplog):
+@pytest.mark.parametrize("shares", [True, False])
+def test_broken_messages_are_refused_in_words_and_the_server_goes_on(tmp_path, caplog, shares, monkeypatch):
+    monkeypatch.setattr(shared_frames, "is_supported", lambda: shares)
     caplog.set_level(logging.CRITICAL)
     with serving(tmp_path / "job") as addresses:
         fuzzer = ServerFuzzer(0, addresses, tmp_path)

@@ -1,4 +1,4 @@
-"""Calls over a Unix socket, beside gRPC: what they answer, also where there can be no socket."""
+"""Calls over links, beside gRPC: what they answer, also where there can be no link."""
 
 import threading
 
@@ -8,12 +8,13 @@ from echo_server import ECHO, ask, link_of, link_threads
 
 from elasticcb.errors import ConnectionLostError, HandlerError, ModelFileError, WireError
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.unix_socket import Listener, ServerLinks
+from elasticcb.rpc.link import ServerLinks
+from elasticcb.rpc.unix_socket import Listener
 from elasticcb.security.credentials import Access
 
 
-def test_calls_go_by_the_link_from_the_first_one_on(serve_and_connect, monkeypatch):
-    _, connection = serve_and_connect(token="secret")
+def test_calls_go_by_the_link_from_the_first_one_on(serve_and_connect_by_link, monkeypatch):
+    _, connection = serve_and_connect_by_link(token="secret")
     assert ask(connection, 3).header.version == 3
     assert link_of(connection) is not None
     used = []
@@ -21,6 +22,18 @@ def test_calls_go_by_the_link_from_the_first_one_on(serve_and_connect, monkeypat
     monkeypatch.setattr(link_of(connection), "call", lambda *args: used.append(args[0]) or inner(*args))
     np.testing.assert_array_equal(ask(connection, a=np.arange(5)).tensors["a"], np.arange(5))
     assert used == ["Echo"]
+
+
+def test_arrays_of_all_sizes_travel_by_links(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link()
+    for count in (0, 1, 7, 16_000, 70_000, 3, 900_000, 20_000):
+        sent = {str(size): np.arange(size, dtype=kind) for size, kind in ((count, "int64"), (count // 3, "uint8"))}
+        sent |= {"transposed": np.arange(6.0).reshape(2, 3).T, "scalar": np.float32(3.0), "flags": np.array([True])}
+        answer = ask(connection, count, **sent).tensors
+        assert list(answer) == list(sent)
+        for name, array in sent.items():
+            np.testing.assert_array_equal(answer[name], array, strict=True)
+            assert answer[name].ctypes.data % 16 == 0 or not answer[name].size
 
 
 def test_a_client_without_the_token_gets_no_link(serve_and_connect):
@@ -37,8 +50,8 @@ def fail(request):
     raise ModelFileError("the optimizer failed", "line 7 of their file: ä")
 
 
-def test_an_error_keeps_its_class_its_text_and_the_users_traceback(serve_and_connect):
-    _, connection = serve_and_connect(fail)
+def test_an_error_keeps_its_class_its_text_and_the_users_traceback(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link(fail)
     for _ in range(2):
         with pytest.raises(ModelFileError, match=r"^the optimizer failed$") as caught:
             ask(connection)
@@ -50,14 +63,14 @@ def refuse(request):
     raise WireError("the shape is wrong")
 
 
-def test_a_refused_message_raises_a_wire_error(serve_and_connect):
-    _, connection = serve_and_connect(refuse)
+def test_a_refused_message_raises_a_wire_error(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link(refuse)
     with pytest.raises(WireError, match="refused a message: the shape is wrong"):
         ask(connection)
 
 
-def test_a_defect_of_the_server_is_an_error_in_its_words_as_with_grpc(serve_and_connect):
-    _, connection = serve_and_connect(lambda request: 1 // 0)
+def test_a_defect_of_the_server_is_an_error_in_its_words_as_with_grpc(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link(lambda request: 1 // 0)
     with pytest.raises(HandlerError, match="division or modulo by zero"):
         ask(connection)
 
@@ -70,20 +83,20 @@ def test_calls_go_by_grpc_where_there_are_no_sockets(serve_and_connect, monkeypa
     _, connection = serve_and_connect()
     for value in (1.0, 2.0, 3.0):
         np.testing.assert_array_equal(ask(connection, a=np.full(50_000, value)).tensors["a"], value)
-    memory = connection.transport_of(ECHO).memory
+    memory = connection.transport_of(ECHO).side
     assert memory.link is None
     assert memory._segment is not None
 
 
 def test_calls_go_by_grpc_where_the_server_can_not_connect(serve_and_connect, monkeypatch):
-    monkeypatch.setattr(ServerLinks, "connect", lambda *args: False)
+    monkeypatch.setattr(ServerLinks, "serve", lambda *args: False)
     _, connection = serve_and_connect()
     np.testing.assert_array_equal(ask(connection, a=np.arange(9)).tensors["a"], np.arange(9))
     assert link_of(connection) is None
 
 
-def test_threads_that_share_a_connection_get_their_own_answers(serve_and_connect):
-    _, connection = serve_and_connect()
+def test_threads_that_share_a_connection_get_their_own_answers(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link()
     wrong = []
 
     def work(number):
@@ -100,8 +113,8 @@ def test_threads_that_share_a_connection_get_their_own_answers(serve_and_connect
     assert wrong == []
 
 
-def test_an_answer_that_is_kept_is_not_overwritten_and_others_come_all_the_same(serve_and_connect):
-    _, connection = serve_and_connect()
+def test_an_answer_that_is_kept_is_not_overwritten_and_others_come_all_the_same(serve_and_connect_by_link):
+    _, connection = serve_and_connect_by_link()
     answers = [ask(connection, a=np.full(100_000, float(value))).tensors["a"] for value in range(6)]
     for value, answer in enumerate(answers):
         assert (answer == value).all()
