@@ -24,7 +24,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"proto": "the messages and services, generated from `proto/elasticcb.proto`"},
     {"process": "one process: its logs, its signals, its limits, what it counts of itself"},
     {"security": "who may take part in a job: its token, and certificates"},
-    {"rpc": "bytes between processes: servers, connections, frames; memory and sockets shared on one machine"},
+    {"rpc": "bytes between processes: servers, connections, frames; shared memory on one machine, streams to others"},
     {"tf": "what is used of TensorFlow besides Keras: tensors and arrays, variables, compiled functions"},
     {"sharding": "which server holds what: dense weights, and rows of embedding tables"},
     {"optimizers": "Keras optimizers taken apart: what they are given and remember, and what of it can be split"},

@@ -1,1 +1,1 @@
-"""Bytes between processes: servers, connections, frames, and what processes of one machine share."""
+"""Bytes between processes: servers, connections, frames; shared memory on one machine, streams to others."""

@@ -32,7 +32,7 @@ _CONNECT_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 10.0
 _KEY_SECONDS = 60.0  # that a key is good for
 _MOST_STRANGERS = 64  # connections that have not shown a key
-_AGAIN_SECONDS = 60.0  # after which a client asks again that could not connect
+_AGAIN_SECONDS = 60.0  # after which a client asks again that could not connect; twice as long each time
 # Of a connection to a machine that is gone, as gRPC's keepalive has them.
 _QUIET_SECONDS, _PROBE_SECONDS, _SILENT_SECONDS = 20, 10, 30
 
@@ -58,7 +58,7 @@ class ClientStream:
         self.link: ClientLink | None = None
         self._host, self._tls = host.strip("[]"), tls
         self._attach, self._is_alive = attach, is_alive
-        self._ask_at = 0.0
+        self._ask_at, self._pause = 0.0, _AGAIN_SECONDS
         self._closed = False
 
     def takes(self, size: int, often: bool) -> bool:
@@ -77,13 +77,13 @@ class ClientStream:
 
     def _present(self) -> ClientLink | None:
         if self.link is None and time.monotonic() >= self._ask_at and not self._closed:
-            self._ask_at = time.monotonic() + _AGAIN_SECONDS
             try:
                 self.link = self._open(json.loads(self._attach(ASKED)))
-                self._ask_at = 0.0
+                self._pause = _AGAIN_SECONDS
             except ConnectionLostError:
-                self._ask_at = 0.0  # the call that follows waits for the server
+                pass  # the call that follows waits for the server
             except Exception as error:
+                self._ask_at, self._pause = time.monotonic() + self._pause, 2 * self._pause
                 logger.info("Tensors go by gRPC, slower: no other connection to %s: %s", self._host, error)
             if self._closed:
                 self.forget()
