@@ -45,7 +45,7 @@ class FrameService(grpc.GenericRpcHandler):
         self.refused = RefusedCalls()  # the server's, once it has the service
         self._links = ServerLinks(self._answer_link)  # to clients of this machine
         self._memory = ServerMemory(self._links)
-        self.listen_at("", None)
+        self._streams = StreamListener(ServerLinks(self._answer_stream))
         self._by_path = {method.path: self._by_grpc(method) for method in self._handlers}
         self._by_path[first.attach_path] = grpc.unary_unary_rpc_method_handler(self._attach)
 
@@ -54,7 +54,7 @@ class FrameService(grpc.GenericRpcHandler):
 
     def listen_at(self, host: str, tls: TLS | None) -> None:
         """On another port of which interface clients of other machines may connect; before the first call."""
-        self._streams = StreamListener(ServerLinks(self._answer_stream), host, tls)
+        self._streams.listen_at(host, tls)
 
     def stop(self, grace_seconds: float) -> None:
         """Ends the links."""

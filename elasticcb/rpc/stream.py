@@ -126,18 +126,22 @@ class StreamListener:
 
     Args:
         links: which answer them.
-        host: interface to listen on; "": nowhere.
-        tls: of this process; None: without.
     """
 
-    def __init__(self, links: ServerLinks, host: str, tls: TLS | None) -> None:
-        self._links, self._host, self._tls = links, host.strip("[]"), tls
+    def __init__(self, links: ServerLinks) -> None:
+        self._links = links
+        self._host = ""
+        self._tls: TLS | None = None
         self._socket: socket.socket | None = None  # once somebody has asked
         self._thread: threading.Thread | None = None
         self._keys: dict[bytes, float] = {}  # until when they are good
         self._strangers = 0
         self._lock = threading.Lock()
         self._stopped = False
+
+    def listen_at(self, host: str, tls: TLS | None) -> None:
+        """Says on which interface it may listen, "": on none, and by what this process shows itself with TLS."""
+        self._host, self._tls = host.strip("[]"), tls
 
     def offer(self) -> bytes:
         """The answer of `Attach` to a client that asks. Raises `WireError` where there can be no connection."""
