@@ -56,7 +56,7 @@ def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int,
 
     of_table = table_update(optimizer, dim)
     update = TableUpdates({0: of_table})
-    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots)
+    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots_of(dim))
     random = np.random.default_rng(0)
     version = 0
 

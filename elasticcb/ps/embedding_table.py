@@ -111,7 +111,7 @@ class EmbeddingTable:
         places, missing, _ = found
         if not len(missing):
             if create:
-                self._rows.count_hits(places)
+                self._train_soon(ids, places)
             return self._rows.read(places)
         if initial is None:
             initial = self.initial_rows(ids[missing])
@@ -119,11 +119,20 @@ class EmbeddingTable:
             self._make_rows(ids, places, missing, initial)
         present = places >= 0
         if create:
-            self._rows.count_hits(places[present])
+            self._train_soon(ids[present], places[present])
         rows = np.empty((len(ids), self._rows.dim), self._rows.dtype)
         rows[missing] = initial
         rows[present] = self._rows.read(places[present])
         return rows
+
+    def _train_soon(self, ids: Array, places: Array) -> None:
+        """Notes a lookup in training: gradients of these rows will come."""
+        self._rows.count_hits(places)
+        self._rows.index.recent.note(ids, places)
+
+    def knows(self, ids: Array) -> bool:
+        """Whether `ids` were looked up in training, in this order, and so were checked then."""
+        return self._rows.index.recent.find(ids) is not None
 
     def prepare(self, ids: Array, gradients: Array) -> RowChange:
         """What is to be updated by `gradients` ([n, dim]) of the rows of `ids` (int64 [n]).
@@ -131,6 +140,9 @@ class EmbeddingTable:
         A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
         age limits rows, the row is made again.
         """
+        recent = self._rows.index.recent.find(ids)
+        if recent is not None:
+            return self._change(ids, recent, gradients)
         places = self.places(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
@@ -138,6 +150,9 @@ class EmbeddingTable:
                 self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
             present = places >= 0
             ids, gradients, places = ids[present], gradients[present], places[present]
+        return self._change(ids, places, gradients)
+
+    def _change(self, ids: Array, places: Array, gradients: Array) -> RowChange:
         return RowChange(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
 
     def commit(self, change: RowChange, rows: Array, slots: Mapping[str, Array], version: int) -> None:

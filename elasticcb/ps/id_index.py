@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from elasticcb.ps.growing_array import GrowingArray
+from elasticcb.ps.recent_ids import RecentIds
 from elasticcb.rpc.tensors import Array
 
 # What stands in the hash table: nothing, nothing any more, or a place + _FIRST. The ids lie in their array by the
@@ -19,6 +20,9 @@ class IdIndex:
 
     Open addressing with linear probing, at most half full: 16 to 32 bytes an id, of which 8 are the id. All calls take
     many ids at once, and cost a few dozen nanoseconds for each.
+
+    Attributes:
+        recent: ids that were looked up lately, and their places.
     """
 
     def __init__(self) -> None:
@@ -26,6 +30,7 @@ class IdIndex:
         self._ids.array[:_FIRST] = -1
         self._count = self._removed = 0
         self._table, self._mask, self._shift = _empty_table(_SMALLEST)
+        self.recent = RecentIds()
 
     def __len__(self) -> int:
         return self._count
@@ -76,6 +81,7 @@ class IdIndex:
         Returns: (places that are taken now, those where their ids were before), so that the caller can move what
             belongs to them.
         """
+        self.recent.clear()
         count = self._count - len(places)
         gaps = places[places < count]
         stays = np.ones(len(places), bool)

@@ -8,13 +8,14 @@ steps of the model, not those of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
-from elasticcb.optimizers.traits import may_update_rows
+from elasticcb.optimizers.traits import may_join, may_update_rows
 from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.row_update import RowClone
@@ -37,7 +38,9 @@ class TableUpdate:
 
     Attributes:
         kind: the optimizer's class name.
-        slots: the initial row of each slot, [dim], by name.
+        slots: what each slot begins with, by name: of the rows, or elements, that are updated.
+        is_joined: rows of any width are updated, as elements [1].
+        row_shape: of what is updated.
         signature: of what `run` takes.
 
     Raises `ModelFileError` for an optimizer that needs more than single rows.
@@ -46,14 +49,20 @@ class TableUpdate:
     def __init__(
         self, optimizer: ServerOptimizer, index: int, spec: VariableSpec, rate_multiplier: float = 1.0
     ) -> None:
+        self.is_joined = may_join(optimizer.optimizer)
+        self.row_shape: tuple[int, ...] = (1,) if self.is_joined else tuple(spec.shape[1:])
         self.kind = optimizer.kind
         if not may_update_rows(optimizer.optimizer):
             raise _not_by_rows(self.kind, spec)
-        self._clone = RowClone(optimizer, index, spec.shape, spec.dtype, spec.path, rate_multiplier)
+        self._clone = RowClone(optimizer, index, (0, *self.row_shape), spec.dtype, spec.path, rate_multiplier)
         if self._clone.has_extras:
             raise _not_by_rows(self.kind, spec)
         self.slots = self._clone.slots
-        self.signature = [tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)] * (2 + len(self.slots))
+        self.signature = [tf.TensorSpec([None, *self.row_shape], spec.dtype)] * (2 + len(self.slots))
+
+    def slots_of(self, dim: int) -> dict[str, Array]:
+        """What each slot begins with in a table of rows [dim], by name."""
+        return {name: np.broadcast_to(row, dim) for name, row in self.slots.items()} if self.is_joined else self.slots
 
     def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
         """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
@@ -96,8 +105,9 @@ class TableUpdates:
         for group, (update, arrays) in zip(groups.values(), zip(key, results, strict=True), strict=True):
             first = 0
             for index in group:
-                end = first + len(changes[index].ids)
-                new, *slots = (array[first:end] for array in arrays)
+                shape = changes[index].rows.shape
+                end = first + changes[index].rows.size // math.prod(update.row_shape)
+                new, *slots = (array[first:end].reshape(shape) for array in arrays)
                 tables[index].commit(changes[index], new, dict(zip(update.slots, slots, strict=True)), version)
                 first = end
         for index in rows.keys() - changes.keys():
@@ -107,10 +117,12 @@ class TableUpdates:
 def _arrays(update: TableUpdate, changes: Sequence[RowChange]) -> list[Array]:
     """What `update` takes of the rows of several tables, one after another."""
     parts = [[change.gradients, change.rows, *(change.slots[name] for name in update.slots)] for change in changes]
-    return parts[0] if len(parts) == 1 else [_joined(arrays) for arrays in zip(*parts, strict=True)]
+    return [_joined([part.reshape(-1, *update.row_shape) for part in each]) for each in zip(*parts, strict=True)]
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
+    if len(arrays) == 1:
+        return arrays[0]
     whole = aligned((sum(map(len, arrays)), *arrays[0].shape[1:]), arrays[0].dtype)
     return np.concatenate(arrays, out=whole)
 

@@ -73,9 +73,8 @@ class Tables:
             spec = self._specs[number]
             if spec.trainable:
                 optimizer, multiplier = optimizers.of(number), table.options.learning_rate_multiplier or 1.0
-                kind: Any = (optimizer, spec.shape[1:], spec.dtype, spec.no_weight_decay, multiplier)
-                if not may_join(optimizer.optimizer):
-                    kind = number
+                joins = may_join(optimizer.optimizer)
+                kind: Any = (optimizer, spec.dtype, spec.no_weight_decay, multiplier) if joins else number
                 if kind not in shared:
                     shared[kind] = TableUpdate(optimizer, number, spec, multiplier)
                 self._updates[number] = shared[kind]
@@ -97,7 +96,7 @@ class Tables:
                 ) from error
             values = partial(self._initial_rows_of, number)
         update = self._updates.get(number)
-        slots = {} if update is None else update.slots
+        slots = {} if update is None else update.slots_of(spec.row_elements)
         return EmbeddingTable(
             spec.row_elements,
             dtype_of(spec.dtype),
@@ -131,6 +130,8 @@ class Tables:
 
     def check_ids(self, number: int, ids: Array) -> None:
         """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
+        if self[number].knows(ids):
+            return
         spec = self._specs[number]
         check_row_ids(ids, spec.shape[0] or None, spec.path)
         if self._buckets.servers > 1 and not self._buckets.owns(self._index, ids).all():

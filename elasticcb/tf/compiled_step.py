@@ -10,10 +10,7 @@ import tensorflow as tf
 from elasticcb.tf.batch_signatures import Signatures, flat_tensors
 from elasticcb.tf.concrete_call import quick_call
 
-try:
-    from tensorflow.python.eager.context import function_executor_type
-except ImportError:  # it is no public name
-    function_executor_type = None
+_Call = Callable[[Sequence[Any]], Any]
 
 
 class CompiledStep:
@@ -30,14 +27,14 @@ class CompiledStep:
     def __init__(self, step: Callable[..., Any], jit_compile: bool | None = None) -> None:
         self._step = step
         self._jit_compile = jit_compile
-        self._signatures: Signatures[_Traced] = Signatures(self._trace)
+        self._signatures: Signatures[_Call] = Signatures(self._trace)
 
     def __call__(self, *args: Any) -> Any:
         """The step of `args`: the batch, and structures of tensors."""
         leaves, key = flat_tensors(args)
         return self._signatures.function(args, key)(leaves)
 
-    def _trace(self, specs: Any) -> _Traced:
+    def _trace(self, specs: Any) -> _Call:
         flat_specs = tf.nest.flatten(specs, expand_composites=True)
 
         def step(*leaves: Any) -> Any:
@@ -46,29 +43,4 @@ class CompiledStep:
             return self._step(*tf.nest.pack_sequence_as(specs, flat, expand_composites=True))
 
         signature = [tf.TensorSpec(spec.shape, spec.dtype) for spec in flat_specs if spec is not None]
-        return _Traced(quick_call(step, signature, self._jit_compile))
-
-
-class _Traced:
-    """Runs the operations of a function one after another in the thread that calls, where that is possible.
-
-    Threads that hand each other small operations cost more than they bring. Within an operation there may be several.
-    """
-
-    def __init__(self, function: Callable[[Sequence[Any]], Any]) -> None:
-        self._function = function
-        self._inline = function_executor_type is not None
-        self._has_run = False
-
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        if self._inline:
-            try:
-                with function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                    result = self._function(inputs)
-                self._has_run = True
-                return result
-            except tf.errors.OpError:
-                if self._has_run:
-                    raise
-                self._inline = False  # there are ops that such an executor does not know
-        return self._function(inputs)
+        return quick_call(step, signature, self._jit_compile)

@@ -65,7 +65,7 @@ def initial(ids):
 
 
 def make_table(update):
-    return EmbeddingTable(DIM, "float32", initial, update.slots)
+    return EmbeddingTable(DIM, "float32", initial, update.slots_of(DIM))
 
 
 def train(table, update, ids, gradients, version):
@@ -189,8 +189,8 @@ def test_several_tables_are_updated_as_each_alone():
     updates = {1: TableUpdate(optimizer, 1, SPEC), 2: TableUpdate(optimizer, 1, narrow)}
     apart, together = (
         {
-            1: EmbeddingTable(DIM, "float32", initial, updates[1].slots),
-            2: EmbeddingTable(1, "float32", lambda ids: initial(ids)[:, :1], updates[2].slots),
+            1: EmbeddingTable(DIM, "float32", initial, updates[1].slots_of(DIM)),
+            2: EmbeddingTable(1, "float32", lambda ids: initial(ids)[:, :1], updates[2].slots_of(1)),
         }
         for _ in range(2)
     )
@@ -210,7 +210,7 @@ def test_several_tables_are_updated_as_each_alone():
 
 def test_slots_begin_as_keras_makes_them():
     optimizer, _ = server_optimizer(lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
-    slots = TableUpdate(optimizer, 1, SPEC).slots
+    slots = TableUpdate(optimizer, 1, SPEC).slots_of(DIM)
     assert [slot.tolist() for slot in slots.values()] == [[pytest.approx(0.3)] * DIM]
 
 

@@ -1,0 +1,61 @@
+"""Where the rows are that were looked up last: the push after a lookup names the same ids in the same order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from elasticcb.rpc.tensors import Array
+
+_MOST_IDS = 1 << 20  # of one table: 16 MiB
+
+_Key = tuple[int, int, int]
+
+
+class RecentIds:
+    """Remembers ids and the places of their rows, until rows are removed.
+
+    Comparing ids takes a fiftieth of the time of finding them.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[_Key, tuple[Array, Array]] = OrderedDict()
+        self._count = 0
+
+    def note(self, ids: Array, places: Array) -> None:
+        """The rows of `ids` (int64 [n], unique) are at `places` (int64 [n], not changed later)."""
+        if not 0 < len(ids) <= _MOST_IDS:
+            return
+        self._drop(_key_of(ids))
+        while self._count + len(ids) > _MOST_IDS:
+            self._drop(next(iter(self._found)))
+        self._found[_key_of(ids)] = ids.copy(), places  # the memory of `ids` may be that of a call
+        self._count += len(ids)
+
+    def find(self, ids: Array) -> Array | None:
+        """The places of `ids` (anything that came as ids), int64 [n], not to be changed.
+
+        None: these were not looked up together and in this order, or long ago.
+        """
+        if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
+            return None
+        known = self._found.get(_key_of(ids))
+        return known[1] if known is not None and np.array_equal(known[0], ids) else None
+
+    def clear(self) -> None:
+        """Rows have other places from now on."""
+        self._found.clear()
+        self._count = 0
+
+    def _drop(self, key: _Key) -> None:
+        ids, _ = self._found.pop(key, (_NO_IDS, _NO_IDS))
+        self._count -= len(ids)
+
+
+_NO_IDS = np.zeros(0, np.int64)
+
+
+def _key_of(ids: Array) -> _Key:
+    """Differs between most batches."""
+    return len(ids), int(ids[0]), int(ids[-1])
