@@ -1,0 +1,38 @@
+"""How fast an embedding table grows."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from elasticcb.sharding.table_counts import Growth
+
+WINDOW_SECONDS = 60.0
+_MARK_SECONDS = 5.0
+
+
+class RowFlow:
+    """Counts rows that come and go, and remembers how many had at times of the last minute.
+
+    Args:
+        now: the time, in seconds.
+
+    Attributes:
+        made: rows for new ids, so far.
+        removed: rows, so far.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.made = self.removed = 0
+        self._marks = deque([(now, 0, 0)])  # when, and what there was
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        if now - self._marks[-1][0] >= _MARK_SECONDS:
+            self._marks.append((now, self.made, self.removed))
+            while self._marks[1][0] <= now - WINDOW_SECONDS:
+                self._marks.popleft()
+
+    def lately(self, now: float) -> Growth:
+        """What came and went in the last minute, or since time passed last where that is longer ago."""
+        begun, made, removed = self._marks[0]
+        return Growth(now - begun, self.made - made, self.removed - removed)
