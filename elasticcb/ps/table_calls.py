@@ -35,7 +35,9 @@ class TableCalls:
         """Answers `CountTables`."""
         top = frame.header.top
         if not 0 <= top <= _MOST_TOP:
-            raise WireError(f"CountTables asks for the {top:,} ids that were looked up most; expected 0 to {_MOST_TOP:,}.")
+            raise WireError(
+                f"CountTables asks for the {top:,} ids that were looked up most; expected 0 to {_MOST_TOP:,}."
+            )
         with self._holder.lock:
             parameters = self._holder.present().parameters
         response = pb.CountTablesResponse(version=parameters.version)

@@ -61,7 +61,7 @@ def test_rows_bytes_hits_and_ages_of_all_servers_are_told(two_servers, capsys):
         "  size            160 bytes: rows 80 bytes and the optimizer's accumulator 80 bytes",
         "  lookups         least 1, 25 % 2, median 5, 75 % 9, 99 % 9, most 9",
         "  last trained    least 0, 25 % 0, median 10, 75 % 40, 99 % 50, most 50 versions ago",
-        "  most looked up  id 0: 9, id 1: 9",
+        "  most looked up  id 0: 9 (34.6 %), id 1: 9 (34.6 %)",
         "",
         "users/embeddings",
         "  rows            1, of 2 x float16",
@@ -69,7 +69,7 @@ def test_rows_bytes_hits_and_ages_of_all_servers_are_told(two_servers, capsys):
         "  size            4 bytes: rows 4 bytes",
         "  lookups         least 1, 25 % 1, median 1, 75 % 1, 99 % 1, most 1",
         "  last trained    least 1, 25 % 1, median 1, 75 % 1, 99 % 1, most 1 versions ago",
-        "  most looked up  id 1000000000000000: 1",
+        "  most looked up  id 1000000000000000: 1 (100 %)",
         "",
         "2 tables: 6 rows, 164 bytes",
     ]
@@ -87,6 +87,8 @@ def test_checkpoint_without_tables_says_so(tmp_path, capsys):
     assert "no embedding tables" in run(capsys, folder)
 
 
-def test_folder_that_holds_no_checkpoint_is_an_error(tmp_path, capsys):
-    assert main(["table", str(tmp_path)]) == ExitCode.JOB_FAILED
-    assert f"no whole checkpoint in {tmp_path}" in capsys.readouterr().err
+def test_folder_that_holds_neither_a_checkpoint_nor_a_job_is_an_error(tmp_path, capsys):
+    assert main(["table", str(tmp_path)]) == ExitCode.WRONG_USAGE
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is not the folder of a job" in said
+    assert "For a checkpoint, pass its URL" in said
