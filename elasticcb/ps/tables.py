@@ -16,6 +16,7 @@ import tensorflow as tf
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join
+from elasticcb.process.stats import TableSize
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.push_reader import check_row_ids
@@ -128,6 +129,10 @@ class Tables:
     def numbers(self) -> list[int]:
         """The tables' indices among the variables."""
         return sorted(self._tables)
+
+    def sizes(self) -> dict[str, TableSize]:
+        """Of each, by the path of its variable. Any thread may ask."""
+        return {self._specs[number].path: TableSize(len(each), each.bytes) for number, each in self._tables.items()}
 
     def check_ids(self, number: int, ids: Array) -> None:
         """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
