@@ -20,7 +20,7 @@ from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.local_job import how_it_ended, master_of
 from elasticcb.cli.table_lines import lines_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
-from elasticcb.errors import UsageError
+from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.logs import quiet_environment, say
 from elasticcb.settings import JOB_FILE, JobSettings
 from elasticcb.storage import durable
@@ -103,7 +103,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     checkpoints = _checkpoints_of(folder)
     if not checkpoints:
         raise UsageError(
-            f"The job in {folder} has ended, and wrote no checkpoints (--checkpoint_dir). Pass a checkpoint, or a job "
+            f"The job in {folder} has ended, and its settings name no --checkpoint_dir. Pass a checkpoint, or a job "
             "that runs."
         )
     say(f"The job in {folder} has ended. This is the newest of its checkpoints.")
@@ -145,7 +145,7 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
 
 def _checkpoints_of(folder: Path) -> str:
     """The folder or URL that a job writes its checkpoints to; "": to none, or its settings can't be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, ElasticCBError):
         return JobSettings.from_json(json.dumps(durable.read_document(folder / JOB_FILE))).checkpoint.directory
     return ""
 

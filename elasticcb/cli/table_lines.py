@@ -46,7 +46,7 @@ def _id_lines(found: IdReport) -> Iterator[str]:
     for each in found.tables:
         yield ""
         yield each.path
-        yield from _labelled(_id(each, found.version))
+        yield from _labelled(_id(each, found.id, found.version))
 
 
 def _labelled(lines: Iterator[tuple[str, str]]) -> Iterator[str]:
@@ -89,10 +89,10 @@ def _live(live: LiveTable, rows: int) -> Iterator[tuple[str, str]]:
         yield "removed", f"{live.removed:,} rows so far"
 
 
-def _id(table: IdInTable, version: int) -> Iterator[tuple[str, str]]:
+def _id(table: IdInTable, id: int, version: int) -> Iterator[tuple[str, str]]:
     on = "" if table.server is None else f" on server {table.server}"
     if table.row is None:
-        yield "row", f"none{on}: {_why_no_row(table)}"
+        yield "row", f"none{on}: {_why_no_row(table, id)}"
         return
     shown = ", ".join(f"{value:.4g}" for value in table.row[:_VALUES_SHOWN])
     yield "row", f"{shown}{', …' if len(table.row) > _VALUES_SHOWN else ''}"
@@ -105,7 +105,9 @@ def _id(table: IdInTable, version: int) -> Iterator[tuple[str, str]]:
         yield "last trained", f"{max(version - table.used, 0):,} versions ago, at version {table.used:,}"
 
 
-def _why_no_row(table: IdInTable) -> str:
+def _why_no_row(table: IdInTable, id: int) -> str:
+    if table.input_dim is not None and id >= table.input_dim:
+        return f"its ids are below {table.input_dim:,}"
     if table.hits:
         return f"looked up {table.hits:,} times so far, of the {table.min_count:,} that it needs"
     return "it has its initial value"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from elasticcb.clients.ps_places import Places
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
 from elasticcb.sharding.bucket_map import even
 
-_PATIENCE_SECONDS = 2.0  # with a server that gives no sign of life; it may be lost, and another be on its way
+_PATIENCE_SECONDS = 2.0  # with a server that gives no sign of life
+_RESTORE_SECONDS = 30.0  # for another server to take the place of a lost one
 
 
 class LiveTables:
@@ -26,7 +30,7 @@ class LiveTables:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
-    def ask(self, top: int, id: int | None, seconds: float) -> pb.TablesResponse:
+    def ask(self, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
         """What all tables hold, or the rows of one id.
 
         Args:
@@ -36,24 +40,33 @@ class LiveTables:
 
         Raises `UsageError` when servers are missing.
         """
-        with self._desk.state():
-            state = self._desk.wait_for(lambda state: state.serves(0) or _is_over(state), seconds)
-            cluster, why_not = state.cluster, _why_not(state)
-            memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
-        if why_not or cluster is None:
-            raise UsageError(f"What the embedding tables hold can't be told now: {why_not}.")
+        give_up = time.monotonic() + seconds
+        while True:
+            with self._desk.state():
+                left = max(0.0, give_up - time.monotonic())
+                state = self._desk.wait_for(lambda state: state.serves(0) or _is_over(state), left)
+                cluster, why_not = state.cluster, _why_not(state)
+                memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
+            if why_not or cluster is None:
+                raise UsageError(f"What the embedding tables hold can't be told now: {why_not}.")
+            try:
+                return self._answer(cluster, top, id, memory_bytes)
+            except ConnectionLostError as error:
+                if time.monotonic() > give_up:
+                    raise UsageError(
+                        f"A parameter server may have been lost a moment ago: {error} Ask again."
+                    ) from error
+
+    def _answer(self, cluster: ServedCluster, top: int, id: int | None, memory_bytes: int) -> pb.TablesResponse:
         answer = pb.TablesResponse(memory_bytes=memory_bytes)
         answer.variables.extend(spec.to_message() for spec in cluster.variables)
-        buckets = cluster.buckets or even(len(cluster.servers))
-        places = Places(tuple(cluster.servers), buckets)
+        places = Places(tuple(cluster.servers), cluster.buckets or even(len(cluster.servers)))
         servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, self._desk.access)
         try:
             if id is None:
                 answer.counts.extend(servers.on_all("CountTables", pb.CountTablesRequest(top=top)))
             else:
                 self._find(answer, servers, id)
-        except ConnectionLostError as error:
-            raise UsageError(f"A parameter server may have been lost a moment ago: {error} Ask again.") from error
         finally:
             servers.close()
         return answer

@@ -197,7 +197,7 @@ class MasterServicer:
         return pb.StatusResponse(status=json.dumps(document(self._observe())))
 
     def Tables(self, request: Any, context: Any) -> pb.TablesResponse:
-        return self._tables.ask(request.top, request.id if request.HasField("id") else None, self._poll_seconds)
+        return self._tables.ask(request.top, request.id if request.HasField("id") else None)
 
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
         self._calls.interrupt()

@@ -10,9 +10,12 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
+from elasticcb.layers.ids import id_of_text
+from elasticcb.settings import JOB_FILE, STATUS_FILE, CheckpointSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
+from elasticcb.storage import durable
 
 DENSE = VariableSpec("dense/bias", (3,), "float32", True)
 BOUNDED = VariableSpec("items/embeddings", (1000, 4), "float32", True, table=TableSpec(1000).to_json())
@@ -80,6 +83,81 @@ def test_json_has_the_same_as_numbers(two_servers, capsys):
     assert found["version"] == 100
     items = found["tables"][0]
     assert (items["rows"], items["row_bytes"], items["slot_bytes"], items["top"][2]) == (5, 80, 80, [4, 5])
+
+
+def test_one_table_is_chosen_by_the_name_of_its_layer(two_servers, capsys):
+    for name in ("users", "users/embeddings"):
+        found = json.loads(run(capsys, two_servers, "--json", f"--table={name}"))
+        assert [each["path"] for each in found["tables"]] == ["users/embeddings"]
+    assert main(["table", str(two_servers), "--table=user"]) == ExitCode.WRONG_USAGE
+    assert "no embedding table 'user'. The tables are: 'items', 'users'." in capsys.readouterr().err
+
+
+def test_the_row_of_an_id_is_shown_in_every_table(two_servers, capsys):
+    assert run(capsys, two_servers, "--id=3").splitlines() == [
+        f"id 3 in {two_servers}, version 100",
+        "",
+        "items/embeddings",
+        "  row             0, 0, 0, 0",
+        "  norm            0, of 4 values on server 1",
+        "  accumulator     norm 0",
+        "  lookups         2",
+        "  last trained    0 versions ago, at version 100",
+        "",
+        "users/embeddings",
+        "  row             none: it has its initial value",
+    ]
+    found = json.loads(run(capsys, two_servers, f"--id={10**15}", "--json", "--table=users"))
+    assert found["tables"][0] | {"slot_norms": {}} == {
+        "path": "users/embeddings",
+        "input_dim": None,
+        "server": 0,
+        "row": [0.0, 0.0],
+        "hits": 1,
+        "used": 99,
+        "norm": 0.0,
+        "slot_norms": {},
+        "min_count": 1,
+    }
+    assert "ids are below 1,000" in run(capsys, two_servers, "--id=1000", "--table=items")
+
+
+def test_a_string_is_found_by_its_hash_and_an_id_is_given_once(tmp_path, capsys):
+    id = id_of_text("Gdańsk")
+    folder = write_checkpoint(tmp_path, [FREE], [{0: state([id], 2, [4], [9], (), np.float16)}])
+    assert run(capsys, folder, "--text=Gdańsk") == run(capsys, folder, f"--id={id}")
+    assert "lookups         4" in run(capsys, folder, "--text=Gdańsk")
+    assert main(["table", str(folder), "--text=a", "--id=1"]) == ExitCode.WRONG_USAGE
+    assert "Give one of them" in capsys.readouterr().err
+
+
+def ended_job(folder, checkpoints):
+    """The folder of a job that wrote into `checkpoints`."""
+    settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory=str(checkpoints)))
+    durable.write_document(folder / JOB_FILE, json.loads(settings.to_json()))
+    durable.write_document(folder / STATUS_FILE, {"phase": "done"})
+
+
+def test_of_a_job_that_has_ended_the_newest_checkpoint_is_shown(two_servers, tmp_path, capsys):
+    job = tmp_path / "job"
+    job.mkdir()
+    ended_job(job, two_servers.parent)
+    assert main(["table", str(job)]) == ExitCode.DONE
+    shown, said = capsys.readouterr()
+    assert shown.startswith(f"{two_servers}, version 100\n")
+    assert "has ended. This is the newest of its checkpoints." in said
+    ended_job(job, "")
+    assert main(["table", str(job)]) == ExitCode.WRONG_USAGE
+    assert "name no --checkpoint_dir. Pass a checkpoint" in capsys.readouterr().err
+
+
+def test_of_a_job_whose_master_is_gone_its_checkpoints_are_named(two_servers, tmp_path, capsys):
+    job = tmp_path / "job"
+    job.mkdir()
+    ended_job(job, two_servers.parent)
+    (job / STATUS_FILE).unlink()
+    assert main(["table", str(job)]) == ExitCode.WRONG_USAGE
+    assert f"`elasticcb table {two_servers.parent}` shows its newest checkpoint." in capsys.readouterr().err
 
 
 def test_checkpoint_without_tables_says_so(tmp_path, capsys):
