@@ -5,7 +5,6 @@ Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >=
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -84,7 +83,7 @@ class EmbeddingTable:
         self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
-        self.flow = RowFlow(time.monotonic())
+        self.flow = RowFlow()
         self._limits.tables.append(self)
 
     # -------------------------------------------------------------- training
@@ -150,7 +149,6 @@ class EmbeddingTable:
     def advance(self, version: int) -> None:
         """Tells which version the model has now, by which rows grow old."""
         self._version = max(self._version, version)
-        self.flow.tick(time.monotonic())
         self._sweep()
 
     def initial_rows(self, ids: Array) -> Array:

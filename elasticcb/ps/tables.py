@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -65,6 +66,13 @@ class Tables:
             self.train_by(optimizers)
         for number in self._described:
             self._tables[number] = self._make(number, limits)
+        self._tick()
+
+    def _tick(self) -> None:
+        """For how fast tables grow."""
+        now = time.monotonic()
+        for table in self._tables.values():
+            table.flow.tick(now)
 
     def train_by(self, optimizers: OptimizerSet) -> None:
         """Updates by these optimizers from now on, which have the slots of those before."""
@@ -190,6 +198,7 @@ class Tables:
         self._update_all(self._tables, rows, version)
         for number in self._tables.keys() - rows.keys():
             self._tables[number].advance(version)
+        self._tick()
 
     def snapshot(self) -> dict[int, TableSnapshot]:
         return {number: table.snapshot() for number, table in self._tables.items()}

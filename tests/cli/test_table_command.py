@@ -8,6 +8,7 @@ import pytest
 from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.cli import table
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
 from elasticcb.layers.ids import id_of_text
@@ -158,6 +159,27 @@ def test_of_a_job_whose_master_is_gone_its_checkpoints_are_named(two_servers, tm
     (job / STATUS_FILE).unlink()
     assert main(["table", str(job)]) == ExitCode.WRONG_USAGE
     assert f"`elasticcb table {two_servers.parent}` shows its newest checkpoint." in capsys.readouterr().err
+
+
+def test_of_a_job_on_kubernetes_the_master_s_pod_tells(capsys, monkeypatch):
+    class Job:
+        """As `KubernetesJob`."""
+
+        name, state, directory = "ctr", "running", "/jobs/ctr"
+
+        def run_beside_master(self, arguments):
+            asked.append(arguments)
+            return 0, 'a warning\n{"folder": "/jobs/ctr"}\n'
+
+    asked, job = [], Job()
+    monkeypatch.setattr(table, "KubernetesAPI", lambda namespace: namespace)
+    monkeypatch.setattr(table, "KubernetesJob", lambda api, name: job)
+    found = json.loads(run(capsys, "ctr", "--namespace=training", "--table=users", "--id=7", "--json"))
+    assert found == {"folder": "ctr"}
+    assert asked == [["table", "/jobs/ctr", "--top=5", "--table=users", "--id=7", "--json"]]
+    job.state = "done"
+    assert main(["table", "ctr", "--namespace=training"]) == ExitCode.WRONG_USAGE
+    assert "The job ctr is done. Pass the folder or the URL of its checkpoints" in capsys.readouterr().err
 
 
 def test_checkpoint_without_tables_says_so(tmp_path, capsys):

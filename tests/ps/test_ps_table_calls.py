@@ -96,8 +96,9 @@ def test_rows_may_go_between_two_pieces():
 
 
 def test_growth_is_that_of_the_last_minute():
-    flow = RowFlow(0.0)
+    flow = RowFlow()
     assert flow.lately(0.0) == Growth(0.0, 0, 0)
+    flow.tick(0.0)
     for second in range(1, 201):
         flow.made += 2
         flow.removed += second > 150
