@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elasticcb.checkpoint.table_report import IdReport, TablesReport
 
 _LARGEST_ID = 2**63 - 1
+_STDERR = 2  # its file descriptor
 
 
 @click.command(context_settings=CONTEXT)
@@ -138,7 +139,8 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
             answer = master.tables(top, id)
     except UsageError as error:
         checkpoints = _checkpoints_of(folder)
-        instead = f" `elasticcb table {shlex.quote(checkpoints)}` shows its newest checkpoint." if checkpoints else ""
+        there = checkpoints and _is_checkpoint(checkpoints)
+        instead = f" `elasticcb table {shlex.quote(checkpoints)}` shows its newest checkpoint." if there else ""
         raise UsageError(f"{error}{instead}") from None
     return tables_of(str(folder), answer, top) if id is None else id_of(str(folder), answer, id)
 
@@ -166,9 +168,16 @@ def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
 def _id_of(text: str) -> int:
     """The id of a string, as embedding layers have it."""
     os.environ.update(quiet_environment("INFO"))
-    from elasticcb.layers.ids import id_of_text
+    kept = os.dup(_STDERR)
+    try:
+        with open(os.devnull, "wb") as nowhere:  # TensorFlow's first lines heed no setting
+            os.dup2(nowhere.fileno(), _STDERR)
+        from elasticcb.layers.ids import id_of_text
 
-    return id_of_text(text)
+        return id_of_text(text)
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
 
 
 def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:

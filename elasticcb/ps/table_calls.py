@@ -56,7 +56,8 @@ class TableCalls:
             tables = {number: parameters.tables[number] for number in parameters.tables.numbers}
             found = {number: table.select(np.array([id], np.int64)) for number, table in tables.items()}
             waiting = {number: table.candidates.lookups(id) for number, table in tables.items()}
-        response = pb.FindRowResponse(version=parameters.version, lookups={k: n for k, n in waiting.items() if n})
+            version = parameters.version
+        response = pb.FindRowResponse(version=version, lookups={k: n for k, n in waiting.items() if n})
         return Frame(response, to_tensors(found))
 
 
