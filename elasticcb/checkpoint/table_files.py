@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.table_report import IdReport, TablesReport, id_in_table, table_report
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import VariableSpec
@@ -69,7 +71,7 @@ class SavedTables(NamedTuple):
         parts: dict[int, list[TableCounts]] = {index: [] for index in self.specs}
         for file in self._opened():
             for index, names in _by_table(file, self.specs).items():
-                parts[index].append(self._counted(file, index, names, top))
+                parts[index].append(self._counted(file, names, top))
         tables = tuple(table_report(spec, parts[index], top, live=False) for index, spec in self.specs.items())
         return TablesReport(str(self.folder), self.version, tables)
 
@@ -95,13 +97,12 @@ class SavedTables(NamedTuple):
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
 
-    def _counted(self, file: Any, index: int, names: Mapping[str, str], top: int) -> TableCounts:
-        spec, counts = self.specs[index], TableCounts(Top(top))
-        ids = file.get_tensor(names["ids"])
-        counts.rows = len(ids)
-        counts.row_bytes = len(ids) * spec.row_elements * dtype_of(spec.dtype).itemsize
-        counts.slots = [part.partition("/")[2] for part in names if kind_of(part) == SLOT]
-        counts.slot_bytes = counts.row_bytes * len(counts.slots)
+    def _counted(self, file: Any, names: Mapping[str, str], top: int) -> TableCounts:
+        counts, ids = TableCounts(Top(top)), file.get_tensor(names["ids"])
+        slots = [part for part in names if kind_of(part) == SLOT]
+        counts.rows, counts.row_bytes = len(ids), _bytes_of(file, names["rows"])
+        counts.slots = [part.partition("/")[2] for part in slots]
+        counts.slot_bytes = sum(_bytes_of(file, names[part]) for part in slots)
         if "hits" in names and "used" in names:
             counts.count(ids, file.get_tensor(names["hits"]), file.get_tensor(names["used"]), self.version)
         return counts
@@ -116,6 +117,10 @@ def _by_table(file: Any, specs: Mapping[int, VariableSpec]) -> dict[int, dict[st
         if kind == TABLE and int(index) in specs:
             found.setdefault(int(index), {})[part] = name
     return found
+
+
+def _bytes_of(file: Any, name: str) -> int:
+    return math.prod(file.get_slice(name).get_shape()) * dtype_in(file, name).itemsize
 
 
 def _row_at(file: Any, names: Mapping[str, str], place: int) -> TableState:
