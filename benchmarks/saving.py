@@ -1,12 +1,13 @@
-"""How long pushes wait while a parameter server saves or exports its tables, and what memory that takes.
+"""How long pushes wait while a parameter server saves, exports or counts its tables, and what memory that takes.
 
     python benchmarks/saving.py
 
 One server with one embedding table, in a process of its own, and one client that pushes without a pause: rows of some
 ids at random, with Adam. Meanwhile the master's side has the server save (`PSControl.save`) and export
-(`PSControl.export`) all that it holds. Prints a Markdown table: the longest push meanwhile, how long saving or
-exporting took, and the server's peak of resident memory above what it held before. `--repetitions` are made one after
-another in the same processes. To compare with another checkout, run both in turns.
+(`PSControl.export`) all that it holds, and count it, as for `elasticcb table JOB`. Prints a Markdown table: the longest
+push meanwhile, how long saving, exporting or counting took, and the server's peak of resident memory above what it held
+before. `--repetitions` are made one after another in the same processes. To compare with another checkout, run both in
+turns.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def main() -> None:
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
+    from elasticcb.proto import elasticcb_pb2 as pb
     from elasticcb.sharding.bucket_map import even
 
     specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], even(1))
@@ -150,6 +152,7 @@ def main() -> None:
         for _ in range(given.repetitions):
             cases: dict[str, Callable[[], Any]] = {
                 "5 s of training": lambda: time.sleep(5),
+                "count": lambda: control.servers.on_all("CountTables", pb.CountTablesRequest(top=5)),
                 "checkpoint": lambda: control.save(folder),
                 "export": control.export,
             }

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from elasticcb.errors import WireError
-from elasticcb.process.stats import BOUNDS, LOOKUP, PUSH, STALENESS, Histogram, Measures, Stats
+from elasticcb.process.stats import BOUNDS, LOOKUP, PUSH, STALENESS, Histogram, Measures, Stats, TableSize
 from elasticcb.proto import elasticcb_pb2 as pb
 
 
@@ -24,12 +24,14 @@ def test_what_a_process_counts_arrives_as_it_was() -> None:
     measures.rows_looked_up, measures.recovery_files_failed = 7, 2
     measures.refused_calls = lambda: {"malformed": 3}
     measures.certificate_expires = lambda: 1.8e9
+    measures.tables = lambda: {"users/embeddings": TableSize(5, 400)}
     for _ in range(5):
         measures.histograms[PUSH].observe(0.02)
     measures.histograms[STALENESS].observe(2)
     stats = Stats.from_message(measures.to_message())
     assert (stats.rows_looked_up, stats.recovery_files_failed, stats.refused_calls) == (7, 2, {"malformed": 3})
     assert stats.certificate_expires == 1.8e9
+    assert stats.tables == {"users/embeddings": TableSize(5, 400)}
     assert stats.cpu_seconds > 0
     for name, histogram in measures.histograms.items():
         assert (stats.histograms[name].counts, stats.histograms[name].sum) == (histogram.counts, histogram.sum)

@@ -133,7 +133,7 @@ class _Assembly:
             self.filled[slot] = self.slice.elements
             return
         if slot not in self.arrays:
-            self.arrays[slot] = np.empty(self.slice.shape(self._spec), _dtype(file, name))
+            self.arrays[slot] = np.empty(self.slice.shape(self._spec), dtype_in(file, name))
             self.filled[slot] = 0
         if start < stop:
             rows = file.get_slice(name)[start - held_first : stop - held_first]
@@ -158,7 +158,8 @@ class _Assembly:
             raise CheckpointError(f"The checkpoint {folder} lacks the weights of {self._spec.path!r}.")
 
 
-def _dtype(file: Any, name: str) -> np.dtype[Any]:
+def dtype_in(file: Any, name: str) -> np.dtype[Any]:
+    """That of an array in an open file of safetensors."""
     names = {"F": "float", "I": "int", "U": "uint", "B": "bfloat", "C": "complex"}
     short = file.get_slice(name).get_dtype()
     if short == "BOOL":

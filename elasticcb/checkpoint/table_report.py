@@ -1,24 +1,41 @@
-"""What the embedding tables of a checkpoint hold, without reading their rows."""
+"""What the embedding tables of a running job or of a checkpoint hold, put together from the parts of each table."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from elasticcb.checkpoint.manifest import read_manifest
-from elasticcb.checkpoint.versions import find_latest
-from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_counts import Spread, TableCounts, Top
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState
 
-QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
+
+@dataclass(frozen=True)
+class LiveTable:
+    """What only a running job knows of a table.
+
+    Attributes:
+        bytes: that it takes in memory, with slots, counts and index.
+        max_rows: that it may have; 0: no limit.
+        min_count: lookups by which an id gets a row.
+        waiting: ids that have had fewer.
+        removed: rows, since the servers that hold it now have taken it over.
+        seconds: that the next two tell of.
+        made_per_minute, removed_per_minute: rows for new ids, and rows that went.
+    """
+
+    bytes: int
+    max_rows: int
+    min_count: int
+    waiting: int
+    removed: int
+    seconds: float
+    made_per_minute: float
+    removed_per_minute: float
 
 
 @dataclass(frozen=True)
@@ -31,10 +48,12 @@ class TableReport:
         rows: how many ids have one.
         row_bytes, slot_bytes: of all rows, and of what the optimizer keeps for them.
         slots: the names of the latter.
+        lookups: of all these rows in training.
         hits: how often rows were looked up in training, by `QUANTILES`; empty when nobody counted.
         top: the ids that were looked up most, with how often.
         ages: how many versions ago rows were last trained, by `QUANTILES`; empty when nobody counted.
         rows_of_servers: by the place of the server.
+        live: of a running job; None: it is of a checkpoint.
     """
 
     path: str
@@ -45,104 +64,143 @@ class TableReport:
     row_bytes: int
     slot_bytes: int
     slots: tuple[str, ...]
+    lookups: int
     hits: tuple[int, ...]
     top: tuple[tuple[int, int], ...]
     ages: tuple[int, ...]
     rows_of_servers: tuple[int, ...]
+    live: LiveTable | None = None
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
-    """All tables of one checkpoint."""
+class TablesReport:
+    """All tables of a running job, or of a checkpoint.
+
+    Attributes:
+        folder: of the job, or of the checkpoint's version.
+        version: of the model.
+        held_bytes: what the tables take in memory, by server; empty: it is of a checkpoint.
+        memory_bytes: that they may take on each; 0: no limit.
+    """
 
     folder: str
     version: int
     tables: tuple[TableReport, ...]
+    held_bytes: tuple[int, ...] = ()
+    memory_bytes: int = 0
 
 
-def report(checkpoint: str | Path, top: int) -> CheckpointReport:
-    """The tables of a checkpoint: the folder of a version, or of several, of which the newest is taken.
+def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, live: bool) -> TableReport:
+    """One table, of its parts by server.
 
     Args:
         top: of so many ids `TableReport.top` tells.
-
-    Raises `CheckpointError` when there is none, or it can't be read.
+        live: whether servers hold the parts now.
     """
-    folder = find_latest(checkpoint)
-    manifest = read_manifest(folder)
-    variables = manifest["variables"]
-    found = {index: _Found() for index, variable in enumerate(variables) if variable.get("table")}
-    for saved in manifest["files"]:
-        path = folder / saved["name"]
-        try:
-            with safe_open(path, framework="np") as file:
-                _read(file, found)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
-    version = int(manifest["version"])
-    tables = tuple(_report(variables[index], table, version, top) for index, table in found.items())
-    return CheckpointReport(str(folder), version, tables)
-
-
-@dataclass
-class _Found:
-    """What the files hold of one table."""
-
-    rows_of_servers: list[int] = field(default_factory=list)
-    counts: dict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
-    slots: list[str] = field(default_factory=list)
-
-    def all(self, name: str) -> Array:
-        """The counts of all servers, int64 [n]; empty where one has none."""
-        parts = self.counts[name]
-        return np.concatenate(parts) if len(parts) == len(self.rows_of_servers) else np.empty(0, np.int64)
-
-
-def _read(file: Any, found: Mapping[int, _Found]) -> None:
-    names: list[str] = file.keys()
-    for name in names:
-        kind, _, rest = name.partition("/")
-        index, _, part = rest.partition("/")
-        if kind != TABLE or int(index) not in found:
-            continue
-        table = found[int(index)]
-        if part == "ids":
-            table.rows_of_servers.append(file.get_slice(name).get_shape()[0])
-        if part in ("ids", "hits", "used"):
-            table.counts[part].append(file.get_tensor(name))
-        elif kind_of(part) == SLOT and part.partition("/")[2] not in table.slots:
-            table.slots.append(part.partition("/")[2])
-
-
-def _report(variable: Mapping[str, Any], table: _Found, version: int, top: int) -> TableReport:
-    ids, hits, used = (table.all(name) for name in ("ids", "hits", "used"))
-    rows, dim = sum(table.rows_of_servers), int(np.prod(variable["shape"][1:]))
-    row_bytes = rows * dim * dtype_of(variable["dtype"]).itemsize
+    hits, ages = Spread(), Spread()
+    for part in parts:
+        hits.add(part.hits)
+        ages.add(part.ages)
     return TableReport(
-        path=variable["path"],
-        dtype=variable["dtype"],
-        dim=dim,
-        input_dim=TableSpec.from_json(variable["table"]).input_dim,
-        rows=rows,
-        row_bytes=row_bytes,
-        slot_bytes=row_bytes * len(table.slots),
-        slots=tuple(sorted(table.slots)),
-        hits=_quantiles(hits),
-        top=_top(ids, hits, top),
-        ages=_quantiles(np.maximum(version - used, 0)),
-        rows_of_servers=tuple(table.rows_of_servers),
+        path=spec.path,
+        dtype=spec.dtype,
+        dim=spec.row_elements,
+        input_dim=TableSpec.from_json(spec.table).input_dim,
+        rows=sum(part.rows for part in parts),
+        row_bytes=sum(part.row_bytes for part in parts),
+        slot_bytes=sum(part.slot_bytes for part in parts),
+        slots=tuple(sorted({name for part in parts for name in part.slots})),
+        lookups=hits.sum,
+        hits=hits.quantiles(),
+        top=_top_of(parts, top),
+        ages=ages.quantiles(),
+        rows_of_servers=tuple(part.rows for part in parts),
+        live=_live(spec, parts) if live else None,
     )
 
 
-def _quantiles(counts: Array) -> tuple[int, ...]:
-    if not len(counts):
-        return ()
-    return tuple(int(count) for count in np.quantile(counts, QUANTILES, method="nearest"))
+def _top_of(parts: Sequence[TableCounts], size: int) -> tuple[tuple[int, int], ...]:
+    top = Top(size)
+    for part in parts:
+        top.show(part.top.ids, part.top.hits)
+    return tuple(zip(top.ids.tolist(), top.hits.tolist(), strict=True))
 
 
-def _top(ids: Array, hits: Array, count: int) -> tuple[tuple[int, int], ...]:
-    if not len(hits) or not count:
-        return ()
-    # Of equal ones the smaller id comes first.
-    best = np.lexsort((ids, -hits))[:count]
-    return tuple((int(ids[place]), int(hits[place])) for place in best)
+def _live(spec: VariableSpec, parts: Sequence[TableCounts]) -> LiveTable:
+    options = TableSpec.from_json(spec.table).options
+    flows = [part.growth for part in parts if part.growth.seconds > 0]
+    return LiveTable(
+        bytes=sum(part.bytes for part in parts),
+        max_rows=options.max_rows or 0,
+        min_count=options.min_count or 1,
+        waiting=sum(part.waiting for part in parts),
+        removed=sum(part.removed for part in parts),
+        seconds=max((flow.seconds for flow in flows), default=0.0),
+        made_per_minute=sum(60 * flow.made / flow.seconds for flow in flows),
+        removed_per_minute=sum(60 * flow.removed / flow.seconds for flow in flows),
+    )
+
+
+@dataclass(frozen=True)
+class IdInTable:
+    """One id in one table.
+
+    Attributes:
+        path: of the table's variable.
+        input_dim: ids are below it; None: no limit.
+        server: the place of the one that has its row, or would; None: not known.
+        row: its values; None: it has no row.
+        hits: how often it was looked up in training; before it has a row, towards `min_count`. None: nobody counted.
+        used: the version at which it was last trained; None: nobody knows, or it has no row.
+        norm: of the row.
+        slot_norms: of what the optimizer keeps for it, by name.
+        min_count: lookups by which it gets a row.
+    """
+
+    path: str
+    input_dim: int | None
+    server: int | None
+    row: tuple[float, ...] | None
+    hits: int | None
+    used: int | None
+    norm: float
+    slot_norms: dict[str, float]
+    min_count: int
+
+
+@dataclass(frozen=True)
+class IdReport:
+    """One id in all tables of a running job, or of a checkpoint: `folder` and `version` as in `TablesReport`."""
+
+    folder: str
+    version: int
+    id: int
+    tables: tuple[IdInTable, ...]
+
+
+def id_in_table(spec: VariableSpec, server: int | None, state: TableState, lookups: int | None = None) -> IdInTable:
+    """What is told of an id by its row, if `state` has one.
+
+    Args:
+        lookups: of an id without a row, as far as somebody counts them.
+    """
+    table, has_row = TableSpec.from_json(spec.table), len(state.ids) > 0
+    return IdInTable(
+        path=spec.path,
+        input_dim=table.input_dim,
+        server=server,
+        row=tuple(state.rows[0].astype(np.float64).tolist()) if has_row else None,
+        hits=_first(state.hits) if has_row else lookups,
+        used=_first(state.used),
+        norm=_norm(state.rows),
+        slot_norms={name: _norm(slot) for name, slot in sorted(state.slots.items())} if has_row else {},
+        min_count=table.options.min_count or 1,
+    )
+
+
+def _first(counts: Array | None) -> int | None:
+    return None if counts is None or not len(counts) else int(counts[0])
+
+
+def _norm(rows: Array) -> float:
+    return float(np.linalg.norm(rows.astype(np.float64)))

@@ -50,7 +50,7 @@ def find_job(job: str) -> Path:
     names = [match[0] for match in found]
     folders = [Path(job).expanduser().absolute(), parent / job]
     for folder in folders:
-        if any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, "logs")):
+        if is_job(folder):
             return folder
     for match in found:
         if job in (LATEST, match[1]):
@@ -59,6 +59,11 @@ def find_job(job: str) -> Path:
         raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} holds none"
     raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
+
+
+def is_job(folder: Path) -> bool:
+    """Whether it is the folder of a job."""
+    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, "logs"))
 
 
 def _newest_first(parent: Path) -> Sequence[re.Match[str]]:

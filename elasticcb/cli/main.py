@@ -36,7 +36,7 @@ from elasticcb.process.signals import heed_sigterm
     "Jobs", commands=["train", "resume", "status", "logs", "scale", "stop", "evaluate", "predict", "clean"]
 )
 @click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
-@click.command_panel("Looking into checkpoints", commands=["table"])
+@click.command_panel("Looking into embedding tables", commands=["table"])
 @click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
     """Elastic parameter-server training for Keras 3, driven by callbacks.

@@ -1,101 +1,194 @@
-"""`elasticcb table`: what the embedding tables of a checkpoint hold."""
+"""`elasticcb table`: what the embedding tables of a running job or of a checkpoint hold."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job import end_with
+from elasticcb.cli.job_folders import find_job, is_job
+from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.local_job import how_it_ended, master_of
+from elasticcb.cli.table_lines import lines_of
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.process.logs import quiet_environment, say
+from elasticcb.settings import JOB_FILE, JobSettings
+from elasticcb.storage import durable
 
 if TYPE_CHECKING:
-    from elasticcb.checkpoint.table_report import CheckpointReport, TableReport
+    from elasticcb.checkpoint.table_report import IdReport, TablesReport
 
-_LABEL_WIDTH = 16  # of the first column, in characters
-_QUANTILES = ("least", "25 %", "median", "75 %", "99 %", "most")
+_LARGEST_ID = 2**63 - 1
+_STDERR = 2  # its file descriptor
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("source", metavar="JOB|CHECKPOINT")
 @click.option(
     "--top",
-    type=click.IntRange(0),
+    type=click.IntRange(0, 10_000),
     metavar="IDS",
     default=5,
     show_default=True,
     help="How many of the ids that were looked up most are shown.",
 )
+@click.option("--table", "name", metavar="NAME", help="Only the table of this layer.")
+@click.option("--id", type=click.IntRange(0, _LARGEST_ID), metavar="ID", help="Show the rows of this id instead.")
+@click.option("--text", metavar="TEXT", help="Show those of this string, in layers that take strings.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes and counts as plain numbers.")
-def table(checkpoint: str, top: int, as_json: bool) -> None:
-    """Show what the embedding tables of a checkpoint hold: rows, bytes, hit counts, age.
+@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+def table(
+    source: str,
+    top: int,
+    name: str | None,
+    id: int | None,
+    text: str | None,
+    as_json: bool,
+    namespace: str | None,
+) -> None:
+    """Show what the embedding tables of a running job or of a checkpoint hold: rows, bytes, hit counts, age.
 
-    CHECKPOINT is the folder of a version, or the folder of all versions, of which the newest is shown, or the URL of
-    one of them. The job may be running meanwhile.
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    --namespace, the name of a job on Kubernetes. Its parameter servers count while they train. Of a job that has ended,
+    the newest checkpoint is shown. CHECKPOINT is the folder of a version, or the folder of all versions, of which the
+    newest is shown, or the URL of one of them.
 
     \b
     Examples:
-      elasticcb table jobs/ctr/checkpoints
-      elasticcb table jobs/ctr/checkpoints/version-00001000 --top 20
+      elasticcb table train-ctr-20260101-120000
+      elasticcb table train-ctr-20260101-120000 --table users --id 42
+      elasticcb table ctr --namespace=training --top 20
+      elasticcb table jobs/ctr/checkpoints/version-00001000
     """
-    from elasticcb.checkpoint.remote import local_copy
-    from elasticcb.checkpoint.table_report import report
-    from elasticcb.storage.remote_files import is_url
-
-    with local_copy(checkpoint) as folder:
-        found = report(folder, top)
-    if is_url(checkpoint):
-        found = dataclasses.replace(found, folder=checkpoint)
+    if id is not None and text is not None:
+        raise UsageError("--id and --text name an id each. Give one of them.")
+    if namespace:
+        flags = {"top": top, "table": name, "id": id, "text": text}
+        given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
+        end_with(_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), source), given + ["--json"] * as_json))
+        return
+    found = _read(source, top, id if text is None else _id_of(text))
+    tables: Any = _named(found.tables, name)
+    found = dataclasses.replace(found, tables=tables)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
     else:
-        print("\n".join(report_lines(found)))
+        print("\n".join(lines_of(found)))
 
 
-def report_lines(found: CheckpointReport) -> Iterator[str]:
-    """The report as lines of plain text."""
-    yield f"{found.folder}, version {found.version:,}"
-    if not found.tables:
-        yield "It holds no embedding tables: every variable is dense."
-    for each in found.tables:
-        yield ""
-        yield each.path
-        for label, value in _lines(each):
-            yield f"  {label:<{_LABEL_WIDTH}}{value}"
-    if len(found.tables) > 1:
-        rows = sum(each.rows for each in found.tables)
-        size = sum(each.row_bytes + each.slot_bytes for each in found.tables)
-        yield ""
-        yield f"{len(found.tables)} tables: {rows:,} rows, {format_bytes(size)}"
+def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
+    """What all tables hold; or, with `id`, its rows."""
+    from elasticcb.checkpoint.manifest import MANIFEST
+
+    if _is_checkpoint(source):
+        return _of_checkpoint(source, top, id)
+    try:
+        folder = find_job(source)
+    except UsageError as error:
+        raise UsageError(
+            f"{error} For a checkpoint, pass its URL, the folder of a version, which has a file {MANIFEST}, or the "
+            "folder of all versions."
+        ) from None
+    if how_it_ended(folder) is None:
+        return _of_running_job(folder, top, id)
+    checkpoints = _checkpoints_of(folder)
+    if not checkpoints:
+        raise UsageError(
+            f"The job in {folder} has ended, and its settings name no --checkpoint_dir. Pass a checkpoint, or a job "
+            "that runs."
+        )
+    say(f"The job in {folder} has ended. This is the newest of its checkpoints.")
+    return _of_checkpoint(checkpoints, top, id)
 
 
-def _lines(table: TableReport) -> Iterator[tuple[str, str]]:
-    of = "" if table.input_dim is None else f" of {table.input_dim:,} ids"
-    if table.input_dim:
-        of += f" ({100 * table.rows / table.input_dim:.3g} %)"
-    yield "rows", f"{table.rows:,}{of}, of {table.dim:,} x {table.dtype}"
-    if len(table.rows_of_servers) > 1:
-        yield "on servers", ", ".join(f"{rows:,}" for rows in table.rows_of_servers)
-    slots = f" and the optimizer's {', '.join(table.slots)} {format_bytes(table.slot_bytes)}" if table.slots else ""
-    yield "size", f"{format_bytes(table.row_bytes + table.slot_bytes)}: rows {format_bytes(table.row_bytes)}{slots}"
-    if table.hits:
-        yield "lookups", _quantiles(table.hits)
-        yield "last trained", _quantiles(table.ages) + " versions ago"
-    if table.top:
-        yield "most looked up", ", ".join(f"id {each}: {hits:,}" for each, hits in table.top)
+def _is_checkpoint(source: str) -> bool:
+    from elasticcb.checkpoint.manifest import MANIFEST
+    from elasticcb.checkpoint.versions import find_versions
+    from elasticcb.storage.remote_files import is_url
+
+    folder = Path(source).expanduser()
+    return is_url(source) or (folder / MANIFEST).is_file() or (not is_job(folder) and bool(find_versions(folder)))
 
 
-def _quantiles(counts: tuple[int, ...]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in zip(_QUANTILES, counts, strict=True))
+def _of_checkpoint(checkpoint: str, top: int, id: int | None) -> TablesReport | IdReport:
+    from elasticcb.checkpoint.remote import local_copy
+    from elasticcb.checkpoint.table_files import SavedTables
+    from elasticcb.storage.remote_files import is_url
+
+    with local_copy(checkpoint) as folder:
+        tables = SavedTables.of(folder)
+        found = tables.report(top) if id is None else tables.find(id)
+    return dataclasses.replace(found, folder=checkpoint) if is_url(checkpoint) else found
 
 
-def format_bytes(size: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    amount, unit = float(size), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
+def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | IdReport:
+    from elasticcb.clients.live_tables import id_of, tables_of
+
+    try:
+        with master_of(folder) as master:
+            answer = master.tables(top, id)
+    except UsageError as error:
+        checkpoints = _checkpoints_of(folder)
+        there = checkpoints and _is_checkpoint(checkpoints)
+        instead = f" `elasticcb table {shlex.quote(checkpoints)}` shows its newest checkpoint." if there else ""
+        raise UsageError(f"{error}{instead}") from None
+    return tables_of(str(folder), answer, top) if id is None else id_of(str(folder), answer, id)
+
+
+def _checkpoints_of(folder: Path) -> str:
+    """The folder or URL that a job writes its checkpoints to; "": to none, or its settings can't be read."""
+    with contextlib.suppress(OSError, ValueError, ElasticCBError):
+        return JobSettings.from_json(json.dumps(durable.read_document(folder / JOB_FILE))).checkpoint.directory
+    return ""
+
+
+def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
+    """Those of this name; None: all."""
+    from elasticcb.sharding.table_spec import layer_of, tables_named
+
+    if name is None:
+        return tables
+    found = tables_named(name, {index: table.path for index, table in enumerate(tables)})
+    if not found:
+        known = ", ".join(repr(layer_of(table.path)) for table in tables) or "none"
+        raise UsageError(f"There is no embedding table {name!r}. The tables are: {known}.")
+    return tuple(tables[index] for index in found)
+
+
+def _id_of(text: str) -> int:
+    """The id of a string, as embedding layers have it."""
+    os.environ.update(quiet_environment("INFO"))
+    kept = os.dup(_STDERR)
+    try:
+        with open(os.devnull, "wb") as nowhere:  # TensorFlow's first lines heed no setting
+            os.dup2(nowhere.fileno(), _STDERR)
+        from elasticcb.layers.ids import id_of_text
+
+        return id_of_text(text)
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+
+
+def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:
+    """By the same command in the master's pod, which alone others reach."""
+    if job.state != "running":
+        raise UsageError(
+            f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
+        )
+    directory = job.directory
+    code, said = job.run_beside_master(["table", directory, *flags])
+    if "--json" in flags and not code:
+        said = said[said.index("{") :]  # what else the pod writes stands before it
+    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
+    return code

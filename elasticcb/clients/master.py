@@ -24,6 +24,7 @@ from elasticcb.sharding.bucket_map import BucketMap
 logger = logging.getLogger(__name__)
 
 _LONG_POLL_SECONDS = 60.0  # the master answers much earlier
+_COUNTING_SECONDS = 600.0  # for the servers to count the rows of large tables
 _BATCH_SECONDS = 86_400.0  # for the user's code to make a batch; that the master is gone is noticed earlier
 
 
@@ -238,6 +239,14 @@ class MasterClient:
         """The job's state, as `elasticcb status --json` shows it."""
         document: dict[str, Any] = json.loads(self._call("Status", pb.StatusRequest()).status)
         return document
+
+    def tables(self, top: int, id: int | None = None) -> pb.TablesResponse:
+        """What the embedding tables hold, with the `top` ids that were looked up most; or the rows of `id`.
+
+        Raises `UsageError` when that can't be told now.
+        """
+        answer: pb.TablesResponse = self._call("Tables", pb.TablesRequest(top=top, id=id), _COUNTING_SECONDS)
+        return answer
 
     def _call(
         self, method: str, request: Any, deadline_seconds: float = 60.0, patience_seconds: float | None = None

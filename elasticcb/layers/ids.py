@@ -45,6 +45,11 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
     )
 
 
+def id_of_text(text: str) -> int:
+    """The id of a string that is not padding."""
+    return int(_of_strings(tf.constant(text), mask_zero=False))
+
+
 def padding_of(dtype: Any) -> int | str:
     """What a layer with `mask_zero` leaves out of inputs of this dtype."""
     return "" if keras.backend.standardize_dtype(dtype) == "string" else 0

@@ -17,7 +17,7 @@ from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapshot
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
-from elasticcb.process.stats import histograms, resident_bytes
+from elasticcb.process.stats import TableSize, histograms, resident_bytes
 from elasticcb.settings import Command, JobSettings
 from elasticcb.storage.remote_files import is_url
 
@@ -52,6 +52,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         cpu_seconds=time.process_time(),
         resident_bytes=resident_bytes(),
         **_of_settings(state, settings, now),
+        tables=_tables(state),
         **_added_up(state, refused),
         **_of_queue(state, settings, now),
     )
@@ -130,6 +131,17 @@ def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
             total[name].add(histogram)
     counts = {"rows_looked_up": rows, "recovery_files_failed": unwritten}
     return {**counts, "refused_calls": dict(refusals), "histograms": total}
+
+
+def _tables(state: JobState) -> dict[str, TableSize]:
+    """Of the servers that are up."""
+    found: dict[str, TableSize] = {}
+    for server in state.roster.up(Role.PS):
+        stats = state.crew.stats.get(server.id)
+        for path, size in (stats.tables if stats is not None else {}).items():
+            other = found.get(path, TableSize(0, 0))
+            found[path] = TableSize(other.rows + size.rows, other.bytes + size.bytes)
+    return found
 
 
 def _counts(state: JobState, role: Role) -> ProcessCounts:

@@ -109,6 +109,10 @@ def _processes(seen: JobSnapshot) -> Iterator[Metric]:
 
 
 def _calls(seen: JobSnapshot) -> Iterator[Metric]:
+    rows = {(path,): size.rows for path, size in seen.tables.items()}
+    yield _gauge("table_rows", "Rows of an embedding table.", rows, ("table",))
+    held = {(path,): size.bytes for path, size in seen.tables.items()}
+    yield _gauge("table_bytes", "Memory of an embedding table, with slots, counts and index.", held, ("table",))
     yield _counter("lookup_rows", "Rows of embedding tables that workers asked for.", seen.rows_looked_up)
     exchanges = {call: seen.histograms[call] for call in (PUSH, PULL, LOOKUP)}
     text = "How long a worker's calls to all servers took; a push brings the weights after it along."

@@ -16,6 +16,7 @@ from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import TaskResult
+from elasticcb.master.live_tables import LiveTables
 from elasticcb.master.members import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
@@ -58,6 +59,7 @@ class MasterServicer:
         silence_seconds: float,
     ) -> None:
         self._desk, self._calls, self._scaling = desk, calls, scaling
+        self._tables = LiveTables(desk)
         self._doubt, self._observe = doubt, observe
         # The next call is the sign that the process lives.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
@@ -193,6 +195,9 @@ class MasterServicer:
 
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
         return pb.StatusResponse(status=json.dumps(document(self._observe())))
+
+    def Tables(self, request: Any, context: Any) -> pb.TablesResponse:
+        return self._tables.ask(request.top, request.id if request.HasField("id") else None)
 
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
         self._calls.interrupt()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from elasticcb.settings import Command
 
 if TYPE_CHECKING:
-    from elasticcb.process.stats import Histogram
+    from elasticcb.process.stats import Histogram, TableSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ class JobSnapshot:
     records_predicted: int = 0  # each counted once
     records_repeated: int = 0  # trained or predicted more than once: at most so many, after workers were lost
     rows_looked_up: int = 0  # of embedding tables
+    tables: Mapping[str, TableSize] = field(default_factory=dict)  # of all servers, by the path of the variable
     tasks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by type and state: ("training", "todo")
     tasks_retried: int = 0
     tasks_taken_over: int = 0

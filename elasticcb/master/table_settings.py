@@ -10,7 +10,7 @@ from elasticcb.errors import UsageError
 from elasticcb.settings import Command, JobSettings, WhenFull
 from elasticcb.settings.checks import FORGETS
 from elasticcb.settings.table import TableOptions, read_table_options
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_spec import TableSpec, tables_named
 
 
 def with_settings(
@@ -47,10 +47,7 @@ def with_settings(
 
 def _named(name: str, paths: Mapping[int, str]) -> int:
     """The table of this name: the path of its layer, or the end of it."""
-    wanted = name.removesuffix("/embeddings")  # of the variable, as `elasticcb table` shows it
-    found = [index for index, path in paths.items() if path == wanted] or [
-        index for index, path in paths.items() if path.endswith(f"/{wanted}")
-    ]
+    found = tables_named(name, paths)
     if len(found) == 1:
         return found[0]
     known = ", ".join(repr(path) for path in paths.values()) or "none"

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -61,6 +62,13 @@ def histograms() -> dict[str, Histogram]:
     return {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
 
 
+class TableSize(NamedTuple):
+    """What a server holds of an embedding table, `bytes` with slots, counts and index."""
+
+    rows: int
+    bytes: int
+
+
 @dataclass
 class Stats:
     """What one process has counted since it started.
@@ -70,6 +78,7 @@ class Stats:
         recovery_files_failed: times that they could not be written.
         refused_calls: by the words of a `Refusal`.
         certificate_expires: that of its TLS, in seconds since the epoch; 0: it has none.
+        tables: of a server, by the path of the variable.
     """
 
     cpu_seconds: float = 0.0
@@ -79,6 +88,7 @@ class Stats:
     certificate_expires: float = 0.0
     histograms: dict[str, Histogram] = field(default_factory=histograms)
     refused_calls: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, TableSize] = field(default_factory=dict)
 
     @classmethod
     def from_message(cls, message: pb.ProcessStats) -> Stats:
@@ -93,10 +103,12 @@ class Stats:
                 "certificate_expires",
             )
         }
-        numbers = [*counted.values(), *message.refused_calls.values()]
+        tables = {each.path: TableSize(each.rows, each.bytes) for each in message.tables}
+        sizes = (number for size in tables.values() for number in size)
+        numbers = [*counted.values(), *message.refused_calls.values(), *sizes]
         if not all(0 <= number < math.inf for number in numbers):
             raise WireError(f"A process says of itself what can't be: {numbers}.")
-        stats = cls(**counted, refused_calls=dict(message.refused_calls))
+        stats = cls(**counted, refused_calls=dict(message.refused_calls), tables=tables)
         for given in message.histograms:
             known = stats.histograms.get(given.name)
             if (
@@ -122,6 +134,7 @@ class Measures:
         recovery_files_failed: times that they could not be written.
         refused_calls: gives those that its server has refused, by reason in words.
         certificate_expires: gives when that of its TLS does, in seconds since the epoch; 0: it has none.
+        tables: gives what a server holds of embedding tables, by the paths of their variables.
     """
 
     def __init__(self) -> None:
@@ -130,6 +143,7 @@ class Measures:
         self.recovery_files_failed = 0
         self.refused_calls: Callable[[], Mapping[str, int]] = dict
         self.certificate_expires: Callable[[], float] = float
+        self.tables: Callable[[], Mapping[str, TableSize]] = dict
 
     def to_message(self) -> pb.ProcessStats:
         return pb.ProcessStats(
@@ -144,6 +158,7 @@ class Measures:
             ],
             refused_calls=self.refused_calls(),
             certificate_expires=self.certificate_expires(),
+            tables=[pb.TableSize(path=path, rows=size.rows, bytes=size.bytes) for path, size in self.tables().items()],
         )
 
 

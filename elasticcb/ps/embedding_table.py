@@ -5,7 +5,7 @@ Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >=
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.table_candidates import Candidates
+from elasticcb.ps.table_growth import RowFlow
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
@@ -59,7 +60,7 @@ class EmbeddingTable:
         options: what is not set there limits nothing; `max_rows` is that of this server.
 
     Attributes:
-        evicted: rows, so far.
+        flow: counts rows that are made for new ids, and evicted.
         max_rows: so many it may hold; 0: no limit.
     """
 
@@ -82,7 +83,7 @@ class EmbeddingTable:
         self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
-        self.evicted = 0
+        self.flow = RowFlow()
         self._limits.tables.append(self)
 
     # -------------------------------------------------------------- training
@@ -185,6 +186,7 @@ class EmbeddingTable:
         chosen = chosen[:room]
         if len(chosen):
             places[missing[chosen]] = self._rows.add(ids[missing[chosen]], initial[chosen], self._version)
+            self.flow.made += len(chosen)
 
     # -------------------------------------------------------------- limits
 
@@ -205,10 +207,15 @@ class EmbeddingTable:
     def may_lose_rows(self) -> bool:
         return self._initial_values is not None
 
+    @property
+    def evicted(self) -> int:
+        """How many rows, so far."""
+        return self.flow.removed
+
     def evict(self, places: Array) -> None:
         """Removes rows; their ids have initial values again."""
         self._rows.remove(places)
-        self.evicted += len(places)
+        self.flow.removed += len(places)
 
     @property
     def candidates(self) -> Candidates:
@@ -256,6 +263,21 @@ class EmbeddingTable:
         places = self.places(ids)
         return self._rows.at(places[places >= 0])
 
+    def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
+        """(ids, hits, used), int64 [n] each, of rows [start, start + count) of all: how often each was looked up in
+        training, and at which version last trained."""
+        return self._rows.counts(start, count)
+
+    @property
+    def value_bytes(self) -> int:
+        """What the values of one row take."""
+        return self._rows.dim * self._rows.dtype.itemsize
+
+    @property
+    def slots(self) -> Collection[str]:
+        """The names of the optimizer's slots."""
+        return self._initial_slots.keys()
+
     def put(self, state: TableState) -> None:
         """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count.
 
@@ -278,7 +300,7 @@ class EmbeddingTable:
         own = self._rows
         self._rows, self._candidates = before._rows, before._candidates
         self._version, self._swept = before._version, before._swept
-        self.evicted = before.evicted
+        self.flow = before.flow
         leaving = np.flatnonzero(~keeps(self._rows.index.ids))
         if len(leaving):
             self._rows.remove(leaving)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from elasticcb.process.stats import TableSize
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import ServerOptions
 from elasticcb.ps.optimizer_set import MakeOptimizers
@@ -62,6 +63,11 @@ class PSServer:
     def refused_calls(self) -> dict[str, int]:
         """How many calls it has refused, by reason in words."""
         return self._server.refused.counts()
+
+    def table_sizes(self) -> dict[str, TableSize]:
+        """What it holds of embedding tables, by the paths of their variables."""
+        model = self._servicer.holder.model
+        return {} if model is None else model.parameters.tables.sizes()
 
     def _to_present_servicer(self, name: str) -> Handler:
         return lambda frame: self._servicer.handlers[name](frame)

@@ -15,6 +15,7 @@ from elasticcb.ps.once import Once
 from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.served_model import ServedModel
 from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
+from elasticcb.ps.table_calls import TableCalls
 from elasticcb.ps.training_calls import TrainingCalls
 from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
@@ -39,6 +40,7 @@ class Servicer:
     def _answers(self, training: TrainingCalls, reading: ReadingCalls, moves: Moves) -> dict[str, Handler]:
         """What answers each call, by the method's name."""
         locked, saved, holder, neighbours = self._locked, self._then_saved, self.holder, self._neighbours
+        tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
             "Exchange": locked(training.exchange),
             "Apply": locked(training.apply),
@@ -54,6 +56,8 @@ class Servicer:
             "Save": reading.save,
             "ReadTable": reading.read_table,
             "Export": reading.export,
+            "CountTables": tables.count,
+            "FindRow": tables.find_row,
             "Move": moves.move,
             "Receive": moves.receive,
         }

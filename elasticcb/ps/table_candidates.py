@@ -54,6 +54,11 @@ class Candidates:
             self.evict(places[enough])
         return enough
 
+    def lookups(self, id: int) -> int:
+        """How often an id was counted; 0: it is no candidate."""
+        (place,) = self._index.find(np.array([id], np.int64))
+        return int(self._counts.array[place]) if place >= 0 else 0
+
     def forget_older(self, version: int) -> None:
         """Drops those that nobody asked for since before `version`."""
         old = np.flatnonzero(self.used < version)

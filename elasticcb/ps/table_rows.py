@@ -129,6 +129,11 @@ class TableRows:
             self._used.array[places],
         )
 
+    def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
+        """(ids, hits, used) of what is at places [start, start + count), copies without the rest."""
+        part = slice(start, min(start + count, len(self)))
+        return self.index.ids[part].copy(), self.hits[part].copy(), self.used[part].copy()
+
     def ids_and_rows_at(self, places: Array) -> tuple[Array, Array]:
         """The same without the rest."""
         return self.index.ids[places], self.read(places)

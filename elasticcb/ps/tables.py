@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import tensorflow as tf
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join
+from elasticcb.process.stats import TableSize
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.push_reader import check_row_ids
@@ -64,6 +66,13 @@ class Tables:
             self.train_by(optimizers)
         for number in self._described:
             self._tables[number] = self._make(number, limits)
+        self._tick()
+
+    def _tick(self) -> None:
+        """For how fast tables grow."""
+        now = time.monotonic()
+        for table in self._tables.values():
+            table.flow.tick(now)
 
     def train_by(self, optimizers: OptimizerSet) -> None:
         """Updates by these optimizers from now on, which have the slots of those before."""
@@ -128,6 +137,10 @@ class Tables:
         """The tables' indices among the variables."""
         return sorted(self._tables)
 
+    def sizes(self) -> dict[str, TableSize]:
+        """Of each, by the path of its variable. Any thread may ask."""
+        return {self._specs[number].path: TableSize(len(each), each.bytes) for number, each in self._tables.items()}
+
     def check_ids(self, number: int, ids: Array) -> None:
         """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
         if self[number].knows(ids):
@@ -186,6 +199,7 @@ class Tables:
         self._update_all(self._tables, rows, version)
         for number in self._tables.keys() - rows.keys():
             self._tables[number].advance(version)
+        self._tick()
 
     def snapshot(self) -> dict[int, TableSnapshot]:
         return {number: table.snapshot() for number, table in self._tables.items()}

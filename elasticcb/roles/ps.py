@@ -98,6 +98,7 @@ class _ServerRole:
             lost_workers=client.lost_workers,
         )
         client.measures.refused_calls = self._server.refused_calls
+        client.measures.tables = self._server.table_sizes
         self._server.start()
 
     def leave(self, client: MasterClient) -> None:

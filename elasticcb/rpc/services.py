@@ -98,10 +98,10 @@ PS_METHODS = _methods(
     transient={"Exchange"},
     # A push may wait for the neighbour, which answers however many pushes wait there.
     control={"Replicate", "ReadLog", "RefusedCalls"},
-    # What goes once and is large: memory for it would be kept. And what a master decides: its term is looked at with
+    # What goes once, or is large: memory for it would be kept. And what a master decides: its term is looked at with
     # each call (admission.py), but for shared memory, of which it is looked at once.
     whole={
-        *("ReadLog", "Receive"),
+        *("ReadLog", "Receive", "CountTables", "FindRow"),
         *(
             "SetNeighbour",
             "Persist",

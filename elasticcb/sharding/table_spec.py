@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elasticcb.errors import WireError
@@ -39,3 +40,21 @@ class TableSpec:
             return spec
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"{text!r} does not describe an embedding table: {error}.") from error
+
+
+def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
+    """Which tables a name means: the one of this path, or else those whose path ends with it.
+
+    Args:
+        paths: by table, of its layer, or of its variable.
+    """
+    wanted = layer_of(name)
+    layers = {table: layer_of(path) for table, path in paths.items()}
+    return [table for table, path in layers.items() if path == wanted] or [
+        table for table, path in layers.items() if path.endswith(f"/{wanted}")
+    ]
+
+
+def layer_of(path: str) -> str:
+    """The path of a table's layer, from that of its variable, or from itself."""
+    return path.removesuffix("/embeddings")

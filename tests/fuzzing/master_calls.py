@@ -24,7 +24,7 @@ from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 from mutations import ALLOWED, change_one_value, changed_bytes, changed_frame
 
-_WAITING = {"GetSettings", "GetCluster", "GetTask", "Scale"}  # long polls
+_WAITING = {"GetSettings", "GetCluster", "GetTask", "Scale", "Tables"}  # long polls
 _TENSOR = pb.Tensor(dtype="float32", shape=[2], content=b"\0" * 8, name="x")
 
 
@@ -124,6 +124,8 @@ class MasterFuzzer:
         split = pb.Split(lease=lease, end=10 * (lease % 3))
         return [
             (pb.GetSettingsRequest(id=worker), 0.2),
+            (pb.TablesRequest(top=2), 0.2),
+            (pb.TablesRequest(id=7), 0.2),
             (pb.GetProgramRequest(job=self._job), 0.2),
             (pb.GetIndexRequest(job=self._job, mode="training", file="data"), 0.2),
             (pb.RegisterRequest(role=pb.WORKER, index=-1, pid=worker, host="here", job=self._job), 1.0),

@@ -147,6 +147,8 @@ class ServerFuzzer:
             pb.ReadLogRequest(run="run", index=0, stream=5, after=1),
             pb.SetNeighbourRequest(address=self._addresses[1]),
             pb.PersistRequest(),
+            pb.CountTablesRequest(top=3),
+            pb.FindRowRequest(id=3),
             pb.RefusedCallsRequest(),
         ):
             yield [Call(0, type(header).__name__.removesuffix("Request"), Frame(header, {}))]

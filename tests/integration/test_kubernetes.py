@@ -207,8 +207,9 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
     here = f"--namespace={api.namespace}"
     assert main(["scale", "job", here, "--workers=2"]) == 0
-    assert main(["jobs", here]) == main(["status", "job", here]) == 0
+    assert main(["jobs", here]) == main(["status", "job", here]) == main(["table", "job", here]) == 0
     shown = capsys.readouterr().out
+    assert "It holds no embedding tables" in shown
     assert "job has 2 workers from now on; there were 1." in shown
     assert re.search(r"job +running +\d +1 ", shown)
     assert re.search(r"job-worker-0\S* +localhost +it runs", shown)

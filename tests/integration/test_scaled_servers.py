@@ -1,5 +1,6 @@
 """Parameter servers of real jobs become more and fewer while workers train."""
 
+import json
 import re
 
 import psutil
@@ -34,8 +35,21 @@ def scale(data, capsys):
     return run
 
 
+@pytest.fixture
+def table(data, capsys):
+    """What is told of the tables of the job."""
+
+    def run(*flags):
+        assert main(["table", str(data / "job"), "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
 @pytest.mark.timeout(400)
-def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_killed(data, start_job, faults, scale):
+def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_killed(
+    data, start_job, faults, scale, table
+):
     died = [
         faults.fail_at("ps", 2, "hands over for a move"),
         faults.fail_at("ps", 0, "settles what a move has brought", nth=2),
@@ -57,10 +71,23 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     assert job.children("ps")[1:] == servers[1:2]  # the first one was killed
     assert [process.pid for process in job.children("worker")] == workers
     assert all(each() for each in died)
+    live = table()
+    (offsets,) = live["tables"]
+    assert (live["folder"], offsets["rows"]) == (str(data / "job"), IDS)
+    assert len(offsets["rows_of_servers"]) == len(live["held_bytes"]) == 2
+    assert sum(live["held_bytes"]) == offsets["live"]["bytes"] > offsets["row_bytes"] + offsets["slot_bytes"]
+    (hottest, hits), *_ = offsets["top"]
+    assert hits == offsets["hits"][-1]
+    (row,) = table(f"--id={hottest}", "--table=embedding")["tables"]
+    assert row["hits"] >= hits
+    assert abs(row["row"][0]) == pytest.approx(row["norm"])
+    assert row["slot_norms"].keys() == {"accumulators"}
     job.kill("ps", 1)
+    assert table()["tables"][0]["rows"] == IDS  # of the server that takes its place
     job.wait_for_line(r"Parameter server 1 is back after [\d.]+ s, from its recovery files")
     open_gate(data)
     assert job.finish() == 0, job.output
+    assert table()["folder"] == str(find_latest(data / "ckpt"))
     for epoch in range(1, EPOCHS + 1):
         assert number(job.output, f"records trained in epoch {epoch}") == RECORDS
     assert number(job.output, "workers lost") == 0

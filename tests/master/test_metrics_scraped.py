@@ -14,7 +14,7 @@ from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.process.stats import PUSH, Stats
+from elasticcb.process.stats import PUSH, Stats, TableSize
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 from metrics_scrapes import Scrape
 
@@ -94,6 +94,18 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     assert found["elasticcb_exchange_duration_seconds_bucket", "push", "0.005"] == 7
     assert found["elasticcb_exchange_duration_seconds_count", "push"] == 7
     assert found["elasticcb_refused_calls_total", "malformed"] == 4
+
+
+def test_rows_and_bytes_of_a_table_are_those_of_the_servers_that_are_up(master):
+    master.desk.resize(Role.PS, 2)
+    servers = [master.calls.register(Role.PS, place, f"here:{place}", place, "here").id for place in range(2)]
+    for server, rows in zip(servers, (10, 20), strict=True):
+        state_of(master).note_stats(server, Stats(tables={"users/embeddings": TableSize(rows, 100 * rows)}))
+    found = scrape(master)
+    assert found["elasticcb_table_rows", "users/embeddings"] == 30
+    assert found["elasticcb_table_bytes", "users/embeddings"] == 3000
+    master.desk.lost(servers[0], "killed")
+    assert scrape(master)["elasticcb_table_rows", "users/embeddings"] == 20
 
 
 def test_probes_are_answered_beside_the_metrics(master, monkeypatch):

@@ -14,7 +14,7 @@ from elasticcb.cli.image.advice import build_advice, push_advice
 from elasticcb.cli.image.engine import NAMES, Engine, digest_in
 from elasticcb.cli.image.name import ImageName, check_image, is_digest, parse_image
 from elasticcb.cli.image.process import EngineOutcome, engines, said, show, succeeds
-from elasticcb.cli.table import format_bytes
+from elasticcb.cli.table_lines import format_bytes
 from elasticcb.cli.zoo.files import (
     DOCKERFILE,
     DOCKERIGNORE,

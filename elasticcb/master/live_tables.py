@@ -1,0 +1,98 @@
+"""What the embedding tables of a running job hold, as its parameter servers tell."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from elasticcb.clients.ps_places import Places
+from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.desk import Desk
+from elasticcb.master.job_state import JobState
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import to_message
+from elasticcb.sharding.bucket_map import even
+
+_PATIENCE_SECONDS = 2.0  # with a server that gives no sign of life
+_RESTORE_SECONDS = 30.0  # for another server to take the place of a lost one
+
+
+class LiveTables:
+    """Asks the servers of the present job, beside the thread that drives it.
+
+    Args:
+        desk: of the job.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def ask(self, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
+        """What all tables hold, or the rows of one id.
+
+        Args:
+            top: how many of the ids that were looked up most are told.
+            id: whose rows; None: what the tables hold.
+            seconds: to wait for servers that are lost.
+
+        Raises `UsageError` when servers are missing.
+        """
+        give_up = time.monotonic() + seconds
+        while True:
+            with self._desk.state():
+                left = max(0.0, give_up - time.monotonic())
+                state = self._desk.wait_for(lambda state: state.serves(0) or _is_over(state), left)
+                cluster, why_not = state.cluster, _why_not(state)
+                memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
+            if why_not or cluster is None:
+                raise UsageError(f"What the embedding tables hold can't be told now: {why_not}.")
+            try:
+                return self._answer(cluster, top, id, memory_bytes)
+            except ConnectionLostError as error:
+                if time.monotonic() > give_up:
+                    raise UsageError(
+                        f"A parameter server may have been lost a moment ago: {error} Ask again."
+                    ) from error
+
+    def _answer(self, cluster: ServedCluster, top: int, id: int | None, memory_bytes: int) -> pb.TablesResponse:
+        answer = pb.TablesResponse(memory_bytes=memory_bytes)
+        answer.variables.extend(spec.to_message() for spec in cluster.variables)
+        places = Places(tuple(cluster.servers), cluster.buckets or even(len(cluster.servers)))
+        servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, self._desk.access)
+        try:
+            if id is None:
+                answer.counts.extend(servers.on_all("CountTables", pb.CountTablesRequest(top=top)))
+            else:
+                self._find(answer, servers, id)
+        finally:
+            servers.close()
+        return answer
+
+    def _find(self, answer: pb.TablesResponse, servers: ServerGroup, id: int) -> None:
+        answer.server = int(servers.buckets.server_of(np.array([id], np.int64))[0])
+        frame = servers.call(servers.known[answer.server], "FindRow", pb.FindRowRequest(id=id))
+        del frame.header.tensors[:]
+        answer.found.CopyFrom(frame.header)
+        answer.found.tensors.extend(to_message(array, name) for name, array in frame.tensors.items())
+
+
+def _is_over(state: JobState) -> bool:
+    return state.closing or state.over
+
+
+def _why_not(state: JobState) -> str:
+    """Why the servers can't be asked; "": they can."""
+    if _is_over(state):
+        return "the job is over"
+    if state.cluster is None:
+        return "the job is starting, and its parameter servers hold no model yet. Ask again when it trains"
+    lost = [index for index in state.lost_ps if index < state.servers_in_use]
+    if lost:
+        return (
+            f"parameter server {', '.join(map(str, lost))} was lost, and no other has its part of the model yet. Ask "
+            "again in some seconds"
+        )
+    return ""

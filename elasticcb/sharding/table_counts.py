@@ -1,0 +1,227 @@
+"""What is counted of an embedding table: by each server that holds a part of it, or from each file of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from elasticcb.errors import WireError
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
+
+# The ranges of a `Spread`: numbers below _EXACT have one each; above, each power of two is cut into _EXACT / 2 of the
+# same width, as the HDR Histogram does (Tene, 2012), so that a range begins less than 1 % below each of its numbers.
+_EXACT_BITS = 8
+_EXACT, _HALF = 1 << _EXACT_BITS, 1 << (_EXACT_BITS - 1)
+_RANGES = _EXACT + (63 - _EXACT_BITS) * _HALF  # up to 2^63
+
+
+class Spread:
+    """How whole numbers >= 0 are spread: counts by range, which several servers can add up.
+
+    Attributes:
+        counts: by range, int64.
+        least, most, sum: of the numbers; 0 when there are none.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(_RANGES, np.int64)
+        self.least = self.most = self.sum = 0
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    def count(self, numbers: Array) -> None:
+        """Counts `numbers` (int64 [n], from 0 on)."""
+        if not len(numbers):
+            return
+        least, most = int(numbers.min()), int(numbers.max())
+        self.least = min(self.least, least) if self.counts.any() else least
+        self.most = max(self.most, most)
+        self.sum += int(numbers.sum())
+        small = numbers if most < _EXACT else numbers[numbers < _EXACT]
+        self.counts[:_EXACT] += np.bincount(small, minlength=_EXACT)
+        if len(small) < len(numbers):
+            ranges, counts = np.unique(_range_of(numbers[numbers >= _EXACT]), return_counts=True)
+            self.counts[ranges] += counts
+
+    def add(self, other: Spread) -> None:
+        """Counts what `other` has counted, too."""
+        if other.counts.any():
+            self.least = min(self.least, other.least) if self.counts.any() else other.least
+            self.most = max(self.most, other.most)
+        self.counts += other.counts
+        self.sum += other.sum
+
+    def quantiles(self) -> tuple[int, ...]:
+        """By `QUANTILES`: the least and the most as they are, others less than 1 % too small; () of no numbers."""
+        total = len(self)
+        if not total:
+            return ()
+        places = [round(share * (total - 1)) for share in QUANTILES]
+        ranges = np.searchsorted(np.cumsum(self.counts), places, side="right")
+        found = [max(self.least, min(self.most, _start_of(int(each)))) for each in ranges]
+        return (self.least, *found[1:-1], self.most)
+
+    def to_message(self) -> pb.Spread:
+        ranges = np.flatnonzero(self.counts)
+        return pb.Spread(
+            ranges=ranges.tolist(),
+            counts=self.counts[ranges].tolist(),
+            least=self.least,
+            most=self.most,
+            sum=self.sum,
+        )
+
+    @classmethod
+    def from_message(cls, message: pb.Spread) -> Spread:
+        """Raises `WireError` for ranges that there are not."""
+        ranges = np.array(message.ranges, np.int64)
+        if len(ranges) != len(message.counts) or ((ranges < 0) | (ranges >= _RANGES)).any():
+            raise WireError(
+                f"A server counts numbers in {len(ranges)} ranges, with {len(message.counts)} counts; expected as many "
+                f"counts as ranges, which are below {_RANGES}. All processes of a job must run the same release."
+            )
+        spread = cls()
+        spread.counts[ranges] = message.counts
+        spread.least, spread.most, spread.sum = message.least, message.most, message.sum
+        return spread
+
+
+def _range_of(numbers: Array) -> Array:
+    """The range of each of `numbers`, all from _EXACT on."""
+    # A float64 may round up to the next power of two: the number is then in the last range below it, as it should be.
+    shifts = np.frexp(numbers.astype(np.float64))[1].astype(np.int64) - _EXACT_BITS
+    ranges: Array = _EXACT + (shifts - 1) * _HALF + (numbers >> shifts) - _HALF
+    return ranges
+
+
+def _start_of(index: int) -> int:
+    """The first number of a range."""
+    if index < _EXACT:
+        return index
+    power, place = divmod(index - _EXACT, _HALF)
+    return (place + _HALF) << (power + 1)
+
+
+class Top:
+    """The ids that were looked up most, of all that were shown.
+
+    Args:
+        size: how many of them.
+
+    Attributes:
+        ids, hits: int64 [n], those that were looked up most first; of equal ones the smaller id.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.ids, self.hits = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def show(self, ids: Array, hits: Array) -> None:
+        """Shows `ids` (int64 [n]) with how often each was looked up, int64 [n]."""
+        if self._size and len(self.ids) == self._size:  # few of many rows come near
+            better = (hits > self.hits[-1]) | ((hits == self.hits[-1]) & (ids < self.ids[-1]))
+            ids, hits = ids[better], hits[better]
+        if not len(ids):
+            return
+        ids, hits = np.concatenate([self.ids, ids]), np.concatenate([self.hits, hits])
+        best = np.lexsort((ids, -hits))[: self._size]
+        self.ids, self.hits = ids[best], hits[best]
+
+
+@dataclass
+class Growth:
+    """Rows that came and went in the last `seconds`.
+
+    Attributes:
+        made: for new ids.
+        removed: by age, or for want of room.
+    """
+
+    seconds: float = 0.0
+    made: int = 0
+    removed: int = 0
+
+
+@dataclass
+class TableCounts:
+    """One part of a table.
+
+    Attributes:
+        top: of its ids.
+        rows, row_bytes: how many, and what the values of all of them take.
+        slot_bytes, slots: what the optimizer keeps for them, and its names.
+        hits: how often each row was looked up in training; nothing when nobody counted.
+        ages: how many versions ago each was last trained, likewise.
+
+    Of a server:
+        bytes: all that its part of the table takes, with counts and index.
+        waiting: ids that were not looked up often enough for a row.
+        removed: rows, since the process holds the table.
+        growth: of late.
+    """
+
+    top: Top
+    rows: int = 0
+    row_bytes: int = 0
+    slot_bytes: int = 0
+    slots: Sequence[str] = ()
+    hits: Spread = field(default_factory=Spread)
+    ages: Spread = field(default_factory=Spread)
+    bytes: int = 0
+    waiting: int = 0
+    removed: int = 0
+    growth: Growth = field(default_factory=Growth)
+
+    def count(self, ids: Array, hits: Array, used: Array, version: int) -> None:
+        """Counts some rows, by their ids, lookups and the versions at which they were last trained, int64 [n].
+
+        Args:
+            version: of the model.
+        """
+        self.hits.count(hits)
+        self.ages.count(np.maximum(version - used, 0))
+        self.top.show(ids, hits)
+
+    def to_message(self, variable: int) -> pb.TableCounts:
+        return pb.TableCounts(
+            variable=variable,
+            rows=self.rows,
+            row_bytes=self.row_bytes,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            bytes=self.bytes,
+            waiting=self.waiting,
+            removed=self.removed,
+            seconds=self.growth.seconds,
+            made_lately=self.growth.made,
+            removed_lately=self.growth.removed,
+            hits=self.hits.to_message(),
+            ages=self.ages.to_message(),
+            top_ids=self.top.ids.tolist(),
+            top_hits=self.top.hits.tolist(),
+        )
+
+    @classmethod
+    def from_message(cls, message: pb.TableCounts) -> TableCounts:
+        """Raises `WireError`."""
+        top = Top(len(message.top_ids))
+        top.ids, top.hits = np.array(message.top_ids, np.int64), np.array(message.top_hits, np.int64)
+        return cls(
+            top,
+            rows=message.rows,
+            row_bytes=message.row_bytes,
+            slot_bytes=message.slot_bytes,
+            slots=tuple(message.slots),
+            hits=Spread.from_message(message.hits),
+            ages=Spread.from_message(message.ages),
+            bytes=message.bytes,
+            waiting=message.waiting,
+            removed=message.removed,
+            growth=Growth(message.seconds, message.made_lately, message.removed_lately),
+        )

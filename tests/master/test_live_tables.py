@@ -1,0 +1,47 @@
+"""When the servers of a job can't be asked what their tables hold, without any process."""
+
+from __future__ import annotations
+
+import pytest
+from master_state import state_of
+
+from elasticcb.clients.ps_places import ServerPlace
+from elasticcb.cluster.external import ExternalCluster
+from elasticcb.errors import UsageError
+from elasticcb.master import live_tables
+from elasticcb.master.cluster_state import ServedCluster
+from elasticcb.master.master import Master
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+
+SETTINGS = JobSettings(
+    command=Command.TRAIN,
+    name="ratings",
+    directory="/nowhere",
+    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+    cluster=ClusterSettings(num_workers=2, num_ps=2),
+)
+
+
+@pytest.fixture
+def master():
+    master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
+    master.desk.begin_job(SETTINGS)
+    yield master
+    master.stop()
+
+
+@pytest.mark.parametrize("id", [None, 42])
+def test_who_asks_before_during_and_after_the_loss_of_a_server_is_told_why_there_is_no_answer(master, monkeypatch, id):
+    monkeypatch.setattr(live_tables, "_PATIENCE_SECONDS", 0.1)
+    tables, state = live_tables.LiveTables(master.desk), state_of(master)
+    with pytest.raises(UsageError, match="the job is starting"):
+        tables.ask(5, id, 0.0)
+    state.cluster = ServedCluster([ServerPlace("127.0.0.1:1", 1), ServerPlace("127.0.0.1:2", 2)], [], False)
+    with pytest.raises(UsageError, match=r"may have been lost a moment ago: .* Ask again"):
+        tables.ask(5, id, 0.0)
+    state.lost_ps[1] = 0.0
+    with pytest.raises(UsageError, match=r"parameter server 1 was lost, .* Ask again in some seconds"):
+        tables.ask(5, id, 0.0)
+    state.over = True
+    with pytest.raises(UsageError, match="the job is over"):
+        tables.ask(5, id, 0.0)
