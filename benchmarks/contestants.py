@@ -88,6 +88,8 @@ ELASTIC = (
     elastic("elastic2", 2),
     elastic("elastic1-local", 1, ", local updates", updates="local"),
     elastic("elastic2-local", 2, ", local updates", updates="local"),
+    elastic("elastic1-local-stale1", 1, ", local updates, staleness 1", updates="local", max_staleness=1),
+    elastic("elastic2-local-stale1", 2, ", local updates, staleness 1", updates="local", max_staleness=1),
     elastic("elastic1-stale1", 1, ", staleness 1", max_staleness=1),
     elastic("elastic2-stale1", 2, ", staleness 1", max_staleness=1),
 )

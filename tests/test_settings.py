@@ -132,7 +132,7 @@ def test_every_setting_says_what_it_does():
         assert each.help.endswith((".", "…"))
         help_text = in_a_program(each.help) if each.owner in GROUPS.values() else each.help
         assert f"{each.field}: {help_text}" in each.owner.__doc__
-    assert "max_staleness: Asynchronous mode" in ExchangeOptions.__doc__
+    assert "max_staleness: How many batches" in ExchangeOptions.__doc__
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ _DTYPES = (
 )  # fmt: skip
 
 
+@functools.lru_cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """The NumPy dtype that `name` stands for. Raises `WireError` for one that may not travel."""
     if name not in _DTYPES:
@@ -66,7 +67,7 @@ def from_message(message: pb.Tensor) -> Array:
     """The array in `message`, read-only. Raises `WireError` when size and shape disagree."""
     if message.dtype == "bytes":
         return _strings_from_message(message)
-    return _view(message, memoryview(message.content), message.name)
+    return _view(memoryview(message.content), _outline_of(message), message.name)
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, allocate: Callable[..., Array] = np.empty) -> Array:
@@ -152,12 +153,12 @@ def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable
     tensors: dict[str, Array] = {}
     position = 0
     for description in header.tensors:
-        size = _bytes_of(description)
-        if description.pieces:
-            tensors[description.name] = _in_pieces(description)
+        outline = _outline_of(description)
+        if outline.key:
+            tensors[description.name] = outline  # type: ignore[assignment]
             continue
-        tensors[description.name] = _view(description, read(position, size), description.name)
-        position += size + -size % SHARED_ALIGNMENT
+        tensors[description.name] = _view(read(position, outline.size), outline, description.name)
+        position += outline.size + -outline.size % SHARED_ALIGNMENT
     return Frame(header, tensors)
 
 
@@ -203,40 +204,38 @@ def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[
         body = memoryview(data)
         tensors: dict[str, Array] = {}
         for description in header.tensors:
-            size = _bytes_of(description)
-            if description.pieces:
-                tensors[description.name] = _in_pieces(description)
+            outline = _outline_of(description)
+            if outline.key:
+                tensors[description.name] = outline  # type: ignore[assignment]
                 continue
             position += -position % _ALIGNMENT
-            if position + size > len(data):
+            end = position + outline.size
+            if end > len(data):
                 raise WireError(
-                    f"The frame ends at byte {len(data)}, inside tensor {description.name!r}, which ends "
-                    f"at byte {position + size}."
+                    f"The frame ends at byte {len(data)}, inside tensor {description.name!r}, which ends at byte {end}."
                 )
-            tensors[description.name] = _view(description, body[position : position + size], description.name)
-            position += size
+            tensors[description.name] = _view(body[position:end], outline, description.name)
+            position = end
         return Frame(header, tensors)
 
     return decode
 
 
-def _bytes_of(message: pb.Tensor) -> int:
-    if any(size < 0 for size in message.shape):
-        raise WireError(f"Tensor {message.name!r} has the shape {list(message.shape)}, with a negative size.")
-    return math.prod(message.shape) * dtype_of(message.dtype).itemsize
+def _outline_of(message: pb.Tensor) -> InPieces:
+    """What an array is said to be; its key is empty where it does not go in pieces."""
+    shape = tuple(message.shape)
+    if shape and min(shape) < 0:
+        raise WireError(f"Tensor {message.name!r} has the shape {list(shape)}, with a negative size.")
+    return InPieces(message.pieces, dtype_of(message.dtype), shape)
 
 
-def _in_pieces(message: pb.Tensor) -> Any:
-    return InPieces(message.pieces, dtype_of(message.dtype), tuple(message.shape))
-
-
-def _view(message: pb.Tensor, content: memoryview, name: str) -> Array:
-    if _bytes_of(message) != len(content):
+def _view(content: memoryview, outline: InPieces, name: str) -> Array:
+    if len(content) != outline.size:
         raise WireError(
-            f"Tensor {name!r} is said to be {message.dtype}{list(message.shape)}, which takes "
-            f"{_bytes_of(message)} bytes, but {len(content)} came."
+            f"Tensor {name!r} is said to be {_name_of(outline.dtype)}{list(outline.shape)}, which takes {outline.size} "
+            f"bytes, but {len(content)} came."
         )
-    array: Array = np.frombuffer(content, dtype_of(message.dtype)).reshape(tuple(message.shape))
+    array: Array = np.frombuffer(content, outline.dtype).reshape(outline.shape)
     array.flags.writeable = False
     return array
 

@@ -76,7 +76,7 @@ _MEANT_FOR = {
     "training.outer_optimizer": (Updates.LOCAL,),
     "training.grads_to_wait": (Updates.SYNC,),
     "training.sync_version_tolerance": (Updates.SYNC,),
-    "training.max_staleness": (Updates.ASYNC,),
+    "training.max_staleness": (Updates.ASYNC, Updates.LOCAL),
     "training.get_model_steps": (Updates.SYNC, Updates.ASYNC),
     "training.wire_dtype": (Updates.SYNC, Updates.ASYNC),
 }

@@ -42,8 +42,8 @@ class ExchangeOptions(Section):
     get_model_steps: int = setting(1, "A worker fetches the weights every so many batches.", unit="BATCHES", minimum=1)
     max_staleness: int = setting(
         0,
-        "Asynchronous mode: how many batches a worker may compute ahead of the servers' answers, so that pushes and "
-        "pulls run beside the computation; 0: strictly pull, compute, push.",
+        "How many batches a worker may compute ahead of the servers' answers, so that it does not wait for them; 0: "
+        "strictly pull, compute, push. Local updates: of the rows of embedding tables; not in synchronous mode.",
         unit="BATCHES",
         minimum=0,
     )

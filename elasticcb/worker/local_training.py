@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from elasticcb.clients.ps import PushResult
 from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import NonFiniteError
 from elasticcb.model.metric_messages import States
@@ -42,6 +45,7 @@ class LocalTraining(Training):
     def __init__(self, session: Session, tally: Tally, progress: TaskProgress, local: LocalUpdates) -> None:
         self._session, self._tally, self._progress, self._local = session, tally, progress, local
         self._window: list[_Trained] = []
+        self._pushed: deque[Future[PushResult]] = deque()  # of rows, not answered yet
 
     def train(self, batch: Batch, index: int) -> None:
         """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
@@ -82,7 +86,13 @@ class LocalTraining(Training):
         if result.rows:
             exchanges = self._session.exchanges
             coming = self._session.input.coming(exchanges.batches_ahead)
-            exchanges.push(self._local.rows(result, loss), None, False, coming).result()
+            self._pushed.append(exchanges.push(self._local.rows(result, loss), None, False, coming))
+            self._await_pushes(self._session.settings.training.max_staleness)
+
+    def _await_pushes(self, most: int) -> None:
+        """Waits until at most so many pushes of rows are not answered."""
+        while len(self._pushed) > most:
+            self._pushed.popleft().result()
 
     # ------------------------------------------------------------ NaN and infinity
 
@@ -121,6 +131,7 @@ class LocalTraining(Training):
         session, progress = self._session, self._progress
         version = self._local.version
         with session.progress.computing(progress.task.lease):  # others may take their time
+            self._await_pushes(0)  # a batch that is merged is done, with its rows
             answer = self._local.merge(self._last_loss, ends_task)
             if answer.status == pb.NON_FINITE:
                 if session.settings.training.non_finite is NonFinite.STOP:
@@ -152,6 +163,7 @@ class LocalTraining(Training):
         return sum(trained.units for trained in self._window)
 
     def drop(self) -> None:
+        self._pushed.clear()
         if self._window:
             self._window = []
             self._local.forget()

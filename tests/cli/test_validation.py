@@ -118,7 +118,10 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             ["--updates=local", "--use_async=true"],
             "--use_async=true and --updates=local are about the same thing. Leave",
         ),
-        (["--updates=local", "--max_staleness=2"], "--max_staleness=2 has a meaning with --updates=async only"),
+        (
+            ["--updates=sync", "--max_staleness=2"],
+            "--max_staleness=2 has a meaning with --updates=async or --updates=local only",
+        ),
         (
             ["--updates=local", "--get_model_steps=2"],
             "Give --updates=sync or --updates=async, or leave out --get_model",
