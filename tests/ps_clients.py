@@ -8,6 +8,7 @@ from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.settings import WireDtype
 from elasticcb.sharding.bucket_map import even
 
 
@@ -20,11 +21,13 @@ def client_of(
     patience_seconds: float = 30.0,
     ids: Any = (),
     outer: bool = False,
+    wire_dtype: WireDtype = WireDtype.SAME,
+    rounds_weights: bool = False,
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
     servers = ServerGroup(places_at(addresses, ids), specs, split, patience_seconds, **group)
-    return PSClient(servers, client_id, synchronous, outer=outer)
+    return PSClient(servers, client_id, synchronous, outer=outer, wire_dtype=wire_dtype, rounds_weights=rounds_weights)
 
 
 def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from elasticcb.clients.ps_after_push import note_movement, note_state
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
@@ -18,9 +20,11 @@ from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import TABLE, by_index
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
+from elasticcb.sharding.wire_codec import narrowed, widened
 
 
 @dataclass
@@ -51,6 +55,8 @@ class PSClient:
         synchronous: pushes to several servers then are staged, and decided by the first server.
         measures: how long calls take, and how many rows are looked up.
         outer: an outer optimizer decides what comes of a movement, also of one that no other joins.
+        wire_dtype: of gradients, movements, and rows of embedding tables for training.
+        rounds_weights: weights that are pulled travel so, too.
 
     Attributes:
         version: of the model, as the first server counts it.
@@ -69,9 +75,14 @@ class PSClient:
         synchronous: bool = False,
         measures: Measures | None = None,
         outer: bool = False,
+        wire_dtype: WireDtype = WireDtype.SAME,
+        rounds_weights: bool = False,
     ) -> None:
         self.servers = servers
         self._outer = outer
+        self._wire_dtype = wire_dtype
+        self._weights_dtype = wire_dtype if rounds_weights else WireDtype.SAME
+        self._noise = np.random.SFC64(client_id)
         self._measures = measures or Measures()
         self.version = 0
         self.learning_rate = 0.0
@@ -104,10 +115,14 @@ class PSClient:
         self._measures.histograms[call].observe(time.perf_counter() - begun)
         return answer
 
-    def pull(self) -> PlacedBlocks:
-        """Fetches what is newer than the weights at hand."""
+    def pull(self, exact: bool = False) -> PlacedBlocks:
+        """Fetches what is newer than the weights at hand.
+
+        Args:
+            exact: weights that were rounded for the way are fetched again as they are.
+        """
         with self._exchanging:
-            self._measured(PULL, self._pull)
+            self._measured(PULL, lambda: self._pull(exact=exact))
             return self.blocks
 
     def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
@@ -116,10 +131,12 @@ class PSClient:
             state: OptimizerState = self._measured(PULL, lambda: self._pull(with_optimizers=True))
             return self.blocks, state
 
-    def _pull(self, with_optimizers: bool = False) -> OptimizerState:
+    def _pull(self, with_optimizers: bool = False, exact: bool = False) -> OptimizerState:
         frames = [self._request(server, None, pull=True) for server in self.servers.known]
         for frame in frames:
             frame.header.optimizers = with_optimizers
+            if exact and self._weights_dtype is not WireDtype.SAME:
+                frame.header.known_version, frame.header.weights_dtype = -1, ""
         self._exchange(self.servers.known, frames)
         return self._optimizers_found() if with_optimizers else OptimizerState()
 
@@ -144,8 +161,8 @@ class PSClient:
     def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
         frames, wanted = [], WantedRows(ids, self.servers)
         for server in self.servers.known:
-            header = self._request(server, None, pull).header
-            header.create_rows, header.snapshot = create, evaluation_round
+            header = self._request(server, None, pull, create).header
+            header.snapshot = evaluation_round
             if evaluation_round:
                 header.pull = False
             frames.append(Frame(header, wanted.of_server(server.index)))
@@ -229,15 +246,14 @@ class PSClient:
         oldest = min(server.version for server in servers.known) if self.staged else None
         frames = []
         for index, server in enumerate(servers.known):
-            header = self._request(server, push, pull_along).header
+            header = self._request(server, push, pull_along, creates=not self.staged).header
             if self._outer and push.batches:
                 header.known_version = -1  # so that what came of it is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
-            tensors = part.encode(header)
+            tensors = narrowed(part.encode(header), self._wire_dtype, self._noise)
             if not self.staged:
-                header.create_rows = True
                 tensors |= wanted.of_server(index)
             frames.append(Frame(header, tensors))
         first = 1 if self.staged else 0
@@ -302,18 +318,21 @@ class PSClient:
             merged and knows_result(frame.header, server.version)
             for merged, frame, server in zip(at_once, frames, self.servers.known, strict=True)
         ]
-        for server, is_known in zip(self.servers.known, known, strict=True):
+        for server, frame, is_known in zip(self.servers.known, frames, known, strict=True):
             if is_known:
-                note_movement(server, self.servers, push)
+                note_movement(server, self.servers, push, widened(frame.tensors, self.servers.specs))
         return None if all(known) else self._optimizers_found()
 
-    def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
+    def _request(self, server: KnownServer, push: Gradients | None, pull: bool, creates: bool = False) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull or self.servers.has_moved,
             known_version=server.version,
             known_state_version=server.state_version,
             map_version=self.servers.buckets.version,
+            create_rows=creates,
+            rows_dtype=self._wire_dtype.value if creates else "",
+            weights_dtype=self._weights_dtype.value,
         )
         if push is not None:
             header.sequence = self._sequence
@@ -342,4 +361,6 @@ class PSClient:
         moved = [answer.header.map_version for answer in answers if answer.header.status == pb.MOVED]
         if moved:
             raise MapChangedError(max(moved))
-        return answers
+        if self._wire_dtype is WireDtype.SAME:
+            return answers
+        return [Frame(answer.header, widened(answer.tensors, self.servers.specs)) for answer in answers]

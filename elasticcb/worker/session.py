@@ -113,7 +113,7 @@ class Session:
             self.computation: Computation = own
             self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
         else:
-            self.computation = backend().computation(held, training.wire_dtype)
+            self.computation = backend().computation(held)
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
@@ -219,7 +219,15 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_map,
     )
     training = settings.training
-    return PSClient(servers, client.id, training.is_synchronous, client.measures, bool(training.outer_optimizer))
+    return PSClient(
+        servers,
+        client.id,
+        training.is_synchronous,
+        client.measures,
+        bool(training.outer_optimizer),
+        training.wire_dtype,
+        rounds_weights=not training.is_local,
+    )
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
