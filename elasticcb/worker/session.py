@@ -21,7 +21,7 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import Command, JobSettings, Mode, NonFinite
+from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
@@ -218,14 +218,14 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_server,
         client.find_map,
     )
-    training = settings.training
+    training, trains = settings.training, settings.command is Command.TRAIN
     return PSClient(
         servers,
         client.id,
         training.is_synchronous,
         client.measures,
         bool(training.outer_optimizer),
-        training.wire_dtype,
+        training.wire_dtype if trains else WireDtype.SAME,
         rounds_weights=not training.is_local,
     )
 

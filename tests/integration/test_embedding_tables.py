@@ -274,6 +274,8 @@ def test_what_is_rounded_for_the_way_still_trains(updates: str, wire_dtype: str)
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     with cluster(updates=updates, exchange=elasticcb.ExchangeOptions(wire_dtype=wire_dtype)) as servers:
         servers.fit(ours, IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
+        predicted = servers.predict(ours, IDS, verbose=0)
+    np.testing.assert_allclose(predicted, ours.predict(IDS, verbose=0), rtol=1e-6, atol=1e-6)  # nothing is rounded
     plain.fit(IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
         assert not np.array_equal(own, other)
