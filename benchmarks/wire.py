@@ -119,14 +119,15 @@ class Worker:
 
     def __init__(self, number: int, place: Any, specs: list[Any], mode: str, wire_dtype: str) -> None:
         from elasticcb.clients.ps import PSClient
+        from elasticcb.clients.ps_rounding import Rounding
         from elasticcb.settings import WireDtype
 
         self.bytes: Counter[str] = Counter()
         self._group, self._specs, self._is_local = _group(place, specs), specs, mode == "local"
         self._send, self._group.send = self._group.send, self._counted
         self._random = np.random.default_rng(number)
-        wire = WireDtype(wire_dtype)
-        self._client = PSClient(self._group, number + 1, wire_dtype=wire, rounds_weights=not self._is_local)
+        rounding = Rounding(WireDtype(wire_dtype), not self._is_local)
+        self._client = PSClient(self._group, number + 1, rounding=rounding)
         self._dense = sum(spec.elements for spec in specs if not spec.table)
         self._number = number
 

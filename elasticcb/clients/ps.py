@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from elasticcb.clients.ps_after_push import note_movement, note_state
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
@@ -20,11 +19,9 @@ from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import TABLE, by_index
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
-from elasticcb.sharding.wire_codec import narrowed, widened
 
 
 @dataclass
@@ -55,8 +52,7 @@ class PSClient:
         synchronous: pushes to several servers then are staged, and decided by the first server.
         measures: how long calls take, and how many rows are looked up.
         outer: an outer optimizer decides what comes of a movement, also of one that no other joins.
-        wire_dtype: of gradients, movements, and rows of embedding tables for training.
-        rounds_weights: weights that are pulled travel so, too.
+        rounding: of what travels; None: none.
 
     Attributes:
         version: of the model, as the first server counts it.
@@ -75,14 +71,11 @@ class PSClient:
         synchronous: bool = False,
         measures: Measures | None = None,
         outer: bool = False,
-        wire_dtype: WireDtype = WireDtype.SAME,
-        rounds_weights: bool = False,
+        rounding: Rounding | None = None,
     ) -> None:
         self.servers = servers
         self._outer = outer
-        self._wire_dtype = wire_dtype
-        self._weights_dtype = wire_dtype if rounds_weights else WireDtype.SAME
-        self._noise = np.random.SFC64(client_id)
+        self._rounding = rounding or Rounding()
         self._measures = measures or Measures()
         self.version = 0
         self.learning_rate = 0.0
@@ -135,8 +128,8 @@ class PSClient:
         frames = [self._request(server, None, pull=True) for server in self.servers.known]
         for frame in frames:
             frame.header.optimizers = with_optimizers
-            if exact and self._weights_dtype is not WireDtype.SAME:
-                frame.header.known_version, frame.header.weights_dtype = -1, ""
+            if exact:
+                self._rounding.ask_for_exact(frame.header)
         self._exchange(self.servers.known, frames)
         return self._optimizers_found() if with_optimizers else OptimizerState()
 
@@ -252,7 +245,7 @@ class PSClient:
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
-            tensors = narrowed(part.encode(header), self._wire_dtype, self._noise)
+            tensors = self._rounding.sent(part.encode(header))
             if not self.staged:
                 tensors |= wanted.of_server(index)
             frames.append(Frame(header, tensors))
@@ -320,7 +313,8 @@ class PSClient:
         ]
         for server, frame, is_known in zip(self.servers.known, frames, known, strict=True):
             if is_known:
-                note_movement(server, self.servers, push, widened(frame.tensors, self.servers.specs))
+                received = self._rounding.received(frame.tensors, self.servers.specs)
+                note_movement(server, self.servers, push, received)
         return None if all(known) else self._optimizers_found()
 
     def _request(self, server: KnownServer, push: Gradients | None, pull: bool, creates: bool = False) -> Frame[Any]:
@@ -331,9 +325,8 @@ class PSClient:
             known_state_version=server.state_version,
             map_version=self.servers.buckets.version,
             create_rows=creates,
-            rows_dtype=self._wire_dtype.value if creates else "",
-            weights_dtype=self._weights_dtype.value,
         )
+        self._rounding.ask(header)
         if push is not None:
             header.sequence = self._sequence
             header.loss = push.loss
@@ -361,6 +354,4 @@ class PSClient:
         moved = [answer.header.map_version for answer in answers if answer.header.status == pb.MOVED]
         if moved:
             raise MapChangedError(max(moved))
-        if self._wire_dtype is WireDtype.SAME:
-            return answers
-        return [Frame(answer.header, widened(answer.tensors, self.servers.specs)) for answer in answers]
+        return self._rounding.answers(answers, self.servers.specs)

@@ -11,6 +11,7 @@ from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
 from elasticcb.compute.registry import backend
@@ -21,7 +22,7 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
+from elasticcb.settings import Command, JobSettings, Mode, NonFinite
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
@@ -225,8 +226,7 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         training.is_synchronous,
         client.measures,
         bool(training.outer_optimizer),
-        training.wire_dtype if trains else WireDtype.SAME,
-        rounds_weights=not training.is_local,
+        Rounding(training.wire_dtype, weights=not training.is_local, seed=client.id) if trains else None,
     )
 
 

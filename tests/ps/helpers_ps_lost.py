@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from ps_clients import TrainingControl, client_of
 
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
@@ -60,8 +61,7 @@ class Servers:
             ids=self.ids,
             find=self.find,
             outer="outer_optimizer" in training,
-            wire_dtype=WireDtype(self.settings.training.wire_dtype),
-            rounds_weights=not self.settings.training.is_local,
+            rounding=Rounding(WireDtype(self.settings.training.wire_dtype), not self.settings.training.is_local),
         )
         self.master.initialize(InitialModel(VALUES))
 
