@@ -14,6 +14,7 @@ from accuracy import compiled_model, model_file, records
 Examples = tuple[Any, Any]  # x, y
 LOSS_TOLERANCE = 0.02
 WINDOW = 32  # bytes of text that the transformer sees at once
+CLICK_COLUMNS, IDS_OF_COLUMN = 8, 5_000
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,39 @@ def transformer(units: int = 48) -> Any:
     return model
 
 
+def clicks(directory: Path) -> tuple[Examples, Examples]:
+    """Ids of 8 columns, zipf(1.3) in each, and clicks by what the ids and their pairs are worth."""
+    random = np.random.default_rng(0)
+    worth = random.normal(0, 0.4, (CLICK_COLUMNS, IDS_OF_COLUMN))
+    factors = random.normal(0, 0.5, (CLICK_COLUMNS, IDS_OF_COLUMN, 4))
+
+    def made(rows: int) -> Examples:
+        ids = (random.zipf(1.3, (rows, CLICK_COLUMNS)) - 1) % IDS_OF_COLUMN
+        columns = np.arange(CLICK_COLUMNS)
+        found = factors[columns, ids]
+        pairs = 0.5 * (found.sum(1) ** 2 - (found**2).sum(1)).sum(1)
+        chance = 1 / (1 + np.exp(-(worth[columns, ids].sum(1) + pairs)))
+        return ids + IDS_OF_COLUMN * columns, (random.random(rows) < chance).astype("float32")[:, None]
+
+    return made(64_000), made(16_000)
+
+
+def deepfm() -> Any:
+    """Of the clicks; its larger table, of 2.6 MB, lives on the servers."""
+    import keras
+
+    layers, ops = keras.layers, keras.ops
+    ids = keras.Input((CLICK_COLUMNS,), dtype="int64")
+    linear = ops.sum(layers.Embedding(CLICK_COLUMNS * IDS_OF_COLUMN, 1)(ids), axis=1)
+    found = layers.Embedding(CLICK_COLUMNS * IDS_OF_COLUMN, 16)(ids)
+    pairs = 0.5 * ops.sum(ops.square(ops.sum(found, axis=1)) - ops.sum(ops.square(found), axis=1), 1, keepdims=True)
+    deep = layers.Dense(1)(layers.Dense(64, activation="relu")(layers.Flatten()(found)))
+    model = keras.Model(ids, linear + pairs + deep)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adagrad(0.05), loss, metrics=[keras.metrics.AUC(from_logits=True, name="auc")])
+    return model
+
+
 def zoo_model(folder: str) -> Callable[[], Any]:
     return lambda: compiled_model(*model_file(folder))
 
@@ -154,5 +188,6 @@ CASES = {
     "census": Case(zoo_model("census"), _CENSUS, 64, 3, "accuracy", higher_is_better=True, in_points=True),
     "movielens": Case(zoo_model("movielens"), _MOVIELENS, 128, 5, "rmse", in_points=True),
     "criteo": Case(zoo_model("criteo"), _criteo, 16, 5, "loss", digits=3),
+    "clicks": Case(deepfm, clicks, 128, 3, "auc", higher_is_better=True, in_points=True),
     "transformer": Case(transformer, text, 32, 3, "loss", digits=3),
 }

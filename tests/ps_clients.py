@@ -6,6 +6,7 @@ from typing import Any
 
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.sharding.bucket_map import even
@@ -20,11 +21,12 @@ def client_of(
     patience_seconds: float = 30.0,
     ids: Any = (),
     outer: bool = False,
+    rounding: Rounding | None = None,
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
     servers = ServerGroup(places_at(addresses, ids), specs, split, patience_seconds, **group)
-    return PSClient(servers, client_id, synchronous, outer=outer)
+    return PSClient(servers, client_id, synchronous, outer=outer, rounding=rounding)
 
 
 def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:

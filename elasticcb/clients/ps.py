@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.clients.ps_after_push import note_movement, note_state
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
@@ -51,6 +52,7 @@ class PSClient:
         synchronous: pushes to several servers then are staged, and decided by the first server.
         measures: how long calls take, and how many rows are looked up.
         outer: an outer optimizer decides what comes of a movement, also of one that no other joins.
+        rounding: of what travels; None: none.
 
     Attributes:
         version: of the model, as the first server counts it.
@@ -69,9 +71,11 @@ class PSClient:
         synchronous: bool = False,
         measures: Measures | None = None,
         outer: bool = False,
+        rounding: Rounding | None = None,
     ) -> None:
         self.servers = servers
         self._outer = outer
+        self._rounding = rounding or Rounding()
         self._measures = measures or Measures()
         self.version = 0
         self.learning_rate = 0.0
@@ -104,10 +108,14 @@ class PSClient:
         self._measures.histograms[call].observe(time.perf_counter() - begun)
         return answer
 
-    def pull(self) -> PlacedBlocks:
-        """Fetches what is newer than the weights at hand."""
+    def pull(self, exact: bool = False) -> PlacedBlocks:
+        """Fetches what is newer than the weights at hand.
+
+        Args:
+            exact: weights that were rounded for the way are fetched again as they are.
+        """
         with self._exchanging:
-            self._measured(PULL, self._pull)
+            self._measured(PULL, lambda: self._pull(exact=exact))
             return self.blocks
 
     def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
@@ -116,10 +124,12 @@ class PSClient:
             state: OptimizerState = self._measured(PULL, lambda: self._pull(with_optimizers=True))
             return self.blocks, state
 
-    def _pull(self, with_optimizers: bool = False) -> OptimizerState:
+    def _pull(self, with_optimizers: bool = False, exact: bool = False) -> OptimizerState:
         frames = [self._request(server, None, pull=True) for server in self.servers.known]
         for frame in frames:
             frame.header.optimizers = with_optimizers
+            if exact:
+                self._rounding.ask_for_exact(frame.header)
         self._exchange(self.servers.known, frames)
         return self._optimizers_found() if with_optimizers else OptimizerState()
 
@@ -144,8 +154,8 @@ class PSClient:
     def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
         frames, wanted = [], WantedRows(ids, self.servers)
         for server in self.servers.known:
-            header = self._request(server, None, pull).header
-            header.create_rows, header.snapshot = create, evaluation_round
+            header = self._request(server, None, pull, create).header
+            header.snapshot = evaluation_round
             if evaluation_round:
                 header.pull = False
             frames.append(Frame(header, wanted.of_server(server.index)))
@@ -229,15 +239,14 @@ class PSClient:
         oldest = min(server.version for server in servers.known) if self.staged else None
         frames = []
         for index, server in enumerate(servers.known):
-            header = self._request(server, push, pull_along).header
+            header = self._request(server, push, pull_along, creates=not self.staged).header
             if self._outer and push.batches:
                 header.known_version = -1  # so that what came of it is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
-            tensors = part.encode(header)
+            tensors = self._rounding.sent(part.encode(header))
             if not self.staged:
-                header.create_rows = True
                 tensors |= wanted.of_server(index)
             frames.append(Frame(header, tensors))
         first = 1 if self.staged else 0
@@ -302,19 +311,22 @@ class PSClient:
             merged and knows_result(frame.header, server.version)
             for merged, frame, server in zip(at_once, frames, self.servers.known, strict=True)
         ]
-        for server, is_known in zip(self.servers.known, known, strict=True):
+        for server, frame, is_known in zip(self.servers.known, frames, known, strict=True):
             if is_known:
-                note_movement(server, self.servers, push)
+                received = self._rounding.received(frame.tensors, self.servers.specs)
+                note_movement(server, self.servers, push, received)
         return None if all(known) else self._optimizers_found()
 
-    def _request(self, server: KnownServer, push: Gradients | None, pull: bool) -> Frame[Any]:
+    def _request(self, server: KnownServer, push: Gradients | None, pull: bool, creates: bool = False) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull or self.servers.has_moved,
             known_version=server.version,
             known_state_version=server.state_version,
             map_version=self.servers.buckets.version,
+            create_rows=creates,
         )
+        self._rounding.ask(header)
         if push is not None:
             header.sequence = self._sequence
             header.loss = push.loss
@@ -342,4 +354,4 @@ class PSClient:
         moved = [answer.header.map_version for answer in answers if answer.header.status == pb.MOVED]
         if moved:
             raise MapChangedError(max(moved))
-        return answers
+        return self._rounding.answers(answers, self.servers.specs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from elasticcb.clients.ps_servers import KnownServer, ServerGroup
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.array_names import STATE, WEIGHTS, named, of_kind
+from elasticcb.sharding.array_names import GRADIENTS, STATE, WEIGHTS, named, of_kind
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.push import Gradients
 
@@ -19,9 +19,15 @@ def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[
     server.blocks = {**server.blocks, **named(STATE, after)}
 
 
-def note_movement(server: KnownServer, servers: ServerGroup, movement: Gradients) -> None:
-    """All but embedding tables, and what the server's optimizers hold, after a worker's movement."""
-    moved = movement.gradients[server.index]
+def note_movement(
+    server: KnownServer, servers: ServerGroup, movement: Gradients, received: Mapping[str, Array]
+) -> None:
+    """All but embedding tables, and what the server's optimizers hold, after a worker's movement.
+
+    Args:
+        received: the arrays of the movement's frame as the server has them, rounded for the way.
+    """
+    moved = of_kind(GRADIENTS, received)
     after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
     note_state(server, movement.state[server.index], movement.shares[server.index])
     server.blocks = {**server.blocks, **named(WEIGHTS, after)}

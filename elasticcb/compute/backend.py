@@ -19,7 +19,7 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import Mode, WireDtype
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
@@ -257,11 +257,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
+    def computation(self, held: HeldModel) -> GradientComputation:
         """The steps of a model. Rows of its embedding tables come from elsewhere from now on.
-
-        Args:
-            wire_dtype: of gradients that are float32.
 
         Raises:
             ModelFileError: the model can't be trained on so many servers.

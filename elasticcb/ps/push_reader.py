@@ -45,11 +45,10 @@ class PushReader:
         Raises `WireError`, which names the variable and says what was expected, for anything that
         does not fit this server's part of the model.
         """
-        blocks = {dtype: _widened(block, dtype) for dtype, block in push.blocks.items()}
         held = sorted(self._parts.keys() & {self._trainable(index) for index in push.dense})
         sizes = block_sizes(self._specs, self._slices, True, held)
-        check_blocks(blocks, sizes, self._gradients_of(held))
-        blocks = {dtype: blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
+        check_blocks(push.blocks, sizes, self._gradients_of(held))
+        blocks = {dtype: push.blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
         # A dtype of which nothing changed is left out.
         sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in push.state}
         check_blocks(push.state, sizes, "The non-trainable variables")
@@ -143,7 +142,7 @@ class PushReader:
         part = self._parts.get(index)
         if part is None and not spec.table:
             raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
-        ids, values = given.ids, _widened(given.values, spec.dtype)
+        ids, values = given
         if not spec.shape:
             raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
         expected = (len(ids), *spec.shape[1:])
@@ -201,15 +200,6 @@ def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
 
 def _shown(array: Array) -> str:
     return f"{array.dtype.name}{list(array.shape)}"
-
-
-def _widened(array: Array, dtype: str) -> Array:
-    """Gradients that were rounded to bfloat16 for the way, of the dtype "float32" again."""
-    if array.dtype.name != "bfloat16" or dtype != "float32":
-        return array
-    wide: Array = array.view(np.uint16).astype(np.uint32)
-    wide <<= 16  # a bfloat16 is the first half of a float32
-    return wide.view(np.float32)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -15,6 +15,7 @@ from elasticcb.ps.update_policy import Action, PushName
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.sharding.array_names import STATE, TABLE, WANTED, WEIGHTS, by_index, named, without
 from elasticcb.sharding.push import Push, knows_result
+from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
 
 
 class TrainingCalls:
@@ -33,6 +34,8 @@ class TrainingCalls:
             return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.buckets.version), {})
         if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
             return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+        rows_dtype = wire_dtype_of(request.rows_dtype, "rows")
+        weights_dtype = wire_dtype_of(request.weights_dtype, "weights")
         pushed = without(frame.tensors, WANTED)
         verdict = PushAnswer(pb.NO_PUSH)
         if request.sequence:
@@ -68,7 +71,8 @@ class TrainingCalls:
         if snapshot is not None:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         ids = by_index(WANTED, frame.tensors)
-        tensors = named(TABLE, parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables))
+        rows = parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables)
+        tensors = narrowed(named(TABLE, rows), rows_dtype)
         knows = request.batches > 0 and knows_result(request, parameters.version)
         if (request.optimizers or request.batches or request.awaited) and not knows:
             tensors |= to_tensors(parameters.optimizer_state(with_slots=request.optimizers))
@@ -77,7 +81,7 @@ class TrainingCalls:
         pulled = snapshot or parameters.snapshot()
         # Not "older than known": a server that was restored may stand at a lower version.
         if pulled.version != request.known_version:
-            tensors |= named(WEIGHTS, pulled.weights)
+            tensors |= narrowed(named(WEIGHTS, pulled.weights), weights_dtype)
         if pulled.state_version != request.known_state_version:
             tensors |= named(STATE, pulled.state)
         return Frame(response, tensors)
@@ -91,7 +95,7 @@ class TrainingCalls:
             return PushAnswer(pb.ACCEPTED, "it waits")
         if model.answered.forgotten(name):
             return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
-        push = model.reader.read(Push.decode(request, tensors))
+        push = model.reader.read(Push.decode(request, widened(tensors, model.specs)))
         model.parameters.check_learning_rate(push)
         model.parameters.check_state(from_tensors(push.optimizers))
         verdict = self._judge(name, request, push, model)

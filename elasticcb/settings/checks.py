@@ -78,7 +78,6 @@ _MEANT_FOR = {
     "training.sync_version_tolerance": (Updates.SYNC,),
     "training.max_staleness": (Updates.ASYNC, Updates.LOCAL),
     "training.get_model_steps": (Updates.SYNC, Updates.ASYNC),
-    "training.wire_dtype": (Updates.SYNC, Updates.ASYNC),
 }
 
 

@@ -56,10 +56,11 @@ class CallbackErrors(str, Enum):
 
 
 class WireDtype(str, Enum):
-    """How gradients travel between processes."""
+    """How weights, rows and gradients that are float32 travel in training."""
 
     SAME = "same"  # as they are
     BFLOAT16 = "bfloat16"
+    INT8 = "int8"  # rows; the rest as bfloat16
 
 
 class WhenFull(str, Enum):

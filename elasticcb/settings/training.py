@@ -48,7 +48,9 @@ class ExchangeOptions(Section):
         minimum=0,
     )
     wire_dtype: WireDtype = setting(
-        WireDtype.SAME, "How gradients travel: as they are, or those of float32 rounded to bfloat16."
+        WireDtype.SAME,
+        "How weights, gradients and embedding rows of float32 travel in training: as they are; rounded to bfloat16; or "
+        "rows and their gradients as 8-bit integers with a scale per row, and the rest as bfloat16.",
     )
 
 

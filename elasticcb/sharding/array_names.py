@@ -15,6 +15,7 @@ from elasticcb.rpc.tensors import Array
 WEIGHTS, STATE, GRADIENTS, SHARES = "weights", "state", "gradients", "shares"
 # By variable: gradients of rows in a push; ids whose rows are wanted, and what belongs to an embedding table.
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
+SCALES = "scales"  # of another array, whose full name follows
 # Of optimizers: by variable and name, and by name alone.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
 # From server to server: the part of a variable, and all ids of a table that come.

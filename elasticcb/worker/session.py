@@ -11,6 +11,7 @@ from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
 from elasticcb.compute.registry import backend
@@ -113,7 +114,7 @@ class Session:
             self.computation: Computation = own
             self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
         else:
-            self.computation = backend().computation(held, training.wire_dtype)
+            self.computation = backend().computation(held)
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
@@ -218,8 +219,15 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_server,
         client.find_map,
     )
-    training = settings.training
-    return PSClient(servers, client.id, training.is_synchronous, client.measures, bool(training.outer_optimizer))
+    training, trains = settings.training, settings.command is Command.TRAIN
+    return PSClient(
+        servers,
+        client.id,
+        training.is_synchronous,
+        client.measures,
+        bool(training.outer_optimizer),
+        Rounding(training.wire_dtype, weights=not training.is_local, seed=client.id) if trains else None,
+    )
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:

@@ -87,7 +87,7 @@ class TaskRun:
         # The sign that keeps the lease alive while a callback takes its time.
         session.progress.update(self.task.lease, 0, session.ps.version)
         if session.callbacks.wants("on_train_end"):
-            session.show(session.ps.pull())
+            session.show(session.ps.pull(exact=True))
             session.show_tables()
         session.call("on_train_end", {})
 

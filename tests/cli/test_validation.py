@@ -126,7 +126,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             ["--updates=local", "--get_model_steps=2"],
             "Give --updates=sync or --updates=async, or leave out --get_model",
         ),
-        (["--updates=local", "--wire_dtype=bfloat16"], "--wire_dtype=bfloat16 has a meaning with --updates=sync or"),
+        (["--wire_dtype=int4"], "'int4' is not one of 'same', 'bfloat16', 'int8'"),
         (
             ["--updates=async", "--local_steps=4"],
             "--local_steps=4 has a meaning with --updates=local only, and this job has --updates=async.",

@@ -21,12 +21,13 @@ from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.settings import CheckpointSettings, ClusterSettings
+from elasticcb.settings import CheckpointSettings, ClusterSettings, WireDtype
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import to_tensors as tables_to
+from elasticcb.sharding.wire_codec import narrowed
 from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
@@ -117,7 +118,12 @@ class ServerFuzzer:
         dense = {index: value for index, value in gradients(0).items() if index}
         push = push_frame(dense, SLICES, WITH_TABLE, rows, pull=True, sequence=1, state={"float32": np.ones(6, "f4")})
         lookup = Frame(pb.ExchangeRequest(create_rows=True, pull=True), {f"lookup/{TABLE}": np.arange(9)})
-        for frame in (push, push, lookup):
+        small = narrowed(push_frame(dense, SLICES, WITH_TABLE, rows).tensors, WireDtype.INT8)
+        asked = {"rows_dtype": "int8", "weights_dtype": "bfloat16", "pull": True, "known_version": -1}
+        small_push = pb.ExchangeRequest(dense_variables=sorted(dense), worker_id=2, sequence=1, **asked)
+        small_lookup = pb.ExchangeRequest(create_rows=True, **asked)
+        small_frames = Frame(small_push, small), Frame(small_lookup, lookup.tensors)
+        for frame in (push, push, lookup, *small_frames):
             yield [Call(0, "Exchange", frame)]
         exported = self._call(Call(0, "Export", Frame(pb.ExportRequest(), {})))
         state = pb.LoadStateRequest(id=7, optimizers=exported.header.optimizers)

@@ -8,11 +8,12 @@ import keras
 import numpy as np
 from ps_clients import TrainingControl, client_of
 
+from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import CheckpointSettings, ClusterSettings, TrainingSettings
+from elasticcb.settings import CheckpointSettings, ClusterSettings, TrainingSettings, WireDtype
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -54,7 +55,14 @@ class Servers:
             self.start(index)
         given = (self.addresses, SPECS, True)
         self.master = TrainingControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
-        self.worker = client_of(*given, client_id=1, ids=self.ids, find=self.find, outer="outer_optimizer" in training)
+        self.worker = client_of(
+            *given,
+            client_id=1,
+            ids=self.ids,
+            find=self.find,
+            outer="outer_optimizer" in training,
+            rounding=Rounding(WireDtype(self.settings.training.wire_dtype), not self.settings.training.is_local),
+        )
         self.master.initialize(InitialModel(VALUES))
 
     @property
@@ -95,6 +103,11 @@ class Servers:
         return restored
 
     def push(self, step, ids=(1, 2, 5, 8), rate=None):
+        self.worker.lookup({3: np.array(ids)}, create=True)
+        return self.worker.push(self.gradients(step, ids), rate)
+
+    def gradients(self, step, ids):
+        """What `push` hands over."""
         generator = np.random.default_rng(step)
         rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
         gradients, state, shares = [], [], []
@@ -104,9 +117,8 @@ class Servers:
             sizes = block_sizes(SPECS, slices, False).items()
             state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
-        self.worker.lookup({3: np.array(ids)}, create=True)
         batches = 1 if self.settings.training.is_local else None
-        return self.worker.push(Gradients(gradients, (0, 1), rows, state, shares, 0.0, batches=batches), rate)
+        return Gradients(gradients, (0, 1), rows, state, shares, 0.0, batches=batches)
 
     def answer_alone(self, index):
         """A change reaches one server alone."""

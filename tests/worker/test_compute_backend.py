@@ -21,7 +21,7 @@ from elasticcb.compute.backend import (
 )
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import Mode, WireDtype
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
 from elasticcb.sharding.table_spec import TableSpec
@@ -84,7 +84,7 @@ class NumPyBackend(Backend):
     def find_tables(self, *args: Any) -> dict[int, TableSpec]:
         return {}
 
-    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
+    def computation(self, held: HeldModel) -> GradientComputation:
         return LinearRegression(held.metrics, held.specs)
 
     def local_computation(self, held: HeldModel) -> LocalComputation:

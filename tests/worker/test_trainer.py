@@ -12,7 +12,7 @@ from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
-from elasticcb.settings import Mode, WireDtype
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import partition
 from elasticcb.worker.trainer import train
@@ -24,7 +24,7 @@ class Trainer:
     """Runs batches of one model, on one thread and without embedding tables."""
 
     def __init__(self, model, metrics, specs, parts):
-        self.computation = backend().computation(HeldModel(model, metrics, specs, parts), WireDtype.SAME)
+        self.computation = backend().computation(HeldModel(model, metrics, specs, parts))
         self._specs = specs
 
     def train(self, batch, blocks):

@@ -22,7 +22,7 @@ from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
 from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
 from elasticcb.model.spec import Spec
-from elasticcb.settings import Mode, WireDtype
+from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -53,8 +53,8 @@ class TensorFlowBackend(Backend):
         finally:
             capture.release()
 
-    def computation(self, held: HeldModel, wire_dtype: WireDtype) -> GradientComputation:
-        return TensorFlowGradients(held, wire_dtype)
+    def computation(self, held: HeldModel) -> GradientComputation:
+        return TensorFlowGradients(held)
 
     def local_computation(self, held: HeldModel) -> LocalComputation:
         return TensorFlowLocal(held)

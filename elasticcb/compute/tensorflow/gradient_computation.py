@@ -22,7 +22,6 @@ from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import not_cached, unwrapped
-from elasticcb.settings import WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.tf.convert import array_of
 
@@ -30,9 +29,8 @@ from elasticcb.tf.convert import array_of
 class TensorFlowGradients(TensorFlowComputation, GradientComputation):
     """For the arguments see `Backend.computation`."""
 
-    def __init__(self, held: HeldModel, wire_dtype: WireDtype) -> None:
+    def __init__(self, held: HeldModel) -> None:
         super().__init__(held, OptimizerCapture(held.model))
-        self._rounds = wire_dtype is WireDtype.BFLOAT16
         self._clipped = self._clippings()
         self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
         self._averages = MovingAverages(held.model)
@@ -102,12 +100,8 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)
         state = self._pack(self._values(False), False)
-        gradients, pairs, served = tf.nest.map_structure(self._rounded, (gradients, pairs, served))
         # Keys, because a function compiled for another kind of batch may have other variables.
         return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
-
-    def _rounded(self, gradient: Any) -> Any:
-        return tf.cast(gradient, tf.bfloat16) if self._rounds and gradient.dtype == tf.float32 else gradient
 
     def _check_updated(self, found: Mapping[int, Any]) -> None:
         unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]

@@ -1,0 +1,231 @@
+"""What `--wire_dtype` saves on the wire, and what it costs: bytes per example, and processor time of the codec.
+
+    python benchmarks/wire.py [--batches=64] [--into=docs/updates.md]
+
+Two workers push the gradients and ask for the rows of deepfm's batches (benchmarks/models/deepfm.py), each through a
+client of its own, of one real server; with local updates they merge after every 16 batches. The gradients are random
+numbers, no model computes them. The bytes are those of all arrays. Prints two Markdown tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from report import machine, publish, table_parser
+
+BATCH, LOCAL_STEPS, WORKERS = 128, 16, 2
+MODES, WIRE_DTYPES = ("async", "local"), ("same", "bfloat16", "int8")
+_UP, _DOWN, _REPETITIONS = "up", "down", 200
+
+
+def main() -> None:
+    parser = table_parser(__doc__ or "")
+    parser.add_argument("--batches", type=int, default=64, help="of each worker")
+    arguments = parser.parse_args()
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"}
+
+    lines = [f"{machine()}; deepfm, batch {BATCH}, {WORKERS} workers, windows of {LOCAL_STEPS}; bytes per example:\n"]
+    lines += ["| | wire_dtype | up | down | both | of `same` |", "|---" * 6 + "|"]
+    for mode in MODES:
+        before = 0.0
+        for wire_dtype in WIRE_DTYPES:
+            found = traffic(mode, wire_dtype, arguments.batches)
+            up, down = (found[way] / (WORKERS * BATCH * arguments.batches) for way in (_UP, _DOWN))
+            before = before or up + down
+            share = f"{100 * (up + down) / before:.0f} %"
+            lines.append(f"| {mode} | {wire_dtype} | {up:,.0f} | {down:,.0f} | {up + down:,.0f} | {share} |")
+            print(lines[-1], flush=True)
+    publish("wire", "\n".join([*lines, "", *costs()]), arguments.into)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def traffic(mode: str, wire_dtype: str, batches: int) -> Counter[str]:
+    """Bytes of arrays that all workers have sent and got, while they trained on so many batches each."""
+    import keras
+
+    from elasticcb.clients.ps_places import ServerPlace
+    from elasticcb.ps.server import PSServer
+    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+
+    training = TrainingSettings(updates=mode)  # type: ignore[arg-type]
+    settings = JobSettings(command=Command.TRAIN, name="wire", directory="", model=ModelSettings(), training=training)
+    server = PSServer(settings, lambda count: [keras.optimizers.Adagrad(0.05) for _ in range(count)])
+    server.start()
+    specs = variables()
+    _initialize(ServerPlace(server.address, 0), specs)
+    workers = [Worker(number, ServerPlace(server.address, 0), specs, mode, wire_dtype) for number in range(WORKERS)]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda worker: worker.train(batches), workers))
+    for worker in workers:
+        worker.close()
+    server.stop(0)
+    return sum((worker.bytes for worker in workers), Counter())
+
+
+def variables() -> list[Any]:
+    """Those of deepfm: two embedding tables, and what its layers have."""
+    import keras
+    from models import deepfm
+
+    from elasticcb.sharding.partition import VariableSpec
+    from elasticcb.sharding.table_spec import TableSpec
+
+    initializer = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
+    specs = []
+    for variable in deepfm.model(keras, keras.ops).weights:
+        shape = tuple(variable.shape)
+        if shape[0] == deepfm.VOCABULARY:
+            table = TableSpec(deepfm.VOCABULARY, initializer, 1).to_json()
+            specs.append(VariableSpec(variable.path, shape, "float32", True, table=table))
+        else:
+            specs.append(VariableSpec(variable.path, shape, "float32", True))
+    return specs
+
+
+def _group(place: Any, specs: list[Any]) -> Any:
+    from elasticcb.clients.ps_places import Places
+    from elasticcb.clients.ps_servers import ServerGroup
+    from elasticcb.sharding.bucket_map import even
+
+    return ServerGroup(Places([place], even(1)), specs, True)
+
+
+def _initialize(place: Any, specs: list[Any]) -> None:
+    from elasticcb.clients.ps import PSClient
+    from elasticcb.master.initial_model import InitialModel
+    from elasticcb.master.ps_admin import PSControl
+
+    control = PSControl(PSClient(_group(place, specs)), "wire")
+    control.initialize(
+        InitialModel([np.zeros((0, *spec.shape[1:]) if spec.table else spec.shape, "f4") for spec in specs])
+    )
+    control.client.servers.close()
+
+
+class Worker:
+    """Pushes and pulls as a worker does.
+
+    Attributes:
+        bytes: of arrays, by way.
+    """
+
+    def __init__(self, number: int, place: Any, specs: list[Any], mode: str, wire_dtype: str) -> None:
+        from elasticcb.clients.ps import PSClient
+        from elasticcb.clients.ps_rounding import Rounding
+        from elasticcb.settings import WireDtype
+
+        self.bytes: Counter[str] = Counter()
+        self._group, self._specs, self._is_local = _group(place, specs), specs, mode == "local"
+        self._send, self._group.send = self._group.send, self._counted
+        self._random = np.random.default_rng(number)
+        rounding = Rounding(WireDtype(wire_dtype), not self._is_local)
+        self._client = PSClient(self._group, number + 1, rounding=rounding)
+        self._dense = sum(spec.elements for spec in specs if not spec.table)
+        self._number = number
+
+    def _counted(self, server: Any, frame: Any, method: str = "Exchange") -> Any:
+        answer = self._send(server, frame, method)
+        for way, sent in ((_UP, frame), (_DOWN, answer)):
+            self.bytes[way] += sum(array.nbytes for array in sent.tensors.values())
+        return answer
+
+    def train(self, batches: int) -> None:
+        ids = rows_of_batches(self._number, batches + 1, self._specs)
+        self._client.pull()
+        self._client.lookup(ids[0], create=True)
+        self.bytes.clear()  # that was the beginning
+        for step in range(batches):
+            rows = {table: (own, self._normal(len(own), self._specs[table])) for table, own in ids[step].items()}
+            self._push(rows, None if not self._is_local else 0, ids[step + 1])
+            if self._is_local and (step + 1) % LOCAL_STEPS == 0:
+                self._push({}, LOCAL_STEPS, {})
+
+    def _push(self, rows: dict[int, Any], batches: int | None, wanted: dict[int, Any]) -> None:
+        from elasticcb.sharding.push import Gradients
+
+        dense: tuple[int, ...] = ()
+        blocks = [{}]
+        if batches != 0:
+            dense = tuple(index for index, spec in enumerate(self._specs) if not spec.table)
+            blocks = [{"float32": (self._random.normal(size=self._dense) * 1e-6).astype("f4")}]
+        push = Gradients(blocks, dense, rows, [{}], [{}], 0.0, batches=batches)
+        self._client.push(push, None, pull=batches != 0, ids=wanted)
+
+    def _normal(self, count: int, spec: Any) -> Any:
+        return (self._random.normal(size=(count, spec.row_elements)) * 1e-3).astype("f4")
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def rows_of_batches(seed: int, count: int, specs: list[Any]) -> list[dict[int, Any]]:
+    """The ids of some batches, by table."""
+    from models import deepfm
+
+    features = deepfm.arrays(np.random.default_rng(seed))["ids"]
+    unique = [np.unique(features[BATCH * number : BATCH * (number + 1)]) for number in range(count)]
+    return [{index: ids for index, spec in enumerate(specs) if spec.table} for ids in unique]
+
+
+# ---------------------------------------------------------------- processor time
+
+
+def costs() -> list[str]:
+    """A table of the codec's processor time."""
+    from elasticcb.settings import WireDtype
+
+    random = np.random.default_rng(0)
+    ids = rows_of_batches(0, 1, specs := variables())[0]
+    rows = {
+        f"rows/{table}/values": _floats(random, (len(own), specs[table].row_elements)) for table, own in ids.items()
+    }
+    megabyte = 1 << 18  # floats
+    frames = {
+        "deepfm's rows of a batch": rows,
+        "dense, 1 MiB": {"gradients/float32": _floats(random, (megabyte,))},
+        "rows of 16, 1 MiB": {"rows/1/values": _floats(random, (megabyte // 16, 16))},
+    }
+    lines = ["CPU microseconds:\n", "| | wire_dtype | bytes before | bytes on the wire | narrow | widen |"]
+    lines.append("|---" * 6 + "|")
+    for name, frame in frames.items():
+        for wire_dtype in (WireDtype.BFLOAT16, WireDtype.INT8):
+            if wire_dtype is WireDtype.BFLOAT16 or "rows" in name:
+                lines.append(f"| {name} | {wire_dtype.value} | {' | '.join(_cost(frame, wire_dtype, specs))} |")
+    return lines
+
+
+def _floats(random: Any, shape: tuple[int, ...]) -> Any:
+    return random.normal(size=shape).astype("f4")
+
+
+def _cost(frame: dict[str, Any], wire_dtype: Any, specs: list[Any]) -> list[str]:
+    from elasticcb.sharding.wire_codec import narrowed, widened
+
+    noise = np.random.SFC64(0)
+    sent = narrowed(frame, wire_dtype, noise)
+    sizes = [sum(array.nbytes for array in arrays.values()) for arrays in (frame, sent)]
+    times = [
+        _microseconds(lambda: narrowed(frame, wire_dtype, noise)),
+        _microseconds(lambda: widened(sent, specs)),
+    ]
+    return [*(f"{size:,}" for size in sizes), *(f"{each:,.0f}" for each in times)]
+
+
+def _microseconds(function: Any) -> float:
+    function()
+    begun = time.thread_time()
+    for _ in range(_REPETITIONS):
+        function()
+    return 1e6 * (time.thread_time() - begun) / _REPETITIONS
+
+
+if __name__ == "__main__":
+    main()
