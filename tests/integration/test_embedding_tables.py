@@ -101,13 +101,14 @@ def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path)
     assert tables_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("updates", ["async", "local"])
 @pytest.mark.parametrize("max_staleness", deep_but([0, 2], 2))
-def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int) -> None:
+def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int, updates: str) -> None:
     keras.utils.set_random_seed(1)
     model = model_of(Embedding(8), keras.optimizers.Adam(0.03))
     ids = IDS.astype("int64") * 10**12
     exchange = elasticcb.ExchangeOptions(max_staleness=max_staleness)
-    with cluster(num_workers=2, updates="async", exchange=exchange) as servers:
+    with cluster(num_workers=2, updates=updates, exchange=exchange) as servers:
         first = servers.fit(model, ids, LABELS, batch_size=16, epochs=2, verbose=0).history["loss"]
         held, rows = model.layers[1].rows()
         assert held.tolist() == np.unique(ids).tolist()
