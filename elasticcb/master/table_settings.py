@@ -11,6 +11,7 @@ from elasticcb.settings import Command, JobSettings, WhenFull
 from elasticcb.settings.checks import FORGETS
 from elasticcb.settings.table import TableOptions, read_table_options
 from elasticcb.sharding.table_spec import TableSpec, tables_named
+from elasticcb.storage.cold_store import missing_library
 
 
 def with_settings(
@@ -27,6 +28,8 @@ def with_settings(
     if settings.command is not Command.TRAIN:
         return dict(tables)
     embedding = settings.embedding
+    if tables and embedding.when_full is WhenFull.DISK and (missing := missing_library()):
+        raise UsageError(f"--embedding_when_full=disk can't be: {missing}")
     by_name: dict[int, TableOptions] = {}
     for name, given in embedding.tables.items():
         index = _named(name, paths)
@@ -75,7 +78,7 @@ def _check_replicas(path: str, options: TableOptions, when_full: WhenFull) -> No
     forgets = {
         "min_count": (options.min_count or 1) > 1,
         "max_age": bool(options.max_age),
-        "max_rows": bool(options.max_rows) and when_full is not WhenFull.ERROR,
+        "max_rows": bool(options.max_rows) and when_full in (WhenFull.EVICT, WhenFull.INITIAL),
     }
     for setting in (setting for setting, forgets_rows in forgets.items() if forgets_rows):
         raise UsageError(

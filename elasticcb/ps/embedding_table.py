@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps import table_snapshot
+from elasticcb.ps.cold_rows import ColdRows
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_growth import RowFlow
 from elasticcb.ps.table_limits import TableLimits
@@ -23,19 +24,22 @@ from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableState, joined
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 
+_MOVED_AT_ONCE = 1 << 16  # rows, to disk
 _SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
 
 class RowPlaces(NamedTuple):
-    """Where rows are, as long as none is evicted: int64 [n], -1 where there is none."""
+    """Where rows are in memory, as long as none leaves it: int64 [n], -1 where there is none."""
 
     places: Array
-    missing: Array  # which have none, int64 [m]
-    evicted: int  # how many rows had been by then
+    missing: Array  # which have none, on disk neither, int64 [m]
+    left: int  # how many rows had left memory by then
+    on_disk: Array  # which are there, int64 [m]
+    disk_rows: Array  # [m, dim]
 
 
 class RowChange(NamedTuple):
@@ -46,6 +50,7 @@ class RowChange(NamedTuple):
     rows: Array
     slots: dict[str, Array]
     gradients: Array
+    left: int  # how many rows had left memory by then
 
 
 class EmbeddingTable:
@@ -61,7 +66,7 @@ class EmbeddingTable:
 
     Attributes:
         flow: counts rows that are made for new ids, and evicted.
-        max_rows: so many it may hold; 0: no limit.
+        max_rows: so many it may hold in memory; 0: no limit.
     """
 
     def __init__(
@@ -84,17 +89,38 @@ class EmbeddingTable:
         self._candidates = Candidates(self._min_count)
         self._version = self._swept = 0
         self.flow = RowFlow()
+        self._left = 0  # rows that have left memory, or got other places in it
+        self._cold = self._no_rows_on_disk()
         self._limits.tables.append(self)
 
     # -------------------------------------------------------------- training
 
-    def find(self, ids: Array) -> RowPlaces:
-        """Which of `ids` (int64 [n]) have rows; for `lookup`."""
+    def find(self, ids: Array, create: bool = False) -> RowPlaces:
+        """Which of `ids` (int64 [n]) have rows; for `lookup`, with the same `create`."""
+        if create:
+            self._bring_back(ids)
         places = self.places(ids)
-        return RowPlaces(places, np.flatnonzero(places < 0), self.evicted)
+        missing = np.flatnonzero(places < 0)
+        on_disk, disk_rows = missing[:0], np.empty((0, self._rows.dim), self._rows.dtype)
+        if self._cold and len(missing) and not create:
+            found, state = self._cold.read(ids[missing])
+            on_disk, disk_rows, missing = missing[found], state.rows, np.delete(missing, found)
+        return RowPlaces(places, missing, self._left, on_disk, disk_rows)
+
+    def _bring_back(self, ids: Array) -> None:
+        """Moves those rows of `ids` into memory that are on disk; others make room."""
+        if not self._cold:
+            return
+        missing = ids[self.places(ids) < 0]
+        state = self._cold.read(missing)[1]
+        if len(state.ids):
+            self._limits.room(self, len(state.ids), ids)
+            self._cold.remove(state)
+            # As if it was made now: it is about to be trained, and should not be the next to go.
+            self._rows.fill(replace(state, used=np.full(len(state.ids), self._version)))
 
     def places(self, ids: Array) -> Array:
-        """Where the rows of `ids` (int64 [n]) are now, -1 where there is none: int64 [n]."""
+        """Where the rows of `ids` (int64 [n]) are in memory now, -1 where there is none: int64 [n]."""
         return self._rows.index.find(ids)
 
     def lookup(self, ids: Array, create: bool, found: RowPlaces | None = None, initial: Array | None = None) -> Array:
@@ -107,22 +133,25 @@ class EmbeddingTable:
 
         Raises `ElasticCBError` when the table is full.
         """
-        if found is None or found.evicted != self.evicted:  # by another table, which needed the memory
-            found, initial = self.find(ids), None
-        places, missing, _ = found
-        if not len(missing):
+        if found is None or found.left != self._left:  # for another table, which needed the memory
+            found, initial = self.find(ids, create), None
+        places, missing = found.places, found.missing
+        if not len(missing) and not len(found.on_disk):
             if create:
                 self._train_soon(ids, places)
             return self._rows.read(places)
-        if initial is None:
+        if initial is None and len(missing):
             initial = self.initial_rows(ids[missing])
         if create:
+            assert initial is not None
             self._make_rows(ids, places, missing, initial)
         present = places >= 0
         if create:
             self._train_soon(ids[present], places[present])
         rows = np.empty((len(ids), self._rows.dim), self._rows.dtype)
-        rows[missing] = initial
+        if len(missing):
+            rows[missing] = initial
+        rows[found.on_disk] = found.disk_rows
         rows[present] = self._rows.read(places[present])
         return rows
 
@@ -144,21 +173,28 @@ class EmbeddingTable:
         recent = self._rows.index.recent.find(ids)
         if recent is not None:
             return self._change(ids, recent, gradients)
+        self._bring_back(ids)
         places = self.places(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
-            if self._min_count <= 1 and self._limits.when_full is WhenFull.ERROR:  # it takes no other row's place
+            # Where it takes no other row's place.
+            if self._min_count <= 1 and self._limits.when_full in (WhenFull.ERROR, WhenFull.DISK):
                 self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
             present = places >= 0
             ids, gradients, places = ids[present], gradients[present], places[present]
         return self._change(ids, places, gradients)
 
     def _change(self, ids: Array, places: Array, gradients: Array) -> RowChange:
-        return RowChange(ids, places, self._rows.read(places), self._rows.read_slots(places), gradients)
+        slots = self._rows.read_slots(places)
+        return RowChange(ids, places, self._rows.read(places), slots, gradients, self._left)
 
     def commit(self, change: RowChange, rows: Array, slots: Mapping[str, Array], version: int) -> None:
-        """Sets new rows and slots, each [n, dim]; the table has not changed since `change` was prepared."""
-        self._rows.write(change.places, rows, slots, version)
+        """Sets new rows and slots, each [n, dim]; none of these has changed since `change` was prepared."""
+        places = change.places
+        if change.left != self._left:  # to disk, for another table, which needed the memory
+            self._bring_back(change.ids)
+            places = self.places(change.ids)
+        self._rows.write(places, rows, slots, version)
         self.advance(version)
 
     def advance(self, version: int) -> None:
@@ -179,9 +215,9 @@ class EmbeddingTable:
         """Adds rows for `ids[missing]`, of the values `initial`, as far as allowed; `places` gets their places."""
         admitted = self._candidates.count(ids[missing], self._version)
         chosen = np.flatnonzero(admitted)
-        before = self.evicted
+        before = self._left
         room = self._limits.room(self, len(chosen), ids)
-        if self.evicted != before:  # the others may have moved
+        if self._left != before:  # the others may have moved
             places[:] = self.places(ids)
         chosen = chosen[:room]
         if len(chosen):
@@ -196,7 +232,7 @@ class EmbeddingTable:
 
     @property
     def bytes(self) -> int:
-        """What the table holds, with slots, counts and the index."""
+        """What the table holds in memory, with slots, counts and the index."""
         return len(self._rows) * self._rows.row_bytes + self._candidates.bytes
 
     @property
@@ -213,9 +249,18 @@ class EmbeddingTable:
         return self.flow.removed
 
     def evict(self, places: Array) -> None:
-        """Removes rows; their ids have initial values again."""
+        """Removes rows from memory; without a disk for them, their ids have initial values again."""
+        if self._cold is None:
+            self.flow.removed += len(places)
+        else:
+            for first in range(0, len(places), _MOVED_AT_ONCE):
+                self._cold.put(self._rows.at(places[first : first + _MOVED_AT_ONCE]))
+        self._left += len(places)
         self._rows.remove(places)
-        self.flow.removed += len(places)
+
+    def _no_rows_on_disk(self) -> ColdRows | None:
+        """None where they may not go there."""
+        return None if self._limits.store is None else ColdRows(self._limits.store, self._rows.slice(0, 0))
 
     @property
     def candidates(self) -> Candidates:
@@ -231,14 +276,20 @@ class EmbeddingTable:
         oldest = self._version - age
         self._candidates.forget_older(oldest)
         old = np.flatnonzero(self._rows.used < oldest)
-        if len(old) and self.may_lose_rows:
-            self.evict(old)
+        if not self.may_lose_rows:
+            return
+        if self._cold:
+            self.flow.removed += self._cold.forget_older(oldest)
+        if len(old):
+            self._rows.remove(old)
+            self.flow.removed += len(old)
+            self._left += len(old)
 
     # -------------------------------------------------------------- all rows
 
     def snapshot(self) -> TableSnapshot:
         """The rows as they are now, to look up, however training goes on. Release it after use."""
-        return TableSnapshot(self._rows, self.initial_rows)
+        return TableSnapshot(self._rows, self.initial_rows, cold=self._cold.snapshot() if self._cold else None)
 
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> HeldTable:
         """What `export` gives, to be read in pieces while training goes on. Release it after use.
@@ -246,26 +297,39 @@ class EmbeddingTable:
         Args:
             lock: that is held at each call of this table; it must not be when the pieces are read.
         """
-        return HeldTable(TableSnapshot(self._rows, since=since), self._rows.row_bytes, lock)
+        cold = self._cold.hold(since) if self._cold else None
+        return HeldTable(TableSnapshot(self._rows, since=since, held_cold=cold), self._rows.row_bytes, lock)
 
     def export(self, since: int | None = None) -> TableState:
         """Everything, or what was trained after version `since`, as arrays that are never written again."""
         if since is None:
-            return self._rows.slice(0, len(self._rows))
-        return self._rows.at(np.flatnonzero(self._rows.used > since))
+            state = self._rows.slice(0, len(self._rows))
+        else:
+            state = self._rows.at(np.flatnonzero(self._rows.used > since))
+        if self._cold:
+            cold = self._cold.hold(since)
+            state = joined([state, cold.read(0, len(cold))])
+        return state
 
     def ids(self, since: int = -1) -> Array:
-        """Of all rows that were made or trained from version `since` on, int64 [n], in the order of the rows."""
-        return self._rows.index.ids[self._rows.used >= since]
+        """Of all rows that were made or trained from version `since` on, int64 [n]."""
+        ids = self._rows.index.ids[self._rows.used >= since]
+        return np.concatenate([ids, self._cold.ids(since)]) if self._cold else ids
 
     def select(self, ids: Array) -> TableState:
         """The rows of those of `ids` (int64 [n], unique) that have one."""
         places = self.places(ids)
-        return self._rows.at(places[places >= 0])
+        state = self._rows.at(places[places >= 0])
+        return joined([state, self._cold.read(ids[places < 0])[1]]) if self._cold else state
 
     def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
         """(ids, hits, used), int64 [n] each, of rows [start, start + count) of all: how often each was looked up in
         training, and at which version last trained."""
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            assert state.hits is not None
+            assert state.used is not None
+            return state.ids, state.hits, state.used
         return self._rows.counts(start, count)
 
     @property
@@ -279,16 +343,34 @@ class EmbeddingTable:
         return self._initial_slots.keys()
 
     def put(self, state: TableState) -> None:
-        """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count.
+        """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count,
+        unless rows may go to disk.
 
         Raises `ElasticCBError` when shapes or slots are others.
         """
-        self._rows.put(self._checked(state))
+        state = self._checked(state)
+        if self._cold is not None:
+            self._cold.remove(self._cold.read(state.ids)[1])
+            new = np.flatnonzero(self.places(state.ids) < 0)
+            rest = new[self._limits.room_at_start(self, len(new)) :]
+            self._put_on_disk(state, rest)
+            state = state.select(np.delete(np.arange(len(state.ids)), rest))
+        self._rows.put(state)
+
+    def _put_on_disk(self, state: TableState, chosen: Array) -> None:
+        """Puts the rows `chosen` (int64 [n]) of `state` on disk. None of them is there, or here."""
+        assert self._cold is not None
+        for first in range(0, len(chosen), _MOVED_AT_ONCE):
+            part = state.select(chosen[first : first + _MOVED_AT_ONCE])
+            nothing = np.empty(0, np.int64)
+            self._cold.put(self._rows.completed(part, nothing, nothing, self._version))
 
     def keep(self, ids: Array) -> None:
         """Removes all rows but those of `ids`, which are all here: int64 [n], unique."""
-        if len(ids) < len(self._rows):
+        if len(ids) < len(self):
             self._rows.remove(np.flatnonzero(~np.isin(self._rows.index.ids, ids)))
+        if self._cold:
+            self._cold.keep(lambda found: np.isin(found, ids))
 
     def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
         """Adds to its rows those of `before`, which is of no use any more. Counts of ids without a row come along.
@@ -297,7 +379,8 @@ class EmbeddingTable:
             before: of the same dimension and slots.
             keeps: tells which ids (int64 [n]) of it come, of none of which a row is here: bool [n].
         """
-        own = self._rows
+        own, own_cold = self._rows, self._cold
+        self._cold = before._cold
         self._rows, self._candidates = before._rows, before._candidates
         self._version, self._swept = before._version, before._swept
         self.flow = before.flow
@@ -305,6 +388,11 @@ class EmbeddingTable:
         if len(leaving):
             self._rows.remove(leaving)
         self._rows.fill(own.slice(0, len(own)))
+        self._left += 1  # they have other places
+        if self._cold is not None and own_cold is not None:
+            self._cold.keep(keeps)
+            for piece in own_cold.pieces():
+                self._cold.put(piece)
 
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
         """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end, and
@@ -313,7 +401,11 @@ class EmbeddingTable:
         In no order, which is the same from call to call as long as the table is not trained.
         """
         most = max(1, table_snapshot.CHUNK_BYTES // self._rows.row_bytes)
-        return self._rows.rows(start, max(0, min(count, most)))
+        count = max(0, min(count, most))
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            return state.ids, state.rows
+        return self._rows.rows(start, count)
 
     def load(self, state: TableState, version: int) -> None:
         """Replaces all rows by those of `state`. What it lacks (slots, counts) stays as it was for ids that stay, and
@@ -329,18 +421,36 @@ class EmbeddingTable:
         self._rows = rows  # snapshots have those before, which nobody changes any more
         self._candidates.clear()
         self._version = self._swept = version
+        self._cold = self._no_rows_on_disk()
+        self._left += 1  # rows have other places
         room = self._limits.room_at_start(self, len(state.ids))
         if room < len(state.ids):
             assert state.used is not None
-            state = state.select(np.argsort(-state.used, kind="stable")[:room])
+            newest = np.argsort(-state.used, kind="stable")
+            if self._cold is not None:
+                self._put_on_disk(state, newest[room:])
+            state = state.select(newest[:room])
         rows.fill(state)
 
     def _completed(self, state: TableState, version: int) -> TableState:
         """`state`, with what it lacks as it is here."""
         places = self.places(state.ids)
-        here = np.flatnonzero(places >= 0)
+        here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
         completed = self._rows.completed(state, here, places[here], version)
         assert completed.used is not None
+        lacking = completed.slots.keys() - state.slots.keys()
+        if self._cold and (lacking or state.hits is None or state.used is None):
+            found, cold = self._cold.read(state.ids[elsewhere])
+            known = elsewhere[found]
+            for name in lacking:
+                completed.slots[name][known] = cold.slots[name]
+            for given, counts, count in (
+                (state.hits, completed.hits, cold.hits),
+                (state.used, completed.used, cold.used),
+            ):
+                if given is None:
+                    assert counts is not None
+                    counts[known] = count
         # Versions may count anew, as with a fresh optimizer.
         return replace(completed, used=np.minimum(completed.used, version))
 
@@ -361,4 +471,5 @@ class EmbeddingTable:
         return state
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """In memory and on disk."""
+        return len(self._rows) + (len(self._cold) if self._cold is not None else 0)

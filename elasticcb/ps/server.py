@@ -18,7 +18,8 @@ from elasticcb.rpc.server import Server
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.settings import RECOVERY_FOLDER, JobSettings
+from elasticcb.settings import RECOVERY_FOLDER, JobSettings, WhenFull
+from elasticcb.storage.cold_store import ColdStore
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class PSServer:
         self._access = access
         self._warn, self._lost_workers = warn, lost_workers
         self._server = Server(host, port, access=access)
+        self._store: ColdStore | None = None
         self._servicer = self._make_servicer(settings, make_optimizers)
         handlers = {PS_METHODS[name]: self._to_present_servicer(name) for name in self._servicer.handlers}
         handlers[PS_METHODS["RefusedCalls"]] = self._answer_refused_calls
@@ -75,6 +77,7 @@ class PSServer:
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
         """Forgets the last job's model."""
         self._servicer.holder.close()
+        self._close_store()
         self._servicer = self._make_servicer(settings, make_optimizers)
 
     @property
@@ -94,21 +97,31 @@ class PSServer:
         """Answers no further call, and writes what the next server in this place will begin with."""
         self._server.stop(_GRACE_SECONDS)
         self._servicer.holder.write_down()
+        self._close_store()
 
     def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
         """Ends calls under way after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)
         self._servicer.holder.close()
+        self._close_store()
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
         table, interval = settings.embedding, settings.checkpoint.interval_seconds
-        keeps_files = make_optimizers is not None and bool(interval and settings.directory)
+        keeps_files = make_optimizers is not None and bool(interval)
+        folder = Path(settings.directory, RECOVERY_FOLDER) if settings.directory else None
+        if table.when_full is WhenFull.DISK:
+            self._store = ColdStore(folder)
         options = ServerOptions(
             training=settings.training,
             make_optimizers=make_optimizers,
             access=self._access,
-            limits=TableLimits(table.memory_bytes, table.when_full),
-            recovery=(Path(settings.directory, RECOVERY_FOLDER), interval) if keeps_files else None,
+            limits=TableLimits(table.memory_bytes, table.when_full, self._store),
+            recovery=(folder, interval) if folder is not None and keeps_files else None,
             warn=self._warn,
             patience_seconds=settings.cluster.patience_seconds,
             lost_workers=self._lost_workers,

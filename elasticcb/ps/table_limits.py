@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
+
+if TYPE_CHECKING:
+    from elasticcb.storage.cold_store import ColdStore
 
 _EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
 
@@ -33,10 +36,7 @@ class Limited(Evictable, Protocol):
     """A table, as the limits see it."""
 
     name: str
-    max_rows: int  # 0: no limit
-
-    def __len__(self) -> int:
-        """How many rows it holds."""
+    max_rows: int  # in memory; 0: no limit
 
     def places(self, ids: Array) -> Array:
         """Of the rows of `ids`, -1 where there is none: int64 [n]."""
@@ -61,10 +61,12 @@ class TableLimits:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
         when_full: what becomes of a new id then, or in a table of `max_rows`. Counts of ids without a row go in any
             case when memory is short, those first that were not asked for for the longest time.
+        store: where rows go with `WhenFull.DISK`, and only then.
     """
 
     memory_bytes: int = 0
     when_full: WhenFull = WhenFull.ERROR
+    store: ColdStore | None = None
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -81,8 +83,8 @@ class TableLimits:
         Raises `ElasticCBError` when they can't be added and the limits say so.
         """
         allowed = _allowed(table, rows)
-        if allowed < rows and self.when_full is WhenFull.EVICT and table.may_lose_rows:
-            wanted = max(len(table) + rows - table.max_rows, int(table.max_rows * _EVICTED_AT_ONCE))
+        if allowed < rows and self._may_go(table):
+            wanted = max(len(table.used) + rows - table.max_rows, int(table.max_rows * _EVICTED_AT_ONCE))
             self._evict([table], wanted * table.row_bytes, table, keep)
             allowed = _allowed(table, rows)
         fitting = self._fitting(table, allowed)
@@ -94,8 +96,7 @@ class TableLimits:
             # Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would
             # never get a row, however old the rows are that stay.
             losing: list[Evictable] = [each.candidates for each in self.tables]
-            if self.when_full is WhenFull.EVICT:
-                losing += [each for each in self.tables if each.may_lose_rows]
+            losing += [each for each in self.tables if self._may_go(each)]
             self._evict(losing, wanted, table, keep)
             fitting = self._fitting(table, allowed)
         if fitting < rows and self.when_full is not WhenFull.INITIAL:
@@ -108,9 +109,14 @@ class TableLimits:
         Raises `ElasticCBError` when that is not all, and none may be left out.
         """
         fitting = self._fitting(table, _allowed(table, rows))
-        if fitting < rows and (self.when_full is WhenFull.ERROR or not table.may_lose_rows):
+        stays = self.when_full is WhenFull.ERROR or not (table.may_lose_rows or self._may_go(table))
+        if fitting < rows and stays:
             raise self._full(table, rows)
         return fitting
+
+    def _may_go(self, table: Limited) -> bool:
+        """Whether rows of `table` may leave the memory."""
+        return self.when_full is WhenFull.DISK or (self.when_full is WhenFull.EVICT and table.may_lose_rows)
 
     def _fitting(self, table: Limited, rows: int) -> int:
         if not self.memory_bytes:
@@ -120,8 +126,8 @@ class TableLimits:
     def _full(self, table: Limited, rows: int) -> ElasticCBError:
         if _allowed(table, rows) < rows:
             return ElasticCBError(
-                f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table):,} rows of it, "
-                f"{rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
+                f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table.used):,} rows "
+                f"of it, {rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
                 + self._advice("Raise max_rows")
             )
         return ElasticCBError(
@@ -131,9 +137,9 @@ class TableLimits:
         )
 
     def _advice(self, more: str) -> str:
-        if self.when_full is WhenFull.EVICT:
+        if self.when_full in (WhenFull.EVICT, WhenFull.DISK):
             return f"All rows that may go have gone. {more}, or make batches smaller."
-        return f"{more}, or choose another --embedding_when_full than 'error' ('evict' or 'initial')."
+        return f"{more}, or choose another --embedding_when_full: 'disk', 'evict' or 'initial'."
 
     @staticmethod
     def _evict(losing: Sequence[Evictable], wanted_bytes: int, table: Limited, keep: Array | None) -> None:
@@ -160,7 +166,7 @@ class TableLimits:
 
 def _allowed(table: Limited, rows: int) -> int:
     """How many of `rows` more rows a table may have by its `max_rows`."""
-    return max(0, min(rows, table.max_rows - len(table))) if table.max_rows else rows
+    return max(0, min(rows, table.max_rows - len(table.used))) if table.max_rows else rows
 
 
 def _last_version_to_go(ages: Iterable[Array], row_bytes: Iterable[int], wanted_bytes: int, newest: int) -> int:

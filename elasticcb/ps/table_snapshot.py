@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.ps.cold_rows import HeldColdRows, ReadRows
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_state import TableState
@@ -24,12 +25,20 @@ class TableSnapshot:
         initial_rows: of ids without a row; with it, rows can be looked up by id. Without it, all is read from the first
             row to the last, with slots and counts.
         since: only rows that were trained after this version are read; None: all.
+        cold: reads the rows on disk, as they are now, by id; None: there are none.
+        held_cold: those to be read behind the others.
     """
 
     def __init__(
-        self, rows: TableRows, initial_rows: Callable[[Array], Array] | None = None, since: int | None = None
+        self,
+        rows: TableRows,
+        initial_rows: Callable[[Array], Array] | None = None,
+        since: int | None = None,
+        cold: ReadRows | None = None,
+        held_cold: HeldColdRows | None = None,
     ) -> None:
         self._rows, self._initial_rows = rows, initial_rows
+        self._cold, self._held_cold = cold, held_cold
         self._whole = initial_rows is None
         self._end = len(rows)
         self._first = 0  # place before which nothing is read any more
@@ -50,6 +59,10 @@ class TableSnapshot:
 
     def __len__(self) -> int:
         """How many rows there are to read."""
+        return self._in_memory + (0 if self._held_cold is None else len(self._held_cold))
+
+    @property
+    def _in_memory(self) -> int:
         return self._end if self._wanted is None else len(self._wanted)
 
     def keep(self, places: Array, counts_only: bool) -> None:
@@ -76,6 +89,11 @@ class TableSnapshot:
         new[present] = new[changed] = False
         result[changed] = self._kept.read(kept[changed])
         result[present] = self._rows.read(places[present])
+        if self._cold is not None and new.any():
+            wanted = np.flatnonzero(new)
+            found, state = self._cold(ids[wanted])
+            result[wanted[found]] = state.rows
+            new[wanted[found]] = False
         if new.any():
             assert self._initial_rows is not None
             result[new] = self._initial_rows(ids[new])
@@ -92,9 +110,11 @@ class TableSnapshot:
                 "An embedding table is not held any more as it was: the export or the checkpoint that it was held for "
                 "is over."
             )
-        end = min(start + count, len(self))
+        end = min(start + count, self._in_memory)
         if start >= end:
             self._first = self._end
+            if self._held_cold is not None:
+                return self._held_cold.read(start - self._in_memory, count)
             return self._rows.slice(0, 0)
         places = np.arange(start, end) if self._wanted is None else self._wanted[start:end]
         self._first = int(places[0])
@@ -121,6 +141,7 @@ class TableSnapshot:
         """Keeps nothing any more, and gives nothing."""
         if self in self._rows.snapshots:
             self._rows.snapshots.remove(self)
+        self._cold = self._held_cold = None
 
 
 class HeldTable:

@@ -166,7 +166,7 @@ class Tables:
             self.check_ids(number, ids)
         if snapshot is not None:
             return {number: snapshot[number].lookup(ids) for number, ids in wanted.items()}
-        found = {number: tables[number].find(ids) for number, ids in wanted.items()}
+        found = {number: tables[number].find(ids, create) for number, ids in wanted.items()}
         missing = {number: wanted[number][found[number].missing] for number in found if number in self._initial}
         initial = self._initial_rows({number: ids for number, ids in missing.items() if len(ids)})
         return {

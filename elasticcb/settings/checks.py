@@ -184,7 +184,7 @@ def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple
         yield "embedding.min_count", FORGETS
     if embedding.max_age:
         yield "embedding.max_age", FORGETS
-    if embedding.memory_bytes and embedding.when_full is not WhenFull.ERROR:
+    if embedding.memory_bytes and embedding.when_full in (WhenFull.EVICT, WhenFull.INITIAL):
         yield "embedding.when_full", FORGETS
 
 

@@ -68,6 +68,7 @@ class WhenFull(str, Enum):
 
     ERROR = "error"  # the job fails
     EVICT = "evict"  # rows that were not used for longest go
+    DISK = "disk"  # they go to disk, and come back when they are needed
     INITIAL = "initial"  # new ids keep their initial value
 
 

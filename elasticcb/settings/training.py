@@ -210,8 +210,8 @@ class EmbeddingOptions(Section):
     )
     when_full: WhenFull = setting(
         WhenFull.ERROR,
-        "When that, or max_rows of a table, is reached: the job fails, the rows that were not used for longest go, or "
-        "new ids keep their initial value.",
+        "When that, or max_rows of a table, is reached: the job fails, the rows that were not used for longest go for "
+        "good or to disk, or new ids keep their initial value.",
         name="embedding_when_full",
     )
     min_count: int = setting(

@@ -17,11 +17,15 @@ _YOUNG_SECONDS = 60.0  # its owner may be about to lock it
 
 
 class TemporaryFolder:
-    """A new folder that this user alone can read, below the system's temporary one; locked until it is removed, or this
-    process ends. A context manager, which gives its path."""
+    """A new folder that this user alone can read; locked until it is removed, or this process ends. A context manager,
+    which gives its path.
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    Args:
+        parent: exists; None: the system's folder for temporary files.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock = FolderLock(self.path)
         self._lock.take()
 
@@ -36,9 +40,9 @@ class TemporaryFolder:
         self.remove()
 
 
-def abandoned_folders() -> Iterator[Path]:
+def abandoned_folders(parent: Path | None = None) -> Iterator[Path]:
     """Such folders of this user whose owners were killed; each is locked until the next one is asked for."""
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
+    for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # it is gone by now
             status = folder.lstat()
             if status.st_uid != os.getuid() or folder.is_symlink() or time.time() - status.st_mtime < _YOUNG_SECONDS:

@@ -1,0 +1,227 @@
+"""The rows of an embedding table that are on disk, because they were not used for longest.
+
+Each is a record of its values, slots and counts by its id. A second key for each, of the version at which it was last
+trained and its id, finds those that were trained since a version, or not since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.table_state import TableState
+
+if TYPE_CHECKING:
+    from elasticcb.storage.cold_store import ColdStore
+
+_AT_ONCE = 1 << 15  # rows
+_ROW_KEY = np.dtype([("space", ">u4"), ("id", ">i8")])
+_USED_KEY = np.dtype([("space", ">u4"), ("used", ">i8"), ("id", ">i8")])
+
+ReadRows = Callable[[Array], tuple[Array, TableState]]  # of ids, int64 [n]: (which are there, int64 [m], their rows)
+
+
+class ColdRows:
+    """Rows by id, of one table.
+
+    Not thread-safe, as the table is not; what `hold` and `snapshot` give may be read by other threads.
+
+    Args:
+        store: of the server.
+        like: no rows, with the arrays that each row has something in.
+    """
+
+    def __init__(self, store: ColdStore, like: TableState) -> None:
+        self._store = store
+        self._record = _Record(like)
+        self._rows, self._used = store.new_space(), store.new_space()
+        self._count = 0
+        self._mark = (0, _space_key(self._rows))  # a position, and a key from which on it is found
+        for space in (self._rows, self._used):
+            weakref.finalize(self, store.drop, _space_key(space), _space_key(space + 1)).atexit = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, state: TableState) -> None:
+        """Adds rows, none of which is here; they have all that a row has."""
+        for first in range(0, len(state.ids), _AT_ONCE):
+            part = state.select(np.arange(first, min(first + _AT_ONCE, len(state.ids))))
+            row_keys, used_keys = self._keys(part)
+            puts = [*zip(row_keys, self._record.packed(part), strict=True), *((key, b"") for key in used_keys)]
+            self._store.write(puts)
+            self._count += len(part.ids)
+
+    def read(self, ids: Array) -> tuple[Array, TableState]:
+        """(which of `ids`, int64 [n], are here, their rows)."""
+        return self._found(ids, self._store.get)
+
+    def remove(self, state: TableState) -> None:
+        """Removes rows, of what `read` gave."""
+        for first in range(0, len(state.ids), _AT_ONCE):
+            part = state.select(np.arange(first, min(first + _AT_ONCE, len(state.ids))))
+            row_keys, used_keys = self._keys(part)
+            self._store.write((), [*row_keys, *used_keys])
+            self._count -= len(part.ids)
+
+    def keep(self, keeps: Callable[[Array], Array]) -> None:
+        """Removes the rows of all ids (int64 [n]) for which `keeps` (bool [n]) says no."""
+        for piece in self.pieces():
+            self.remove(piece.select(~keeps(piece.ids)))
+
+    def forget_older(self, version: int) -> int:
+        """Removes the rows that were last trained before `version`; returns how many."""
+        before = self._count
+        for ids in self._ids(0, version):
+            self.remove(self.read(ids)[1])
+        return before - self._count
+
+    def ids(self, since: int = -1) -> Array:
+        """Of the rows that were made or trained from version `since` on, int64 [n]."""
+        return np.concatenate([np.empty(0, np.int64), *self._ids(max(since, 0))])
+
+    def pieces(self) -> Iterator[TableState]:
+        """All rows as they are now, in the order of the ids."""
+        return self._pieces(_space_key(self._rows), _AT_ONCE)
+
+    def rows(self, start: int, count: int) -> TableState:
+        """Rows [start, start + count) as they are now, in the order of the ids; fewer at the end."""
+        position, key = self._mark
+        if start < position:
+            position, key = 0, _space_key(self._rows)
+        for piece in self._pieces(key, max(1, start - position)) if position < start else ():
+            position += len(piece.ids)
+            key = _behind(self._row_keys(piece.ids[-1:])[0])
+            if position == start:
+                break
+        piece = next(self._pieces(key, max(1, count)), self._record.unpacked(np.empty(0, np.int64), ()))
+        if len(piece.ids):
+            self._mark = start + len(piece.ids), _behind(self._row_keys(piece.ids[-1:])[0])
+        return piece
+
+    def snapshot(self) -> ReadRows:
+        """What does as `read`, however the rows change; it costs disk until it is let go."""
+        snapshot = self._store.snapshot()
+        return lambda ids: self._found(ids, lambda keys: self._store.get_at(snapshot, keys))
+
+    def hold(self, since: int | None = None) -> HeldColdRows:
+        """The rows as they are now, to read one after another; of those that were trained after `since`."""
+        if since is None:
+            items = self._store.items(_space_key(self._rows), _space_key(self._rows + 1))
+            return HeldColdRows(self._count, lambda count: self._piece(items, count))
+        ids, read = self.ids(since + 1), self.snapshot()
+        places = iter(range(len(ids)))
+        return HeldColdRows(len(ids), lambda count: read(ids[list(islice(places, count))])[1])
+
+    def _found(self, ids: Array, get: Callable[[list[bytes]], list[bytes | None]]) -> tuple[Array, TableState]:
+        records = get(self._row_keys(ids))
+        found = np.flatnonzero(np.fromiter((record is not None for record in records), bool, len(ids)))
+        return found, self._record.unpacked(ids[found], [record for record in records if record is not None])
+
+    def _pieces(self, first: bytes, count: int) -> Iterator[TableState]:
+        items = self._store.items(first, _space_key(self._rows + 1))
+        while len((piece := self._piece(items, count)).ids):
+            yield piece
+
+    def _piece(self, items: Iterator[tuple[bytes, bytes]], count: int) -> TableState:
+        found = list(islice(items, count))
+        ids = np.frombuffer(b"".join([key for key, _ in found]), _ROW_KEY)["id"].astype(np.int64)
+        return self._record.unpacked(ids, [record for _, record in found])
+
+    def _ids(self, first: int, end: int | None = None) -> Iterator[Array]:
+        """Of rows that were last trained from version `first` on, before `end`."""
+        begin = _used_keys(self._used, np.array([first]), np.zeros(1, np.int64))[0]
+        bound = _space_key(self._used + 1)
+        if end is not None:
+            bound = _used_keys(self._used, np.array([end]), np.zeros(1, np.int64))[0]
+        keys = self._store.items(begin, bound, keys_only=True)
+        while found := b"".join(islice(keys, _AT_ONCE)):
+            yield np.frombuffer(found, _USED_KEY)["id"].astype(np.int64)
+
+    def _keys(self, state: TableState) -> tuple[list[bytes], list[bytes]]:
+        assert state.used is not None
+        return self._row_keys(state.ids), _used_keys(self._used, state.used, state.ids)
+
+    def _row_keys(self, ids: Array) -> list[bytes]:
+        keys = np.empty(len(ids), _ROW_KEY)
+        keys["space"], keys["id"] = self._rows, ids
+        return _bytes(keys)
+
+
+class HeldColdRows:
+    """Rows as they were at one time, to be read one after another.
+
+    Args:
+        count: of them.
+        read_next: gives the next so many of them.
+    """
+
+    def __init__(self, count: int, read_next: Callable[[int], TableState]) -> None:
+        self._count, self._read_next = count, read_next
+        self._start, self._piece = 0, TableState(np.empty(0, np.int64), np.empty((0, 0)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, count: int) -> TableState:
+        """Rows [start, start + count), or fewer; the same again, or what comes behind them."""
+        if start == self._start + len(self._piece.ids):
+            self._start, self._piece = start, self._read_next(count)
+        if start != self._start:
+            raise ElasticCBError(
+                f"Row {start} of an embedding table was read out of order: {self._start} was the last."
+            )
+        return self._piece
+
+
+class _Record:
+    """What is kept of a row, as bytes."""
+
+    def __init__(self, like: TableState) -> None:
+        self._slots = list(like.slots)
+        arrays = [like.rows, *like.slots.values(), like.hits, like.used]
+        fields = [(f"{i}", array.dtype, array.shape[1:]) for i, array in enumerate(arrays) if array is not None]
+        self._dtype: np.dtype[Any] = np.dtype(fields)
+
+    def packed(self, state: TableState) -> list[bytes]:
+        """Of each row."""
+        assert self._dtype.names is not None
+        records = np.empty(len(state.ids), self._dtype)
+        arrays = [state.rows, *(state.slots[name] for name in self._slots), state.hits, state.used]
+        for name, array in zip(self._dtype.names, arrays, strict=True):
+            records[name] = array
+        return _bytes(records)
+
+    def unpacked(self, ids: Array, records: Iterable[bytes]) -> TableState:
+        assert self._dtype.names is not None
+        whole = np.frombuffer(b"".join(records), self._dtype)
+        rows, *slots, hits, used = (np.ascontiguousarray(whole[name]) for name in self._dtype.names)
+        return TableState(ids, rows, dict(zip(self._slots, slots, strict=True)), hits, used)
+
+
+def _bytes(records: Array) -> list[bytes]:
+    """Of each element."""
+    found: list[bytes] = records.view(f"V{records.itemsize}").tolist()
+    return found
+
+
+def _used_keys(space: int, used: Array, ids: Array) -> list[bytes]:
+    keys = np.empty(len(ids), _USED_KEY)
+    keys["space"], keys["used"], keys["id"] = space, used, ids
+    return _bytes(keys)
+
+
+def _space_key(space: int) -> bytes:
+    """The smallest key that begins with this number."""
+    return space.to_bytes(4, "big")
+
+
+def _behind(key: bytes) -> bytes:
+    """The next key in order."""
+    return key + b"\0"

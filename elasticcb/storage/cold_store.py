@@ -1,0 +1,178 @@
+"""The files of a parameter server for rows of embedding tables that don't fit in its memory.
+
+They are a cache of this process: nothing in them is read by another one. A server that takes its place begins with the
+recovery files or a checkpoint, as without them, and removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.storage.temporary import TemporaryFolder, abandoned_folders
+
+_LIBRARY = "rocksdict"
+# A tree of sorted files, of which rows in no order are read one by one.
+_BUFFER_BYTES = 64 << 20  # what is written is collected in memory up to this size
+_CACHE_BYTES = 64 << 20  # of blocks that were read; the system keeps more of them
+_BLOCK_BYTES = 4 << 10
+_BLOOM_BITS = 10  # a key: an id that is not there is looked for in one file of a hundred
+
+
+def missing_library() -> str:
+    """What has to be installed, in words; "": nothing."""
+    if importlib.util.find_spec(_LIBRARY) is not None:
+        return ""
+    return f"it needs the Python module {_LIBRARY}. Install it with: pip install 'elasticcb[disk]'"
+
+
+class ColdStore:
+    """Records of bytes by keys of bytes: RocksDB in a folder of its own, which is made when the first record comes.
+
+    Args:
+        parent: where the folder is made; None: the system's folder for temporary files. Folders there whose processes
+            were killed are removed.
+
+    Raises `ElasticCBError` when the library is missing.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        missing = missing_library()
+        if missing:
+            raise ElasticCBError(f"Rows of embedding tables can't go to disk (--embedding_when_full=disk): {missing}")
+        self._library = importlib.import_module(_LIBRARY)
+        self._parent = parent
+        self._folder: TemporaryFolder | None = None
+        self._opened: Any = None
+        self._closed = False
+        self._spaces = 0
+        self._lock = threading.Lock()
+        if parent is not None:
+            for folder in abandoned_folders(parent):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def new_space(self) -> int:
+        """A number for keys to begin with, which nobody else has got."""
+        with self._lock:
+            self._spaces += 1
+            return self._spaces
+
+    def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = ()) -> None:
+        """Sets records, and removes others, all or none."""
+        with self._errors("written to"):
+            batch = self._library.WriteBatch(raw_mode=True)
+            put, delete = batch.put, batch.delete
+            for key, record in puts:
+                put(key, record)
+            for key in deletes:
+                delete(key)
+            self._database.write(batch)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._errors("read from"):
+            found: list[bytes | None] = self._database.get(keys)
+            return found
+
+    def snapshot(self) -> Any:
+        """`get_at` reads by it what is there now."""
+        with self._errors("read from"):
+            return self._database.snapshot()
+
+    def get_at(self, snapshot: Any, keys: Sequence[bytes]) -> list[bytes | None]:
+        def get(key: bytes) -> bytes | None:
+            try:
+                record: bytes = snapshot[key]
+            except Exception as error:
+                if str(error) != "key not found":
+                    raise
+                return None
+            return record
+
+        with self._errors("read from"):
+            return [get(key) for key in keys]
+
+    def items(self, first: bytes, end: bytes, keys_only: bool = False) -> Iterator[Any]:
+        """(key, record) from `first` on, before `end`, as they are now; or only the keys."""
+        with self._errors("read from"):
+            options = self._library.ReadOptions()
+            options.set_iterate_upper_bound(end)
+            read = self._database.keys if keys_only else self._database.items
+            found: Iterator[Any] = read(from_key=first, read_opt=options)
+        return self._guarded(found, options)
+
+    def _guarded(self, found: Iterator[Any], options: Any) -> Iterator[Any]:
+        # `options` holds the bound that `found` looks at.
+        with self._errors("read from"):
+            yield from found
+
+    def drop(self, first: bytes, end: bytes) -> None:
+        """Removes the keys from `first` on, before `end`, which nobody will ask for."""
+        with contextlib.suppress(Exception):  # when it is closed they are gone
+            if self._opened is not None:
+                self._opened.delete_range(first, end)
+
+    def close(self) -> None:
+        """Removes all files. Nothing can be read any more."""
+        with self._lock:
+            self._closed = True
+            opened, folder = self._opened, self._folder
+        if opened is not None:
+            with contextlib.suppress(Exception):
+                opened.cancel_all_background(False)
+                opened.close()
+        if folder is not None:
+            folder.remove()
+
+    @property
+    def _database(self) -> Any:
+        if self._opened is None:
+            with self._lock:
+                if self._opened is None and not self._closed:
+                    self._opened = self._open()
+        if self._closed:
+            raise self._library.DbClosedError("it is closed, since the server ends")
+        return self._opened
+
+    def _open(self) -> Any:
+        library = self._library
+        if self._parent is not None:
+            self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = TemporaryFolder(self._parent)
+        blocks = library.BlockBasedOptions()
+        blocks.set_block_size(_BLOCK_BYTES)
+        blocks.set_bloom_filter(_BLOOM_BITS, False)
+        blocks.set_block_cache(library.Cache(_CACHE_BYTES))
+        options = library.Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_block_based_table_factory(blocks)
+        options.set_compression_type(library.DBCompressionType.none())  # trained floats hold nothing to compress
+        options.set_write_buffer_size(_BUFFER_BYTES)
+        options.set_keep_log_file_num(1)
+        # In a folder within: that of the first one tells when it was made.
+        database = library.Rdict(str(self._folder.path / "rows"), options)
+        unlogged = library.WriteOptions()
+        unlogged.disable_wal = True  # nobody reads the files when this process has ended
+        database.set_write_options(unlogged)
+        return database
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turns whatever the library, or the file system, raises into an `ElasticCBError`."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception and not isinstance(error, (OSError, self._library.DbClosedError)):
+                raise  # it is not what the library raises, which has no class of its own for errors
+            folder = self._folder.path if self._folder is not None else self._parent
+            raise ElasticCBError(
+                f"Rows of embedding tables that don't fit in memory can't be {what} {folder}: {error}. Make room on "
+                "that disk, allow more memory (--embedding_memory_bytes), or start more parameter servers (--num_ps); "
+                "then start the job again from its last checkpoint."
+            ) from error
