@@ -51,8 +51,9 @@ class ColdRows:
 
     def put(self, state: TableState) -> None:
         """Adds rows, none of which is here; they have all that a row has."""
-        for first in range(0, len(state.ids), _AT_ONCE):
-            part = state.select(np.arange(first, min(first + _AT_ONCE, len(state.ids))))
+        order = np.argsort(state.ids)
+        for first in range(0, len(order), _AT_ONCE):
+            part = state.select(order[first : first + _AT_ONCE])
             row_keys, used_keys = self._keys(part)
             puts = [*zip(row_keys, self._record.packed(part), strict=True), *((key, b"") for key in used_keys)]
             self._store.write(puts)
@@ -120,8 +121,9 @@ class ColdRows:
         return HeldColdRows(len(ids), lambda count: read(ids[list(islice(places, count))])[1])
 
     def _found(self, ids: Array, get: Callable[[list[bytes]], list[bytes | None]]) -> tuple[Array, TableState]:
-        records = get(self._row_keys(ids))
-        found = np.flatnonzero(np.fromiter((record is not None for record in records), bool, len(ids)))
+        order = np.argsort(ids)  # neighbours in the files are read together
+        records = get(self._row_keys(ids[order]))
+        found = order[[record is not None for record in records]]
         return found, self._record.unpacked(ids[found], [record for record in records if record is not None])
 
     def _pieces(self, first: bytes, count: int) -> Iterator[TableState]:

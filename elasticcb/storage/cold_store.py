@@ -23,6 +23,7 @@ _LIBRARY = "rocksdict"
 _BUFFER_BYTES = 64 << 20  # what is written is collected in memory up to this size
 _CACHE_BYTES = 64 << 20  # of blocks that were read; the system keeps more of them
 _BLOCK_BYTES = 4 << 10
+_BUFFER_BLOOM = 0.05  # of the buffer, for the same in it
 _BLOOM_BITS = 10  # a key: an id that is not there is looked for in one file of a hundred
 
 
@@ -155,9 +156,12 @@ class ColdStore:
         options.set_compression_type(library.DBCompressionType.none())  # trained floats hold nothing to compress
         options.set_write_buffer_size(_BUFFER_BYTES)
         options.set_keep_log_file_num(1)
+        options.set_memtable_whole_key_filtering(True)  # with which keys that are not there are found to be so
+        options.set_memtable_prefix_bloom_ratio(_BUFFER_BLOOM)
         # In a folder within: that of the first one tells when it was made.
         database = library.Rdict(str(self._folder.path / "rows"), options)
         unlogged = library.WriteOptions()
+        unlogged.memtable_insert_hint_per_batch = True  # keys come in order
         unlogged.disable_wal = True  # nobody reads the files when this process has ended
         database.set_write_options(unlogged)
         return database

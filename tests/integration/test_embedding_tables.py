@@ -25,6 +25,7 @@ from jobs import job_settings, run_job, write_model_file
 VOCABULARY = 300
 IDS = np.random.default_rng(0).zipf(1.3, (320, 4)) % VOCABULARY
 LABELS = (IDS.sum(1) % 7).astype("float32")[:, None]
+ON_DISK = {"memory_bytes": 5000, "when_full": "disk"}  # less than half of the rows that a server holds
 
 
 def model_of(embedding: keras.layers.Layer, optimizer: keras.optimizers.Optimizer) -> keras.Model:
@@ -54,11 +55,12 @@ def tables_in(folder: Path) -> list[str]:
     return [variable["path"] for variable in variables if variable.get("table")]
 
 
+@pytest.mark.parametrize("limits", [{}, ON_DISK], ids=["in memory", "half on disk"])
 @pytest.mark.parametrize("jit_compile", deep_but([False, True], False))
-def test_a_large_keras_embedding_trains_as_fit_does(tmp_path: Path, jit_compile: bool) -> None:
+def test_a_large_keras_embedding_trains_as_fit_does(tmp_path: Path, jit_compile: bool, limits: dict[str, Any]) -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
     ours.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], jit_compile=jit_compile)
-    with cluster(checkpoint_dir=tmp_path) as servers:
+    with cluster(checkpoint_dir=tmp_path, embedding=tables(**limits)) as servers:
         history = servers.fit(ours, IDS, LABELS, batch_size=30, epochs=2, shuffle=False, verbose=0)
         evaluated = servers.evaluate(ours, IDS, LABELS, verbose=0)
         predicted = servers.predict(ours, IDS, verbose=0)

@@ -13,7 +13,14 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import CheckpointSettings, ClusterSettings, TrainingSettings, WireDtype
+from elasticcb.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    EmbeddingOptions,
+    TrainingSettings,
+    WhenFull,
+    WireDtype,
+)
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -33,6 +40,7 @@ OUTER = {
 }
 VALUES = [*(np.arange(size, dtype=np.float32) for size in SIZES), np.zeros((0, 3), np.float32)]
 IDS = np.arange(12)
+ON_DISK = EmbeddingOptions(memory_bytes=260, when_full=WhenFull.DISK)  # all rows but three
 
 
 class Servers:
@@ -40,15 +48,17 @@ class Servers:
 
     Args:
         interval: seconds between files that servers write by themselves.
+        embedding: settings of embedding tables.
         training: settings of it; with local updates, pushes are movements of one batch.
     """
 
-    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, **training):
+    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, embedding=None, **training):
         self.settings = server_settings(
             folder,
             training=TrainingSettings(**{"updates": "async", **training}),
             checkpoint=CheckpointSettings(interval_seconds=interval),
             cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),
+            embedding=embedding or EmbeddingOptions(),
         )
         self.servers, self.ids, self.lost = [None] * num_ps, [0] * num_ps, set()
         for index in range(num_ps):

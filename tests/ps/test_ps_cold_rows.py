@@ -20,7 +20,6 @@ from elasticcb.storage import cold_store
 from elasticcb.storage.cold_store import ColdStore
 from helpers_ps import train_rows
 
-pytest.importorskip("rocksdict")
 DIM = 3
 IDS = 400
 

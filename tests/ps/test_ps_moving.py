@@ -20,10 +20,11 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN
-from elasticcb.settings import TrainingSettings
+from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import joined
 from helpers_ps import alone, server_settings
 from helpers_ps_lost import OUTER
 
@@ -40,8 +41,10 @@ SPECS = (
 class Servers:
     """Real servers, and the master's side of their move."""
 
-    def __init__(self, count, make_optimizer, folder="", **training):
-        settings = server_settings(folder, training=TrainingSettings(**{"updates": "async", **training}))
+    def __init__(self, count, make_optimizer, folder="", embedding=None, **training):
+        training = {"updates": "async", **training}
+        embedding = embedding or EmbeddingOptions()
+        settings = server_settings(folder, training=TrainingSettings(**training), embedding=embedding)
         self._outer = "outer_optimizer" in training
         self._new = lambda: PSServer(settings, alone(make_optimizer))
         self.servers = []
@@ -133,8 +136,8 @@ def push_of(client, ids, amount):
 def start():
     running = []
 
-    def start(count, make_optimizer=lambda: keras.optimizers.SGD(1.0), folder="", **training):
-        running.append(Servers(count, make_optimizer, folder, **training))
+    def start(count, make_optimizer=lambda: keras.optimizers.SGD(1.0), folder="", **more):
+        running.append(Servers(count, make_optimizer, folder, **more))
         return running[-1]
 
     yield start
@@ -206,6 +209,35 @@ def test_slots_and_counts_of_rows_move_along(start):
         np.testing.assert_array_equal(mine.optimizer.slots[key], slot)
     for name, value in other.optimizer.shared.items():
         np.testing.assert_array_equal(mine.optimizer.shared[name], value)
+
+
+def test_rows_on_disk_move_along(start, tmp_path):
+    embedding = EmbeddingOptions(memory_bytes=60 * 96, when_full=WhenFull.DISK)  # 60 rows
+    servers = start(1, lambda: keras.optimizers.Adam(0.1), tmp_path, embedding=embedding)
+    still = start(2, lambda: keras.optimizers.Adam(0.1))
+    random, counts = np.random.default_rng(0), {20: 3, 40: 2, 50: 1}
+    for step in range(60):
+        ids = np.sort(random.permutation(IDS)[:40]).astype(np.int64)
+        for each in (servers, still):
+            client = each.clients[0] if step else each.client(1)
+            client.pull()
+            client.lookup({0: ids}, create=True)
+            client.push(push_of(client, ids, 1.0 + step), None, pull=False)
+        if step in counts:
+            servers.move(counts[step])
+    ids = np.arange(IDS + 5, dtype=np.int64)
+    mine, other = (each.control.lookup({0: ids})[0] for each in (servers, still))
+    np.testing.assert_array_equal(mine, other)
+    tables = servers.servers[0]._servicer.holder.model.parameters.tables
+    assert len(tables[0]) > IDS - 20
+    assert tables[0].bytes <= embedding.memory_bytes
+    moved, kept = (
+        tables[0].export(),
+        joined([each._servicer.holder.model.parameters.tables[0].export() for each in still.servers]),
+    )
+    for name, slot in kept.slots.items():
+        np.testing.assert_array_equal(moved.slots[name], slot)
+    np.testing.assert_array_equal(moved.hits, kept.hits)
 
 
 def test_what_an_outer_optimizer_holds_moves_along(start):

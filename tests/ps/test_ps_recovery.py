@@ -16,10 +16,12 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_state import TableState
-from helpers_ps_lost import OUTER, SIZES, SPECS, VALUES, assert_same
+from helpers_ps_lost import ON_DISK, OUTER, SIZES, SPECS, VALUES, assert_same
 
 
-@pytest.mark.parametrize("training", [{}, OUTER], ids=["gradients", "outer optimizer"])
+@pytest.mark.parametrize(
+    "training", [{}, OUTER, {"embedding": ON_DISK}], ids=["gradients", "outer optimizer", "rows on disk"]
+)
 def test_replaced_server_goes_on_as_the_lost_one_would_have(losing, training):
     lost, undisturbed = losing("lost", **training), losing("undisturbed", **training)
     for step, ids in enumerate([(0, 1), (1, 2), (3,), (0, 4)]):
