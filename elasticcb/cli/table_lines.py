@@ -78,7 +78,8 @@ def _table(table: TableReport) -> Iterator[tuple[str, str]]:
 def _live(live: LiveTable, rows: int) -> Iterator[tuple[str, str]]:
     yield "in memory", f"{format_bytes(live.bytes)} with counts and index"
     if live.max_rows:
-        yield "max_rows", f"{live.max_rows:,}, of which {100 * rows / live.max_rows:.3g} % are taken"
+        taken = f"of which {100 * rows / live.max_rows:.3g} % are taken"
+        yield "max_rows", f"{live.max_rows:,}, {taken if rows <= live.max_rows else 'the other rows are on disk'}"
     if live.min_count > 1:
         yield "waiting", f"{live.waiting:,} ids without a row: fewer than {live.min_count:,} lookups"
     if live.seconds:

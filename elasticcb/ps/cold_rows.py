@@ -42,7 +42,8 @@ class ColdRows:
         self._record = _Record(like)
         self._rows, self._used = store.new_space(), store.new_space()
         self._count = 0
-        self._mark = (0, _space_key(self._rows))  # a position, and a key from which on it is found
+        # Positions, and keys from which on they are found: of the first row, and of the rows that were read last.
+        self._marks = [(0, _space_key(self._rows))]
         for space in (self._rows, self._used):
             weakref.finalize(self, store.drop, _space_key(space), _space_key(space + 1)).atexit = False
 
@@ -93,17 +94,14 @@ class ColdRows:
 
     def rows(self, start: int, count: int) -> TableState:
         """Rows [start, start + count) as they are now, in the order of the ids; fewer at the end."""
-        position, key = self._mark
-        if start < position:
-            position, key = 0, _space_key(self._rows)
-        for piece in self._pieces(key, max(1, start - position)) if position < start else ():
-            position += len(piece.ids)
-            key = _behind(self._row_keys(piece.ids[-1:])[0])
-            if position == start:
-                break
+        position, key = max(mark for mark in self._marks if mark[0] <= start)
+        end = _space_key(self._rows + 1)
+        if position < start:
+            key = next(islice(self._store.items(key, end, keys_only=True), start - position, None), end)
         piece = next(self._pieces(key, max(1, count)), self._record.unpacked(np.empty(0, np.int64), ()))
+        self._marks = [self._marks[0], (start, key)]
         if len(piece.ids):
-            self._mark = start + len(piece.ids), _behind(self._row_keys(piece.ids[-1:])[0])
+            self._marks.append((start + len(piece.ids), _behind(self._row_keys(piece.ids[-1:])[0])))
         return piece
 
     def snapshot(self) -> ReadRows:
