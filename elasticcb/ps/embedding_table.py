@@ -28,7 +28,7 @@ from elasticcb.sharding.table_state import TableState, joined
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 
-_MOVED_AT_ONCE = 1 << 16  # rows, to disk
+_MOVED_AT_ONCE = 1 << 15  # rows, to disk
 _SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
 
@@ -252,9 +252,15 @@ class EmbeddingTable:
         """Removes rows from memory; without a disk for them, their ids have initial values again."""
         if self._cold is None:
             self.flow.removed += len(places)
-        else:
-            for first in range(0, len(places), _MOVED_AT_ONCE):
-                self._cold.put(self._rows.at(places[first : first + _MOVED_AT_ONCE]))
+            self._remove(places)
+            return
+        places = np.sort(places)[::-1]  # the last ones first, so that the others stay where they are meanwhile
+        for first in range(0, len(places), _MOVED_AT_ONCE):
+            moving = places[first : first + _MOVED_AT_ONCE]
+            self._cold.put(self._rows.at(moving))
+            self._remove(moving)
+
+    def _remove(self, places: Array) -> None:
         self._left += len(places)
         self._rows.remove(places)
 
@@ -281,9 +287,8 @@ class EmbeddingTable:
         if self._cold:
             self.flow.removed += self._cold.forget_older(oldest)
         if len(old):
-            self._rows.remove(old)
             self.flow.removed += len(old)
-            self._left += len(old)
+            self._remove(old)
 
     # -------------------------------------------------------------- all rows
 
