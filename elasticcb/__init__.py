@@ -64,8 +64,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layers":
-        return import_module(f"{__name__}.layers")
+    if name in ("layers", "optimizers"):
+        return import_module(f"{__name__}.{name}")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ TENSORFLOW = {
     "callbacks.serving_signature": "the signature of a SavedModel",
     "callbacks.summary_writer": "TensorBoard's files",
     "model.metric_messages": "ragged and sparse outputs",
+    "optimizers.rowwise_adagrad": "takes gradients of rows, `tf.IndexedSlices`",
     "serialization.pickling": "variables, tensors and tf.functions as arguments",
     # Servers apply Keras's optimizers in compiled functions.
     "ps.compiled_update": "compiles the update of dense weights",

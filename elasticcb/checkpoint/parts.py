@@ -116,7 +116,7 @@ class _Assembly:
     def __init__(self, part: Slice, spec: VariableSpec) -> None:
         self.slice, self._spec = part, spec
         self.arrays: dict[str, Array] = {}  # by slot; "" is the weight itself
-        self.filled: dict[str, int] = {}
+        self.filled: dict[str, int] = {}  # how many rows
 
     def overlaps(self, held: Slice) -> bool:
         if not self.slice.elements:
@@ -128,27 +128,27 @@ class _Assembly:
         held_first, held_last = held.row_range(self._spec)
         start, stop = max(first, held_first), min(last, held_last)
         if held == self.slice:
-            array = file.get_tensor(name)
-            self.arrays[slot] = np.array(array).reshape(self.slice.shape(self._spec))
-            self.filled[slot] = self.slice.elements
+            self.arrays[slot] = np.array(file.get_tensor(name))
+            self.filled[slot] = last - first
             return
         if slot not in self.arrays:
-            self.arrays[slot] = np.empty(self.slice.shape(self._spec), dtype_in(file, name))
+            width = file.get_slice(name).get_shape()[1:]
+            self.arrays[slot] = np.empty((last - first, *width), dtype_in(file, name))
             self.filled[slot] = 0
         if start < stop:
             rows = file.get_slice(name)[start - held_first : stop - held_first]
             self.arrays[slot][start - first : stop - first] = rows
-            self.filled[slot] += (stop - start) * self._spec.row_elements
+            self.filled[slot] += stop - start
 
     def put_into(self, part: Part, folder: Path) -> None:
         """Raises `CheckpointError` when the files did not hold all of it."""
         variable = self.slice.variable
+        first, last = self.slice.row_range(self._spec)
         for slot, array in self.arrays.items():
-            missing = self.slice.elements - self.filled[slot]
+            missing = last - first - self.filled[slot]
             if missing:
                 raise CheckpointError(
-                    f"The checkpoint {folder} lacks {missing} elements of {slot or 'the weights'} of "
-                    f"{self._spec.path!r}."
+                    f"The checkpoint {folder} lacks {missing} rows of {slot or 'the weights'} of {self._spec.path!r}."
                 )
             if slot:
                 part.slots[variable, slot] = array

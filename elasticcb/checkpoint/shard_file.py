@@ -51,8 +51,8 @@ class Part:
 
     version: int
     weights: dict[int, Array] = field(default_factory=dict)
-    slots: dict[Key, Array] = field(default_factory=dict)  # of the shape of their variable
-    extras: dict[Key, Array] = field(default_factory=dict)  # of another shape, whole variables only
+    slots: dict[Key, Array] = field(default_factory=dict)  # with the rows of their variable
+    extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes, whole variables only
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
     optimizer: str = ""  # class names, with commas; "": none
     tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within

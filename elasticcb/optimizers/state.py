@@ -28,8 +28,8 @@ class OptimizerState:
     """Whole variables of all optimizers, whatever the number of servers.
 
     Attributes:
-        slots: of the shape of the model's variable.
-        extras: of another shape that belong to one variable.
+        slots: with the rows of the model's variable, [rows, …]: of its shape, unless the optimizer reduces over rows.
+        extras: of other shapes that belong to one variable.
         shared: of no variable: "iterations", "learning_rate"; "1/iterations" of the model's second optimizer,
             "0.1/iterations" of the second one inside a MultiOptimizer.
         optimizers: class names, with the same prefixes; empty where they are not known.

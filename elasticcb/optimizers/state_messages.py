@@ -44,7 +44,7 @@ def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -
 def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> OptimizerState:
     """What the server that holds `slices` gets of a whole state; that of untrained variables is left out.
 
-    Raises `WireError` when a slot has another shape than its variable.
+    Raises `WireError` when a slot has other rows than its variable.
     """
     held = {part.variable for part in slices if specs[part.variable].trainable}
     slots = cut_slots(state.slots, specs, slices)
@@ -60,10 +60,10 @@ def join_states(
     for state, slices in zip(states, parts, strict=True):
         held = {part.variable: part for part in slices}
         for (index, name), value in state.slots.items():
-            part = held[index]
+            spec = specs[index]
             if (index, name) not in whole.slots:
-                whole.slots[index, name] = np.empty(specs[index].shape, value.dtype)
-            whole.slots[index, name].reshape(-1)[part.start : part.stop] = value.reshape(-1)
+                whole.slots[index, name] = np.empty((*spec.shape[:1], *value.shape[1:]), value.dtype)
+            held[index].of(whole.slots[index, name], spec)[...] = value
         whole.extras = {**state.extras, **whole.extras}
         whole.shared = {**state.shared, **whole.shared}
     return whole

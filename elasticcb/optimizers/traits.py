@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
 
 # Their update of an element depends on nothing but that element, its gradient and its slots. A
@@ -45,13 +46,23 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
 
 
+def reduces_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the optimizer's class says, with a class attribute `rowwise = True`, that its update of a row depends on
+    nothing but that row, its gradient and its slots, which may be of any width."""
+    return vars(type(unwrapped(optimizer))).get("rowwise") is True
+
+
+def _is_rowwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    return is_elementwise(optimizer) or reduces_rows(optimizer)
+
+
 def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether variables may be cut between servers: clipping by a variable's norm needs it whole."""
+    """Whether variables may be cut between servers, between rows: clipping by a variable's norm needs it whole."""
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return all(map(may_split, optimizer.optimizers))
-    elementwise = is_elementwise(optimizer) or type(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
-    return elementwise and optimizer.clipnorm is None
+    rowwise = _is_rowwise(optimizer) or type(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
+    return rowwise and optimizer.clipnorm is None
 
 
 def may_join(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -60,13 +71,20 @@ def may_join(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE | _ELEMENTWISE_BUT_NOT_LAZY and optimizer.clipnorm is None
 
 
+def may_join_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether rows of one width of several embedding tables may be updated as rows of one."""
+    optimizer = unwrapped(optimizer)
+    return may_join(optimizer) or (type(optimizer) is RowWiseAdagrad and optimizer.clipnorm is None)
+
+
 def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether gradients of rows update those rows alone.
 
     Otherwise they are made dense: a moving average of the weights, and accumulated gradients, change
-    every row at each update, and an optimizer that isn't elementwise needs the whole gradient.
+    every row at each update, and an optimizer that treats neither elements nor rows on their own needs the whole
+    gradient.
     """
-    return is_elementwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
+    return _is_rowwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
 
 
 def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:

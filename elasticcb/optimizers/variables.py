@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
+from elasticcb.optimizers.traits import MultiOptimizer, reduces_rows, unwrapped
 
 
 class Leaf(NamedTuple):
@@ -81,7 +81,8 @@ class OptimizerVariables:
     """All variables of a built optimizer.
 
     Attributes:
-        slots: of the shape of their variable; rows of the one are rows of the other.
+        slots: rows of the one are rows of the other: of the shape of their variable or, where an optimizer reduces
+            over rows, with as many rows.
         extras: of another shape (Adafactor's row and column averages).
         shared: those of no variable: iterations, learning rate, Nadam's product.
     """
@@ -131,11 +132,18 @@ def optimizer_variables(
                 name += "#"
             taken.add((index, name))
             variable = variables[index]
-            same = tuple(value.shape) == tuple(variable.shape) or (
-                has_free_rows(variable) and tuple(value.shape[1:]) == tuple(variable.shape[1:])
-            )
-            (found.slots if same else found.extras).append(Slot(index, name, value))
+            has_rows = _has_rows_of(value, variable, any_width=reduces_rows(optimizer))
+            (found.slots if has_rows else found.extras).append(Slot(index, name, value))
     return found
+
+
+def _has_rows_of(value: keras.Variable, variable: keras.Variable, any_width: bool) -> bool:
+    """Whether rows of `value` are rows of `variable`."""
+    own, its = tuple(value.shape), tuple(variable.shape)
+    if own == its:
+        return True
+    same_width = own[1:] == its[1:] or any_width
+    return bool(own and its) and same_width and (own[0] == its[0] or has_free_rows(variable))
 
 
 def has_free_rows(variable: Any) -> bool:

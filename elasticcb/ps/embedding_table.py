@@ -43,7 +43,7 @@ class RowPlaces(NamedTuple):
 
 
 class RowChange(NamedTuple):
-    """Rows that are about to be updated: int64 [n] ids and places, the others [n, dim]."""
+    """Rows that are about to be updated: int64 [n] ids and places, rows and gradients [n, dim], slots [n, …]."""
 
     ids: Array
     places: Array
@@ -59,7 +59,7 @@ class EmbeddingTable:
     Args:
         dim, dtype: of a row.
         initial_values: gives the rows of new ids; None where all rows are given (`load`), which then stay.
-        slots: the initial row of each of the optimizer's slots, [dim], by name.
+        slots: the initial row of each of the optimizer's slots, [dim] or of another width, by name.
         limits: shared by all tables of the server; None: none.
         name: for messages.
         options: what is not set there limits nothing; `max_rows` is that of this server.
@@ -189,7 +189,7 @@ class EmbeddingTable:
         return RowChange(ids, places, self._rows.read(places), slots, gradients, self._left)
 
     def commit(self, change: RowChange, rows: Array, slots: Mapping[str, Array], version: int) -> None:
-        """Sets new rows and slots, each [n, dim]; none of these has changed since `change` was prepared."""
+        """Sets new rows [n, dim] and slots [n, …]; none of these has changed since `change` was prepared."""
         places = change.places
         if change.left != self._left:  # to disk, for another table, which needed the memory
             self._bring_back(change.ids)
@@ -460,18 +460,20 @@ class EmbeddingTable:
         return replace(completed, used=np.minimum(completed.used, version))
 
     def _checked(self, state: TableState) -> TableState:
-        shape = (len(state.ids), self._rows.dim)
+        own = {"rows": (self._rows.dim,)} | {name: row.shape for name, row in self._rows.initial_slots.items()}
         given = {"rows": state.rows, **state.slots}
         wrong = [
             f"{name}, {array.dtype.name}{list(array.shape)}"
             for name, array in given.items()
-            if array.shape != shape or not np.can_cast(array.dtype, self._rows.dtype, "same_kind")
+            if array.shape != (len(state.ids), *own.get(name, array.shape[1:]))
+            or not np.can_cast(array.dtype, self._rows.dtype, "same_kind")
         ]
-        wrong += [f"the slot {name}" for name in sorted(state.slots.keys() - self._initial_slots.keys())]
+        wrong += [f"the slot {name}" for name in sorted(given.keys() - own.keys())]
         if wrong:
+            slots = [f"{name} {list(shape)}" for name, shape in sorted(own.items()) if name != "rows"]
             raise ElasticCBError(
                 f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
-                f"{', '.join(sorted(self._initial_slots)) or '(none)'}. Train on with the same model and optimizer."
+                f"{', '.join(slots) or '(none)'}. Train on with the same model and optimizer."
             )
         return state
 

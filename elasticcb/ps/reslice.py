@@ -36,18 +36,14 @@ def overlap(held: Sequence[Slice], wanted: Sequence[Slice]) -> list[Slice]:
 def cut(held: PartSlices, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> PartSlices:
     """What `held` has of the slices `wanted`. Of tables and shared variables nothing."""
     slices = overlap(held.slices, wanted)
-    starts = {part.variable: part.start for part in held.slices}
+    own = {part.variable: part for part in held.slices}
     result = Part(version=held.part.version)
     for part in slices:
-        first, shape = part.start - starts[part.variable], part.shape(specs[part.variable])
-
-        def of(array: Array, first: int = first, part: Slice = part, shape: tuple[int, ...] = shape) -> Array:
-            return array.reshape(-1)[first : first + part.elements].reshape(shape)
-
-        result.weights[part.variable] = of(held.part.weights[part.variable])
+        spec, whole = specs[part.variable], own[part.variable]
+        result.weights[part.variable] = part.of(held.part.weights[part.variable], spec, whole)
         for (variable, name), slot in held.part.slots.items():
             if variable == part.variable:
-                result.slots[variable, name] = of(slot)
+                result.slots[variable, name] = part.of(slot, spec, whole)
     # Such variables are never cut.
     result.extras = {key: value for key, value in held.part.extras.items() if key[0] in result.weights}
     return PartSlices(slices, result)
@@ -67,15 +63,16 @@ def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: S
             for held in piece.slices:
                 if held.variable != part.variable:
                     continue
-                start, stop = max(held.start, part.start), min(held.stop, part.stop)
+                common = Slice(part.variable, max(held.start, part.start), min(held.stop, part.stop))
+                if common.elements < 0:
+                    continue
                 given = {"": piece.part.weights[held.variable]}
                 given |= {name: slot for (index, name), slot in piece.part.slots.items() if index == held.variable}
                 for name, array in given.items():
                     if name not in arrays:
-                        arrays[name] = np.empty(part.shape(spec), array.dtype)
-                    source = array.reshape(-1)[start - held.start : max(stop - held.start, 0)]
-                    arrays[name].reshape(-1)[start - part.start : max(stop - part.start, 0)] = source
-                filled += max(stop - start, 0)
+                        arrays[name] = np.empty((*part.shape(spec)[:1], *array.shape[1:]), array.dtype)
+                    common.of(arrays[name], spec, part)[...] = common.of(array, spec, held)
+                filled += common.elements
                 extras = {key: value for key, value in piece.part.extras.items() if key[0] == held.variable}
                 result.extras |= extras
         if filled != part.elements:

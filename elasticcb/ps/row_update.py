@@ -15,6 +15,8 @@ from elasticcb.optimizers.traits import multiply_learning_rate
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.tf.row_variables import make_free_rows
 
+_ROWS = 2  # that a clone is built on: not 1, which is also the shape of what belongs to no row
+
 
 class RowClone:
     """A clone of an optimizer on a variable that holds just the rows to be updated.
@@ -26,8 +28,8 @@ class RowClone:
         rate_multiplier: the clone's learning rate is the optimizer's times this.
 
     Attributes:
-        slots: the initial row of each slot, [dim], by name.
-        has_extras: whether the optimizer keeps for a variable what is not of its shape, and so not of its rows.
+        slots: the initial row of each slot, [dim] or of another width, by name.
+        has_extras: whether the optimizer keeps for a variable what is not of its rows.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class RowClone:
     ) -> None:
         with tf.init_scope(), tf.device("/CPU:0"):
             self._rows = keras.Variable(
-                tf.zeros([1, *shape[1:]], dtype), dtype=dtype, trainable=True, name=path.rpartition("/")[2]
+                tf.zeros([_ROWS, *shape[1:]], dtype), dtype=dtype, trainable=True, name=path.rpartition("/")[2]
             )
             self._rows._path = path
             make_free_rows(self._rows)
@@ -68,7 +70,7 @@ class RowClone:
             main.assign(clone.value)
 
     def apply(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
         self._rows.value.assign(rows)
         for slot, values in zip(self._slots, slots, strict=True):
             slot.value.assign(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ class TableRows:
 
     Args:
         dim, dtype: of a row.
-        slots: the initial row of each slot, [dim], by name.
+        slots: the initial row of each slot, [dim] or of another width, by name.
 
     Attributes:
         initial_slots: the same.
@@ -43,9 +44,9 @@ class TableRows:
     def __init__(self, dim: int, dtype: npt.DTypeLike, slots: Mapping[str, Array]) -> None:
         self.dim, self.dtype = dim, np.dtype(dtype)
         self.index = IdIndex()
-        self.initial_slots = {name: np.asarray(row, self.dtype).reshape(dim) for name, row in slots.items()}
+        self.initial_slots = {name: np.asarray(row, self.dtype) for name, row in slots.items()}
         self._rows = GrowingArray((dim,), self.dtype)
-        self._slots = {name: GrowingArray((dim,), self.dtype) for name in slots}
+        self._slots = {name: GrowingArray(row.shape, self.dtype) for name, row in self.initial_slots.items()}
         self._hits = GrowingArray((), np.int64)
         self._used = GrowingArray((), np.int64)
         self.snapshots: list[Keeper] = []
@@ -56,7 +57,8 @@ class TableRows:
     @property
     def row_bytes(self) -> int:
         """What one row costs, with all that goes with it."""
-        return self.dim * self.dtype.itemsize * (1 + len(self._slots)) + OVERHEAD_BYTES
+        elements = self.dim + sum(row.size for row in self.initial_slots.values())
+        return elements * self.dtype.itemsize + OVERHEAD_BYTES
 
     @property
     def used(self) -> Array:
@@ -93,11 +95,11 @@ class TableRows:
         return _gather(self._rows.array, places)
 
     def read_slots(self, places: Array) -> dict[str, Array]:
-        """New arrays [n, dim]."""
+        """New arrays [n, …]."""
         return {name: _gather(slot.array, places) for name, slot in self._slots.items()}
 
     def write(self, places: Array, rows: Array, slots: Mapping[str, Array], version: int) -> None:
-        """Sets rows and slots, each [n, dim], that were trained at `version`."""
+        """Sets rows [n, dim] and slots [n, …] that were trained at `version`."""
         self._changing(places)
         _scatter(self._rows.array, places, rows)
         for name, slot in self._slots.items():
@@ -204,7 +206,7 @@ class TableRows:
 
 
 def _gather(array: Array, places: Array) -> Array:
-    rows = aligned((len(places), array.shape[1]), array.dtype)
+    rows = aligned((len(places), *array.shape[1:]), array.dtype)
     # NumPy gathers right into `out` only where it need not check places.
     _elements(array).take(places, out=_elements(rows), mode="clip")
     return rows
@@ -215,7 +217,8 @@ def _scatter(array: Array, places: Array, rows: Array) -> None:
 
 
 def _elements(array: Array) -> Array:
-    """Rows [n, dim] as elements of one opaque dtype, [n]."""
-    size = array.itemsize * array.shape[1]
-    view: Array = array.view(_OF_SIZE.get(size, np.dtype(f"V{size}"))).reshape(len(array))
+    """Rows [n, …] as elements of one opaque dtype, [n]."""
+    width = math.prod(array.shape[1:])
+    size = array.itemsize * width
+    view: Array = array.reshape(len(array), width).view(_OF_SIZE.get(size, np.dtype(f"V{size}"))).reshape(len(array))
     return view

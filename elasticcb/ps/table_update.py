@@ -58,14 +58,15 @@ class TableUpdate:
         if self._clone.has_extras:
             raise _not_by_rows(self.kind, spec)
         self.slots = self._clone.slots
-        self.signature = [tf.TensorSpec([None, *self.row_shape], spec.dtype)] * (2 + len(self.slots))
+        rows = [self.row_shape] * 2 + [row.shape for row in self.slots.values()]
+        self.signature = [tf.TensorSpec([None, *shape], spec.dtype) for shape in rows]
 
     def slots_of(self, dim: int) -> dict[str, Array]:
         """What each slot begins with in a table of rows [dim], by name."""
         return {name: np.broadcast_to(row, dim) for name, row in self.slots.items()} if self.is_joined else self.slots
 
     def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function. All are [n, dim], slots in the order of `self.slots`."""
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
         self._clone.copy_shared()
         return self._clone.apply(gradients, rows, *slots)
 
@@ -105,10 +106,14 @@ class TableUpdates:
         for group, (update, arrays) in zip(groups.values(), zip(key, results, strict=True), strict=True):
             first = 0
             for index in group:
-                shape = changes[index].rows.shape
-                end = first + changes[index].rows.size // math.prod(update.row_shape)
-                new, *slots = (array[first:end].reshape(shape) for array in arrays)
-                tables[index].commit(changes[index], new, dict(zip(update.slots, slots, strict=True)), version)
+                change = changes[index]
+                end = first + change.rows.size // math.prod(update.row_shape)
+                new, *given = (array[first:end] for array in arrays)
+                slots = {
+                    name: slot.reshape(change.slots[name].shape)
+                    for name, slot in zip(update.slots, given, strict=True)
+                }
+                tables[index].commit(change, new.reshape(change.rows.shape), slots, version)
                 first = end
         for index in rows.keys() - changes.keys():
             tables[index].advance(version)
@@ -117,7 +122,11 @@ class TableUpdates:
 def _arrays(update: TableUpdate, changes: Sequence[RowChange]) -> list[Array]:
     """What `update` takes of the rows of several tables, one after another."""
     parts = [[change.gradients, change.rows, *(change.slots[name] for name in update.slots)] for change in changes]
-    return [_joined([part.reshape(-1, *update.row_shape) for part in each]) for each in zip(*parts, strict=True)]
+    shapes = [spec.shape[1:] for spec in update.signature]
+    return [
+        _joined([part.reshape(-1, *shape) for part in each])
+        for each, shape in zip(zip(*parts, strict=True), shapes, strict=True)
+    ]
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
@@ -160,7 +169,9 @@ class _Compiled:
 def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:
     return ModelFileError(
         f"The optimizer {kind} can't train the embedding table {spec.path!r}, of which each step updates a few rows: "
-        "an optimizer that averages weights (use_ema), accumulates gradients, or does not treat each element on its "
-        "own needs all rows. Use another one (SGD, Adagrad, Adam, Ftrl, ...); a class of your own whose update of an "
-        "element depends on that element alone says so with the class attribute `elementwise = True`."
+        "an optimizer that averages weights (use_ema), accumulates gradients, or treats neither each element nor each "
+        "row on its own needs all rows. Use another one (SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, ...). A class of "
+        "your own says what its updates depend on by a class attribute: `elementwise = True` if that of an element "
+        "depends on nothing but the element, its gradient and its slots; `rowwise = True` if that of a row does, and "
+        "all that it keeps for a variable has its rows, [rows, ...]."
     )

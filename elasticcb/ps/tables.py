@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
-from elasticcb.optimizers.traits import may_join
+from elasticcb.optimizers.traits import may_join, may_join_rows
 from elasticcb.process.stats import TableSize
 from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
 from elasticcb.ps.optimizer_set import OptimizerSet
@@ -82,8 +82,9 @@ class Tables:
             spec = self._specs[number]
             if spec.trainable:
                 optimizer, multiplier = optimizers.of(number), table.options.learning_rate_multiplier or 1.0
-                joins = may_join(optimizer.optimizer)
-                kind: Any = (optimizer, spec.dtype, spec.no_weight_decay, multiplier) if joins else number
+                kind: Any = (optimizer, spec.dtype, spec.no_weight_decay, multiplier)
+                if not may_join(optimizer.optimizer):
+                    kind = (*kind, spec.row_elements) if may_join_rows(optimizer.optimizer) else number
                 if kind not in shared:
                     shared[kind] = TableUpdate(optimizer, number, spec, multiplier)
                 self._updates[number] = shared[kind]

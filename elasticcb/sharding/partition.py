@@ -101,6 +101,14 @@ class Slice(NamedTuple):
         first, last = self.row_range(spec)
         return (last - first, *spec.shape[1:])
 
+    def of(self, array: Array, spec: VariableSpec, held: Slice | None = None) -> Array:
+        """Its rows of an array [rows, …], the variable's or a slot's, with the rows of the slice `held`; None: all."""
+        if not spec.shape:
+            return array
+        first, last = self.row_range(spec)
+        before = 0 if held is None else held.row_range(spec)[0]
+        return array[first - before : last - before]
+
 
 class PlacedSlice(NamedTuple):
     """Where a slice lies within the flat block of its dtype, in elements."""
@@ -272,9 +280,9 @@ def check_blocks(blocks: Mapping[str, Array], sizes: Mapping[str, int], what: st
 def cut_slots(
     slots: Mapping[tuple[int, str], Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
 ) -> dict[tuple[int, str], Array]:
-    """What the server that holds `slices` gets of arrays of the variables' shapes; that of untrained ones is left out.
+    """What the server that holds `slices` gets of arrays with the variables' rows; that of untrained ones is left out.
 
-    Raises `WireError` for one of another shape.
+    Raises `WireError` for one of other rows.
     """
     held = {part.variable: part for part in slices if specs[part.variable].trainable}
     found = {}
@@ -282,11 +290,10 @@ def cut_slots(
         if index not in held:
             continue
         spec = specs[index]
-        if value.shape != spec.shape:
+        if value.shape[:1] != spec.shape[:1]:
             raise WireError(
                 f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, the variable "
                 f"{list(spec.shape)}. The state is of another model."
             )
-        part = held[index]
-        found[index, name] = value.reshape(-1)[part.start : part.stop].reshape(part.shape(spec))
+        found[index, name] = held[index].of(value, spec)
     return found

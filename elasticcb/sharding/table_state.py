@@ -21,7 +21,7 @@ class TableState:
     Attributes:
         ids: int64 [n], unique.
         rows: [n, dim].
-        slots: of the optimizer, by name: [n, dim] each. One that is not there starts afresh.
+        slots: of the optimizer, by name: [n, dim] each, or of another width. One that is not there starts afresh.
         hits: how often each was looked up in training, int64 [n]; None when nobody counted.
         used: the version at which each was last trained, int64 [n]; None when nobody knows.
     """
@@ -143,12 +143,13 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
         wrong += ["ids", "rows"]
     wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
     wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
-    wrong += [name for name, slot in named(SLOT, state.slots).items() if slot.shape != rows]
+    wrong += [name for name, slot in named(SLOT, state.slots).items() if slot.shape[:1] != rows[:1]]
     if wrong:
         shown = ", ".join(
             f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)
         )
         raise WireError(
-            f"Table {index} comes with {shown}; expected ids, hits and used of int64[n], rows and slots of [n, dim]."
+            f"Table {index} comes with {shown}; expected ids, hits and used of int64[n], rows of [n, dim], slots "
+            "of [n, ...]."
         )
     return state

@@ -1,0 +1,1 @@
+from .rowwise_adagrad import RowWiseAdagrad as RowWiseAdagrad
