@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
+from elasticcb.optimizers import RowWiseAdagrad
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import unwrapped
 
@@ -22,6 +23,7 @@ CLASSES = sorted(
     for name, value in vars(optimizers).items()
     if inspect.isclass(value) and issubclass(value, optimizers.Optimizer) and value is not optimizers.Optimizer
 )
+OWN = ["RowWiseAdagrad", "Unlisted"]
 AVERAGED = {"use_ema": True, "gradient_accumulation_steps": 2}
 
 
@@ -46,6 +48,8 @@ class Unlisted(optimizers.Optimizer):
 def make(name, **settings):
     if name == "Unlisted":
         return Unlisted(learning_rate=0.1, **settings)
+    if name == "RowWiseAdagrad":
+        return RowWiseAdagrad(**settings)
     if name == "LossScaleOptimizer":
         return optimizers.LossScaleOptimizer(optimizers.Adam(**settings))
     if name == "MultiOptimizer":
@@ -74,7 +78,7 @@ def assert_same_variables(one, other):
 
 
 @pytest.mark.parametrize("settings", [{}, AVERAGED], ids=["plain", "averaged"])
-@pytest.mark.parametrize("name", deep_but([*CLASSES, "Unlisted"], "Adam", "MultiOptimizer", "Unlisted"))
+@pytest.mark.parametrize("name", deep_but([*CLASSES, *OWN], "Adam", "MultiOptimizer", *OWN))
 def test_training_goes_on_with_the_state_of_any_optimizer(name, settings):
     model, other = make_model(), make_model()
     first, second = make(name, **settings), make(name, **settings)

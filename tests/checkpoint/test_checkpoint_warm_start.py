@@ -19,7 +19,7 @@ from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 
 ANY = TableSpec(None).to_json()
-SLOTS = {(index, "m") for index in range(9)}
+SLOTS = {(index, name) for index in range(9) for name in "ms"}
 
 
 def spec(path: str, *shape: int, table: str = "", dtype: str = "float32") -> VariableSpec:
@@ -41,13 +41,15 @@ IDS, ITEMS = np.array([7, 2, 900], np.int64), np.array([7, 2, 9], np.int64)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of two servers with two tables, and a slot `m` of each variable, ten times its weights."""
+    """A checkpoint of two servers with two tables. The slot `m` is ten times the weights, `s` has one number a row."""
     unfinished, files, parts, buckets = begin_version(tmp_path, 50), [], partition(SAVED, 2, False), even(2)
     ids = {0: IDS, 3: ITEMS}
-    tables = {i: TableState(ids[i], array(3, 2), {"m": 10 * array(3, 2)}, used=np.full(3, 40)) for i in ids}
+    slots = {"m": 10 * array(3, 2), "s": array(3, 1)}
+    tables = {i: TableState(ids[i], array(3, 2), slots, used=np.full(3, 40)) for i in ids}
     for index, slices in enumerate(parts):
         weights = {part.variable: array(*SAVED[part.variable].shape) for part in slices}
         slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
+        slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
         part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
         part.tables = {number: table.part(index, buckets) for number, table in tables.items()}
         files.append(save_part(unfinished, part, slices, index, 2))
@@ -69,6 +71,7 @@ def test_variables_of_the_same_names_are_taken_with_rows_and_slots_wherever_they
     np.testing.assert_array_equal(state.ids[2], np.sort(IDS))
     np.testing.assert_array_equal(state.weights[2], array(3, 2)[[1, 0, 2]])
     np.testing.assert_array_equal(state.optimizer.slots[2, "m"], 10 * array(3, 2)[[1, 0, 2]])
+    np.testing.assert_array_equal(state.optimizer.slots[2, "s"], array(3, 1)[[1, 0, 2]])
     np.testing.assert_array_equal(state.optimizer.slots[0, "m"], 10 * array(3))
     assert not len(state.weights[1])
     assert not state.optimizer.shared  # steps count from 0
@@ -111,6 +114,7 @@ def test_an_embedding_may_move_to_the_servers_and_back_and_have_more_ids(folder)
     assert not [key for key in state.optimizer.slots if key[0] in (0, 1)]  # those of new ids are not known
     same = taken(folder, (spec("hidden/kernel", 4, 3, table=TableSpec(4).to_json()),))
     np.testing.assert_array_equal(same.optimizer.slots[0, "m"], 10 * array(4, 3))
+    np.testing.assert_array_equal(same.optimizer.slots[0, "s"], array(4, 1))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,35 @@ class Signed(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * memory)
 
 
+class RowNorms(keras.optimizers.Optimizer):
+    """A user's own that reduces over rows: divides by the mean of the last three norms of a row's gradients.
+
+    It keeps [rows, 3], [rows], the variable's shape, and something that is not of rows.
+    """
+
+    rowwise = True
+
+    def build(self, variables: list[Any]) -> None:
+        super().build(variables)
+        self.norms = [self.add_variable((*v.shape[:1], 3), "ones", name="norms") for v in variables]
+        self.counts = [self.add_variable(v.shape[:1], name="counts") for v in variables]
+        self.memory = [self.add_variable_from_reference(v, name="memory") for v in variables]
+        self.total = self.add_variable((), name="total")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        norms, counts, memory = self.norms[index], self.counts[index], self.memory[index]
+        gradient = keras.ops.cast(gradient, "float32")
+        norm = keras.ops.sqrt(keras.ops.sum(gradient**2, axis=tuple(range(1, len(variable.shape)))))
+        self.assign(norms, keras.ops.concatenate([norms[..., 1:], norm[..., None]], -1))
+        self.assign_add(counts, keras.ops.ones_like(norm))
+        divisor = keras.ops.mean(norms, -1) + 1 / counts
+        if len(variable.shape) > 1:
+            divisor = keras.ops.reshape(divisor, (-1, *(1 for _ in variable.shape[1:])))
+        self.assign(memory, 0.5 * memory + keras.ops.cast(gradient / divisor, memory.dtype))
+        self.assign_sub(variable, keras.ops.cast(learning_rate, variable.dtype) * memory)
+
+
 def initial_values(specs: Sequence[VariableSpec] = SPECS, seed: int = 0) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
     return [

@@ -25,7 +25,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.ps.parameters import Parameters
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
-from helpers_ps import SPECS, Part, alone, gradients, initial_values, saved
+from helpers_ps import SPECS, Part, RowNorms, alone, gradients, initial_values, saved
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -39,6 +39,10 @@ BIG = (
 
 def adam():
     return keras.optimizers.Adam(0.01)
+
+
+def row_norms():
+    return RowNorms(0.01)
 
 
 def save(directory, parts, specs=BIG, version=3):
@@ -68,12 +72,13 @@ def whole(parts):
     return [sum(arrays[1:], arrays[0]) for arrays in zip(*(part.values() for part in parts), strict=True)]
 
 
+@pytest.mark.parametrize("make", [adam, row_norms])
 @pytest.mark.parametrize("num_ps", deep_but([1, 3], 3))
-def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num_ps):
-    before = trained(2)
+def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num_ps, make):
+    before = trained(2, make)
     folder = save(tmp_path, before)
     assert sum(part.variable == 0 for p in before for part in p.slices) == 2
-    after = restored(folder, num_ps)
+    after = restored(folder, num_ps, make)
     assert after[0].parameters.version == 3
     for step in range(3, 6):
         for part in [*before, *after]:

@@ -21,13 +21,17 @@ def initial(ids):
 
 
 def descend(rows, slots, gradients):
-    """As SGD with momentum."""
+    """As SGD with momentum; with the sum of first elements."""
     momentum = 0.9 * slots["momentum"] - gradients
-    return rows + momentum, {"momentum": momentum}
+    return rows + momentum, {"momentum": momentum, "sum": slots["sum"] + gradients[..., :1]}
+
+
+def slots_of(dim):
+    return {"momentum": np.zeros(dim), "sum": np.ones(1)}
 
 
 def make_table(**limits):
-    return EmbeddingTable(DIM, "float32", initial, {"momentum": np.zeros(DIM)}, **limits)
+    return EmbeddingTable(DIM, "float32", initial, slots_of(DIM), **limits)
 
 
 def some_ids(random, below=500):
@@ -40,18 +44,19 @@ class Model:
     """The same table as dicts."""
 
     def __init__(self):
-        self.rows, self.momentum, self.hits, self.used = {}, {}, {}, {}
+        self.rows, self.slots, self.hits, self.used = {}, {}, {}, {}
         self.version = 0
 
     def copy(self):
         other = Model()
-        for name in ("rows", "momentum", "hits", "used"):
+        for name in ("rows", "slots", "hits", "used"):
             setattr(other, name, dict(getattr(self, name)))
         return other
 
     def make(self, each):
         if each not in self.rows:
-            self.rows[each], self.momentum[each] = initial(np.array([each]))[0], np.zeros(DIM, np.float32)
+            self.rows[each] = initial(np.array([each]))[0]
+            self.slots[each] = {name: row.astype(np.float32) for name, row in slots_of(DIM).items()}
             self.hits[each], self.used[each] = 0, self.version
 
     def lookup(self, ids, create):
@@ -64,15 +69,16 @@ class Model:
     def update(self, ids, gradients, version):
         for each, gradient in zip(ids.tolist(), gradients, strict=True):
             self.make(each)
-            new, slots = descend(self.rows[each], {"momentum": self.momentum[each]}, gradient)
-            self.rows[each], self.momentum[each], self.used[each] = new, slots["momentum"], version
+            self.rows[each], self.slots[each] = descend(self.rows[each], self.slots[each], gradient)
+            self.used[each] = version
         self.version = version
 
     def check(self, state):
         assert sorted(state.ids.tolist()) == sorted(self.rows)
         for place, each in enumerate(state.ids.tolist()):
             np.testing.assert_array_equal(state.rows[place], self.rows[each])
-            np.testing.assert_array_equal(state.slots["momentum"][place], self.momentum[each])
+            for name, slot in self.slots[each].items():
+                np.testing.assert_array_equal(state.slots[name][place], slot)
             assert (state.hits[place], state.used[place]) == (self.hits[each], self.used[each])
 
 
@@ -84,7 +90,7 @@ class Reading:
         if since is not None:
             for each, used in model.used.items():
                 if used <= since:
-                    for held in (self.expected.rows, self.expected.momentum, self.expected.hits, self.expected.used):
+                    for held in (self.expected.rows, self.expected.slots, self.expected.hits, self.expected.used):
                         del held[each]
 
     def read_on(self):
@@ -130,7 +136,7 @@ def test_table_does_what_dicts_of_rows_do(seed, monkeypatch):
         elif what == "evict":
             places = random.permutation(len(table.used))[:20]
             for each in table.export().ids[places].tolist():
-                for held in (model.rows, model.momentum, model.hits, model.used):
+                for held in (model.rows, model.slots, model.hits, model.used):
                     del held[each]
             table.evict(places)
         elif what == "hold":
@@ -254,6 +260,8 @@ def test_state_of_another_shape_or_with_other_slots_is_refused():
     table = make_table()
     with pytest.raises(ElasticCBError, match=r"rows, float32\[2, 4\].*rows of 3"):
         table.load(TableState(np.arange(2), np.zeros((2, 4), np.float32)), 0)
+    with pytest.raises(ElasticCBError, match=r"sum, float64\[2, 3\]: it has .*slots momentum \[3\], sum \[1\]"):
+        table.load(TableState(np.arange(2), np.zeros((2, 3)), {"sum": np.zeros((2, 3))}), 0)
     with pytest.raises(ElasticCBError, match=r"the slot velocity.*momentum"):
         table.load(TableState(np.arange(2), np.zeros((2, 3)), {"velocity": np.zeros((2, 3))}), 0)
 
@@ -278,7 +286,7 @@ def test_slots_and_counts_that_a_state_lacks_stay_for_ids_that_stay():
 def test_rows_of_other_dtypes_are_kept_as_they_are(dtype):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
-    table = EmbeddingTable(2, dtype, lambda ids: np.ones((len(ids), 2)), {"momentum": np.zeros(2)})
+    table = EmbeddingTable(2, dtype, lambda ids: np.ones((len(ids), 2)), slots_of(2))
     ids = np.arange(5000)
     table.lookup(ids, True)
     train_rows(table, ids, np.full((5000, 2), 0.25, dtype), descend, 1)
@@ -292,4 +300,4 @@ def test_a_table_counts_its_rows_and_their_bytes():
     table.lookup(np.arange(5, 15), True)
     table.lookup(np.arange(30), False)
     assert len(table) == 15
-    assert table.bytes == 15 * table.row_bytes > 15 * 2 * DIM * 4
+    assert table.bytes == 15 * table.row_bytes > 15 * (2 * DIM + 1) * 4

@@ -25,7 +25,7 @@ from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import joined
-from helpers_ps import alone, server_settings
+from helpers_ps import RowNorms, alone, server_settings
 from helpers_ps_lost import OUTER
 
 IDS = 400
@@ -188,8 +188,9 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
     assert str(moved[0]).startswith("The job has 3 parameter servers from now on; there were 1. Moved 682 of 1,024")
 
 
-def test_slots_and_counts_of_rows_move_along(start):
-    servers, still = (start(count, lambda: keras.optimizers.Adam(0.1)) for count in (1, 2))
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, RowNorms])
+def test_slots_and_counts_of_rows_move_along(start, make):
+    servers, still = (start(count, lambda: make(0.1)) for count in (1, 2))
     ids = np.arange(IDS, dtype=np.int64)
     for each in (servers, still):
         client = each.client(1)

@@ -8,12 +8,13 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
+from elasticcb.optimizers import RowWiseAdagrad
 from elasticcb.optimizers.variables import Leaf
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.sharding.partition import VariableSpec
-from helpers_ps import Signed
+from helpers_ps import RowNorms, Signed
 
 ROWS, DIM, STEPS = 40, 5, 6
 SPEC = VariableSpec("emb/embeddings", (0, DIM), "float32", True, table="{}")
@@ -30,6 +31,7 @@ SAME_AS_DENSE = {
     "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "SGD with a schedule": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
     "Adagrad, clipped": lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.5),
+    "RowWiseAdagrad": lambda: RowWiseAdagrad(0.1),
 }
 ALL = {
     **SAME_AS_DENSE,
@@ -40,6 +42,7 @@ ALL = {
     "Nadam": lambda: keras.optimizers.Nadam(0.1),
     "RMSprop": lambda: keras.optimizers.RMSprop(0.1, momentum=0.5),
     "a user's own": lambda: ElementwiseSigned(0.1),
+    "a user's own that reduces over rows": lambda: RowNorms(0.1),
 }
 
 
@@ -139,6 +142,8 @@ def with_rate(name, rate):
     """One of each class that may update rows."""
     if name == "a user's own":
         return ElementwiseSigned(rate)
+    if name == "RowWiseAdagrad":
+        return RowWiseAdagrad(rate)
     more = {
         "SGD": {"momentum": 0.9, "nesterov": True},
         "AdamW": {"weight_decay": 0.1},
@@ -161,6 +166,7 @@ RATES = {
     [
         *product(["SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Ftrl", "Nadam", "Lion"], RATES),
         ("a user's own", "a number"),
+        ("RowWiseAdagrad", "a schedule"),
     ],
 )
 def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(name, rate):
@@ -183,8 +189,9 @@ def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(
     assert not np.allclose(bias.numpy(), other.numpy())  # which trains at the rate itself
 
 
-def test_several_tables_are_updated_as_each_alone():
-    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adam(0.1))
+@pytest.mark.parametrize("name", ["AdamW", "RowWiseAdagrad"])
+def test_several_tables_are_updated_as_each_alone(name):
+    optimizer, _ = server_optimizer(lambda: with_rate(name, 0.1))
     narrow = VariableSpec("first/embeddings", (0, 1), "float32", True, table="{}")
     updates = {1: TableUpdate(optimizer, 1, SPEC), 2: TableUpdate(optimizer, 1, narrow)}
     apart, together = (
@@ -212,6 +219,24 @@ def test_slots_begin_as_keras_makes_them():
     optimizer, _ = server_optimizer(lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
     slots = TableUpdate(optimizer, 1, SPEC).slots_of(DIM)
     assert [slot.tolist() for slot in slots.values()] == [[pytest.approx(0.3)] * DIM]
+
+
+def test_slots_of_an_optimizer_that_reduces_over_rows_have_widths_of_their_own():
+    optimizer, _ = server_optimizer(lambda: RowNorms(0.1))
+    slots = TableUpdate(optimizer, 1, SPEC).slots
+    assert {name: slot.tolist() for name, slot in slots.items()} == {
+        "norms": [1, 1, 1], "counts": 0, "memory": [0] * DIM,
+    }  # fmt: skip
+
+
+# The figures of docs/parameter_servers.md.
+@pytest.mark.parametrize(
+    ("name", "expected"), [("plain SGD", 112), ("RowWiseAdagrad", 116), ("Adagrad", 176), ("Adam", 240)]
+)
+def test_row_of_16_numbers_takes_the_memory_that_the_page_says(name, expected):
+    wide = VariableSpec("emb/embeddings", (0, 16), "float32", True, table="{}")
+    optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD() if name == "plain SGD" else with_rate(name, 0.1))
+    assert EmbeddingTable(16, "float32", initial, TableUpdate(optimizer, 1, wide).slots).row_bytes == expected
 
 
 @pytest.mark.parametrize(
