@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from elasticcb.optimizers import RowWiseAdagrad
+
 schedules = keras.optimizers.schedules
 
 
@@ -124,4 +126,5 @@ OPTIONS = {
     "`loss_scale_factor`": lambda: keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0),
     "a schedule of the user's": lambda: keras.optimizers.SGD(Halved(0.3)),
     "an optimizer of the user's": lambda: Signs(0.01),
+    "`elasticcb.optimizers.RowWiseAdagrad`": lambda: RowWiseAdagrad(0.05),
 }

@@ -19,6 +19,7 @@ from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError, JobFailedError, UsageError
 from elasticcb.layers import Embedding
+from elasticcb.optimizers import RowWiseAdagrad
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
 
@@ -84,6 +85,47 @@ def test_rows_without_repeated_ids_are_updated_as_fit_updates_them() -> None:
     pairs = zip(ours.weights + ours.optimizer.variables, plain.weights + plain.optimizer.variables, strict=True)
     for own, other in pairs:
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=own.path)
+
+
+def towers(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    """Two tables of one width, one of another, and dense layers."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,), dtype="int64")
+    layers = [keras.layers.Embedding(VOCABULARY, dim, name=f"table_{i}") for i, dim in enumerate((8, 8, 3))]
+    found = keras.layers.Concatenate()([keras.layers.Flatten()(layer(inputs)) for layer in layers])
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(80, "relu")(found)))
+    model.compile(optimizer, "mse")
+    return model
+
+
+def row_wise() -> keras.optimizers.Optimizer:
+    return RowWiseAdagrad(0.1)
+
+
+def row_wise_and_adam() -> keras.optimizers.Optimizer:
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("This release of Keras has no MultiOptimizer.")
+    inner = {".*embeddings": row_wise()}
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), inner))
+
+
+@pytest.mark.parametrize("updates", deep_but(["local", "sync", "async"], "local"))
+@pytest.mark.parametrize("make", [row_wise, row_wise_and_adam])
+def test_rows_with_one_accumulator_each_train_and_go_on_as_by_fit(tmp_path: Path, updates: str, make: Any) -> None:
+    ours, plain = towers(make()), towers(make())
+    given = {"batch_size": 30, "shuffle": False, "verbose": 0}
+    with cluster(updates=updates, checkpoint_dir=tmp_path) as servers:
+        servers.fit(ours, IDS[:200], LABELS[:200], **given)
+    assert len(tables_in(tmp_path)) == 3
+    ours.save(tmp_path / "model.keras")
+    ours = keras.saving.load_model(tmp_path / "model.keras")
+    with cluster(num_ps=3, updates=updates) as servers:
+        servers.fit(ours, IDS[200:], LABELS[200:], **given)
+    for part in (slice(200), slice(200, None)):
+        plain.fit(IDS[part], LABELS[part], **given)
+    pairs = zip(ours.weights + ours.optimizer.variables, plain.weights + plain.optimizer.variables, strict=True)
+    for own, other in pairs:
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-5, err_msg=own.path)
 
 
 def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path) -> None:
