@@ -47,7 +47,7 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
     inner = list(optimizer.optimizers)
     groups: list[dict[int, Any]] = [{} for _ in inner]
     for index, variable in variables.items():
-        chosen = _chosen(optimizer, variable)
+        chosen = chosen_optimizer(optimizer, variable)
         if not any(chosen is other for other in inner):
             inner.append(chosen)
             groups.append({})
@@ -55,7 +55,7 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
     return [Leaf(f"{place}.{i}", *pair) for i, pair in enumerate(zip(inner, groups, strict=True)) if pair[1]]
 
 
-def _chosen(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:
+def chosen_optimizer(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:
     """Which of the optimizers inside a MultiOptimizer updates `variable`."""
     if optimizer.built:  # a function that chooses may make a new one at each call
         return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]

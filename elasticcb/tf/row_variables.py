@@ -25,7 +25,12 @@ class RowVariable(keras.Variable):
 def make_free_rows(variable: keras.Variable) -> None:
     """Empties a variable and lets it have any number of rows from now on."""
     with tf.init_scope(), tf.device("/CPU:0"):
-        variable._value = _free(tf.zeros([0, *variable.shape[1:]], variable.dtype), variable)
+        _replace(variable, _free(tf.zeros([0, *variable.shape[1:]], variable.dtype), variable))
+
+
+def _replace(variable: keras.Variable, value: tf.Variable) -> None:
+    value._unique_id = variable._value._unique_id  # by which an optimizer knows it that is built already
+    variable._value = value
 
 
 def _free(value: Any, variable: keras.Variable) -> tf.Variable:
@@ -47,8 +52,9 @@ def fill(variable: keras.Variable, rows: Array) -> None:
 def make_whole(variable: keras.Variable, rows: Array) -> None:
     """Gives a variable the shape and value of `rows`. Shares their memory: they may not be changed afterwards."""
     with tf.init_scope(), tf.device("/CPU:0"):
-        variable._value = tf.Variable(
-            tensor_of(rows), dtype=variable.dtype, trainable=variable.trainable, name=variable.name
+        _replace(
+            variable,
+            tf.Variable(tensor_of(rows), dtype=variable.dtype, trainable=variable.trainable, name=variable.name),
         )
     variable._shape = tuple(rows.shape)
 

@@ -13,7 +13,8 @@ from elasticcb.compute.tensorflow.late_reads import LateReads
 from elasticcb.compute.tensorflow.loss_scale import plain_gradient
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.step_logs import flat_logs
-from elasticcb.optimizers.traits import model_optimizers, unwrapped
+from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
+from elasticcb.optimizers.variables import chosen_optimizer
 
 
 class Update(NamedTuple):
@@ -79,10 +80,13 @@ class OptimizerCapture:
             if _key(variable) in keys and gradient is not None
         ]
         others = [(gradient, variable) for gradient, variable in pairs if _key(variable) not in keys]
-        if others:
-            type(optimizer).apply(optimizer, *zip(*others, strict=True))
-        else:
-            unwrapped(optimizer)._iterations.assign_add(1)
+        for each, own in _by_optimizer(optimizer, others):
+            if own:
+                type(each).apply(each, *zip(*own, strict=True))
+            else:
+                unwrapped(each)._iterations.assign_add(1)
+        if isinstance(optimizer, MultiOptimizer):  # it counts for itself
+            optimizer._iterations.assign_add(1)
         return kept
 
     def release(self) -> None:
@@ -193,6 +197,14 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
+    """Gradients by the optimizer that applies them. Those inside a MultiOptimizer, which itself takes all or none."""
+    if not isinstance(optimizer, MultiOptimizer):
+        return [(optimizer, pairs)]
+    inner = [each for each in optimizer.optimizers if each.built]
+    return [(each, [pair for pair in pairs if chosen_optimizer(optimizer, pair[1]) is each]) for each in inner]
 
 
 def _graph() -> Any:
