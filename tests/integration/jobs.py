@@ -58,7 +58,7 @@ LINEAR_MODEL = (
     + _ROWS_METRIC
 )
 
-# A linear function with an offset for each id, which an embedding table learns.
+# A linear function with an offset for each id, which an embedding table learns: the sum of a row, which has one slot.
 OFFSETS_MODEL = (
     """
     import elasticcb
@@ -67,15 +67,16 @@ OFFSETS_MODEL = (
     def custom_model():
         ids = keras.Input((1,), dtype="int64", name="id")
         numbers = keras.Input((4,), name="numbers")
-        row = keras.layers.Flatten()(elasticcb.layers.Embedding(1, embeddings_initializer="zeros")(ids))
-        outputs = keras.layers.Add()([keras.layers.Dense(1)(numbers), row])
+        rows = keras.layers.Flatten()(elasticcb.layers.Embedding(2, embeddings_initializer="zeros")(ids))
+        offset = keras.ops.sum(rows, axis=1, keepdims=True)
+        outputs = keras.layers.Add()([keras.layers.Dense(1)(numbers), offset])
         return keras.Model({"id": ids, "numbers": numbers}, outputs)
 
     def loss(labels, predictions):
         return keras.losses.mean_squared_error(labels, predictions)
 
     def optimizer():
-        return keras.optimizers.Adagrad(0.3)
+        return elasticcb.optimizers.RowWiseAdagrad(0.3)
 
     def feed(dataset, mode, metadata):
         def split(record):
