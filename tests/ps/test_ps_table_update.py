@@ -229,7 +229,7 @@ def test_slots_of_an_optimizer_that_reduces_over_rows_have_widths_of_their_own()
     }  # fmt: skip
 
 
-# The figures of docs/parameter_servers.md.
+# The figures of docs/embeddings.md.
 @pytest.mark.parametrize(
     ("name", "expected"), [("plain SGD", 112), ("RowWiseAdagrad", 116), ("Adagrad", 176), ("Adam", 240)]
 )
