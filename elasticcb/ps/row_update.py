@@ -46,12 +46,11 @@ class RowClone:
                 tf.zeros([_ROWS, *shape[1:]], dtype), dtype=dtype, trainable=True, name=path.rpartition("/")[2]
             )
             self._rows._path = path
-            make_free_rows(self._rows)
             clone = optimizer.clone(index, self._rows)
             self.slots = {slot.name: slot.value.numpy()[0] for slot in clone.slots}
             self._slots = [slot.value for slot in clone.slots]
-            for slot in self._slots:
-                make_free_rows(slot)
+            for each in (self._rows, *self._slots):
+                make_free_rows(each)
         self.has_extras = bool(clone.extras)
         self._optimizer = clone.optimizer
         if rate_multiplier != 1:

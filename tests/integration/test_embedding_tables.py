@@ -182,13 +182,14 @@ def test_rows_age_on_from_one_fit_to_the_next_and_those_that_the_caller_gives_ar
     assert model.layers[1].rows()[0].tolist() == list(range(320))
 
 
-def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows() -> None:
+@pytest.mark.parametrize("make", deep_but([keras.optimizers.Adagrad, RowWiseAdagrad], RowWiseAdagrad))
+def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows(make: Any) -> None:
     first, second = np.arange(80).reshape(20, 4), np.arange(60, 200).reshape(35, 4)
-    model = model_of(Embedding(8), keras.optimizers.Adagrad(0.1))
-    whole = model_of(Embedding(8, name=model.layers[1].name), keras.optimizers.Adagrad(0.1))
+    model = model_of(Embedding(8), make(0.1))
+    whole = model_of(Embedding(8, name=model.layers[1].name), make(0.1))
     whole.layers[-1].set_weights(model.layers[-1].get_weights())
     whole.layers[1].set_rows(np.arange(200))
-    whole.compile(keras.optimizers.Adagrad(0.1), "mse", metrics=["mae"])
+    whole.compile(make(0.1), "mse", metrics=["mae"])
     with cluster(use_async=False) as servers:
         for ids in (first, second):
             given = {"batch_size": 5, "shuffle": False, "verbose": 0}

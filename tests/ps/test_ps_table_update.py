@@ -25,6 +25,16 @@ class ElementwiseSigned(Signed):
     elementwise = True
 
 
+class WithNormOfAll(RowNorms):
+    """Keeps one number for all rows of a variable, so that its promise is broken."""
+
+    rowwise = True
+
+    def build(self, variables):
+        super().build(variables)
+        self.last = [self.add_variable((1,), name="last") for _ in variables]
+
+
 # Their update of a row without a gradient is nothing.
 SAME_AS_DENSE = {
     "SGD": lambda: keras.optimizers.SGD(0.1),
@@ -246,8 +256,9 @@ def test_row_of_16_numbers_takes_the_memory_that_the_page_says(name, expected):
         lambda: keras.optimizers.Adam(0.1, use_ema=True),
         lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
         lambda: Signed(0.1),
+        lambda: WithNormOfAll(0.1),
     ],
-    ids=["Adafactor", "use_ema", "accumulation", "a user's own that says nothing"],
+    ids=["Adafactor", "use_ema", "accumulation", "a user's own that says nothing", "one that says what is not so"],
 )
 def test_optimizer_that_needs_whole_tables_is_refused_with_the_table_named(make):
     optimizer, _ = server_optimizer(make)
