@@ -119,7 +119,8 @@ def row_bytes(kind: Callable[[], Any]) -> int:
     def leaf() -> Leaf:
         return Leaf("0", kind(), {0: spec})
 
-    return EmbeddingTable(DIM, "float32", None, TableUpdate(ServerOptimizer(leaf(), leaf, {}), 0, spec).slots).row_bytes
+    update = TableUpdate(ServerOptimizer(leaf(), leaf, {}), 0, spec)
+    return EmbeddingTable(DIM, "float32", None, update.slots_of(DIM)).row_bytes
 
 
 if __name__ == "__main__":

@@ -108,10 +108,10 @@ class TableUpdates:
             for index in group:
                 change = changes[index]
                 end = first + change.rows.size // math.prod(update.row_shape)
-                new, *given = (array[first:end] for array in arrays)
+                new, *updated = (array[first:end] for array in arrays)
                 slots = {
                     name: slot.reshape(change.slots[name].shape)
-                    for name, slot in zip(update.slots, given, strict=True)
+                    for name, slot in zip(update.slots, updated, strict=True)
                 }
                 tables[index].commit(change, new.reshape(change.rows.shape), slots, version)
                 first = end

@@ -246,7 +246,7 @@ def test_slots_of_an_optimizer_that_reduces_over_rows_have_widths_of_their_own()
 def test_row_of_16_numbers_takes_the_memory_that_the_page_says(name, expected):
     wide = VariableSpec("emb/embeddings", (0, 16), "float32", True, table="{}")
     optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD() if name == "plain SGD" else with_rate(name, 0.1))
-    assert EmbeddingTable(16, "float32", initial, TableUpdate(optimizer, 1, wide).slots).row_bytes == expected
+    assert EmbeddingTable(16, "float32", initial, TableUpdate(optimizer, 1, wide).slots_of(16)).row_bytes == expected
 
 
 @pytest.mark.parametrize(
