@@ -1,10 +1,10 @@
 """What optimizers cost for each row of an embedding table, and how good the models are: plain Keras, in one process.
 
-    python benchmarks/row_optimizers.py [--data_dir=DIRECTORY] [--seeds=3] [--into=docs/embeddings.md]
+    python benchmarks/row_optimizers.py [--data_dir=DIRECTORY] [--accumulators=1e-6,1e-4] [--into=docs/embeddings.md]
 
 Clicks are generated: 8 columns of ids by zipf(1.2), whose biases and pairwise products make the odds. With
 DIRECTORY, which holds ml-100k/u.data, also ratings of 4 and 5 against others, by user and item. Tables [ids, 16] are
-trained by each optimizer, dense layers by Adam(0.001). Each optimizer has the best of four learning rates, and of two
+trained by each optimizer, dense layers by Adam(0.001). Each optimizer has the best of four learning rates, and of the
 values that accumulators begin with, by a tenth of the data. Prints a Markdown table of the bytes of a row on a server,
 and of the AUC over another tenth.
 """
@@ -30,6 +30,7 @@ def main() -> None:
     parser = table_parser(__doc__ or "")
     parser.add_argument("--data_dir", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--accumulators", default="1e-6,1e-4", help="what they begin with, to choose from")
     arguments = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
@@ -41,7 +42,8 @@ def main() -> None:
         data["movielens"] = ratings(arguments.data_dir / "ml-100k" / "u.data")
     lines = [f"| optimizer | bytes of a row of {DIM} float32 | {' | '.join(f'AUC, {name}' for name in data)} |"]
     lines.append("|---|---|" + "---|" * len(data))
-    adagrads = list(product((0.03, 0.1, 0.3, 1.0), (1e-6, 1e-4)))  # learning rate, initial accumulator
+    starts = [float(start) for start in arguments.accumulators.split(",")]
+    adagrads = list(product((0.03, 0.1, 0.3, 1.0), starts))  # learning rate, initial accumulator
     kinds = {
         keras.optimizers.SGD: [(3.0,), (10.0,), (30.0,), (100.0,)],
         RowWiseAdagrad: adagrads,
