@@ -17,11 +17,10 @@ import numpy as np
 
 from elasticcb.rpc.tensors import Array, all_finite, dtype_of
 
-# Of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
-_GOLDEN, _FIRST, _SECOND = (
-    np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_OF_VERSION = 0xD1B54A32D192ED03
+# Of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), of whose two rounds
+# one mixes what a row is known by, and one the words of the row.
+_GOLDEN, _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_OF_VERSION = 0x94D049BB133111EB
 _CUT = 16  # bits
 
 
@@ -60,9 +59,8 @@ def _columns(dim: int) -> Array:
 
 
 def _mixed(words: Array) -> Array:
-    """Each bit of `words` (uint64, overwritten) then depends on all."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        words ^= words >> np.uint64(shift)
-        words *= factor
-    words ^= words >> np.uint64(31)
+    """One round, of uint64, which are overwritten."""
+    words ^= words >> np.uint64(32)
+    words *= _MULTIPLIER
+    words ^= words >> np.uint64(29)
     return words
