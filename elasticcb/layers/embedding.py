@@ -302,6 +302,7 @@ class Embedding(keras.layers.Layer):
         self.set_rows(store["ids"], store["rows"])
 
     def get_config(self) -> dict[str, Any]:
+        rows_dtype = self.table_options.rows_dtype
         return {
             **super().get_config(),
             "output_dim": self.output_dim,
@@ -312,6 +313,7 @@ class Embedding(keras.layers.Layer):
             "seed": self.seed,
             "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
             **dataclasses.asdict(self.table_options),
+            "rows_dtype": None if rows_dtype is None else rows_dtype.value,
         }
 
 

@@ -266,4 +266,4 @@ def test_settings_of_the_table_are_in_the_config_of_the_layer():
     again = Embedding.from_config(Embedding(3, **given).get_config())
     assert again.table_spec().options == TableOptions(**given)
     assert again.get_config() == json.loads(json.dumps(Embedding(3, name=again.name, **given).get_config()))
-    assert again.dtype == "float32"
+    assert (again.dtype, type(again.get_config()["rows_dtype"])) == ("float32", str)
