@@ -22,7 +22,7 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.settings.choices import RowsDtype, WhenFull
+from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState, joined
 
@@ -83,8 +83,7 @@ class EmbeddingTable:
         self._initial_values, self._initial_slots = initial_values, dict(slots)
         self._limits = TableLimits() if limits is None else limits
         options = options or TableOptions()
-        is_rounded = options.rows_dtype is RowsDtype.BFLOAT16 and np.dtype(dtype) == np.float32
-        self._rows = TableRows(dim, dtype, slots, dtype_of("bfloat16") if is_rounded else None)
+        self._rows = TableRows(dim, dtype, slots, dtype_of(options.held_dtype(np.dtype(dtype).name)))
         self._min_count, self._max_age = options.min_count or 1, options.max_age or 0
         self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
@@ -344,7 +343,7 @@ class EmbeddingTable:
     @property
     def value_bytes(self) -> int:
         """What the values of one row take."""
-        return self._rows.dim * self._rows.dtype.itemsize
+        return self._rows.dim * self._rows.held_dtype.itemsize
 
     @property
     def slots(self) -> Collection[str]:

@@ -33,6 +33,10 @@ class TableOptions(Section):
         "Parameter servers hold rows as they are (float32), or rounded stochastically in half the bytes (bfloat16).",
     )
 
+    def held_dtype(self, dtype: str) -> str:
+        """Of the rows in a server's memory, in a table of this dtype."""
+        return "bfloat16" if self.rows_dtype is RowsDtype.BFLOAT16 and dtype == "float32" else dtype
+
     def over(self, others: TableOptions) -> TableOptions:
         """These, and where nothing is set here, `others`."""
         own = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
