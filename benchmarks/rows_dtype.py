@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "quality"))
     parser.add_argument("--rows", type=float, default=1e7)
     parser.add_argument("--data_dir", type=Path)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="2 or more")
     arguments = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
