@@ -463,6 +463,7 @@ class EmbeddingTable:
         return replace(completed, used=np.minimum(completed.used, version))
 
     def _checked(self, state: TableState) -> TableState:
+        """`state`, with rows as they are held, also of those that go to disk."""
         shape = (len(state.ids), self._rows.dim)
         given = {"rows": state.rows, **state.slots}
         wrong = [
@@ -476,7 +477,7 @@ class EmbeddingTable:
                 f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
                 f"{', '.join(sorted(self._initial_slots)) or '(none)'}. Train on with the same model and optimizer."
             )
-        return state
+        return replace(state, rows=self._rows.as_held(state.rows))
 
     def __len__(self) -> int:
         """In memory and on disk."""
