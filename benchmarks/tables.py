@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, nargs="+", default=[16, 1], help="elements of a row")
     parser.add_argument("--batch", type=int, nargs="+", default=[128, 1024], help="examples of a batch")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, nargs="+", default=["Adagrad"], help="of Keras")
+    parser.add_argument("--rows_dtype", choices=("float32", "bfloat16"), default="float32", help="of rows in memory")
     parser.add_argument("--warm_up", type=int, default=200, help="batches before the measurement")
     parser.add_argument("--windows", type=int, default=5, help="windows of 50 batches")
     arguments = parser.parse_args()
@@ -45,18 +46,33 @@ def main() -> None:
         for vocabulary in arguments.vocabulary:
             for dim in arguments.dim:
                 for batch in arguments.batch:
-                    measured = measure(optimizer, int(vocabulary), dim, batch, arguments.warm_up, arguments.windows)
+                    measured = measure(
+                        optimizer,
+                        int(vocabulary),
+                        dim,
+                        batch,
+                        arguments.rows_dtype,
+                        arguments.warm_up,
+                        arguments.windows,
+                    )
                     print(f"| {optimizer} | {vocabulary:.0e} | {dim} | {batch} | {' | '.join(measured)} |", flush=True)
 
 
-def measure(optimizer: str, vocabulary: int, dim: int, batch: int, warm_up: int, windows: int) -> list[str]:
+def measure(
+    optimizer: str, vocabulary: int, dim: int, batch: int, rows_dtype: str, warm_up: int, windows: int
+) -> list[str]:
     """The last columns of a line."""
+    import keras
+
     from elasticcb.ps.embedding_table import EmbeddingTable
     from elasticcb.ps.table_update import TableUpdates
+    from elasticcb.settings import RowsDtype
+    from elasticcb.settings.table import TableOptions
 
-    of_table = table_update(optimizer, dim)
+    _, of_table = table_update(lambda: getattr(keras.optimizers, optimizer)(0.05), dim)
     update = TableUpdates({0: of_table})
-    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots_of(dim))
+    options = TableOptions(rows_dtype=RowsDtype(rows_dtype))
+    table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots_of(dim), options=options)
     random = np.random.default_rng(0)
     version = 0
 
@@ -119,10 +135,8 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
     return lambda ids: make([tf.constant(ids)])[0].numpy()
 
 
-def table_update(optimizer: str, dim: int) -> Any:
-    """As a server makes it."""
-    import keras
-
+def table_update(make_optimizer: Callable[[], Any], dim: int) -> tuple[Any, Any]:
+    """The optimizer of a server, and what it does to a table, as the server makes them."""
     from elasticcb.optimizers.variables import Leaf
     from elasticcb.ps.optimizer import ServerOptimizer
     from elasticcb.ps.table_update import TableUpdate
@@ -131,9 +145,10 @@ def table_update(optimizer: str, dim: int) -> Any:
     spec = VariableSpec("embedding/embeddings", (0, dim), "float32", True, table="{}")
 
     def leaf() -> Leaf:
-        return Leaf("0", getattr(keras.optimizers, optimizer)(0.05), {0: spec})
+        return Leaf("0", make_optimizer(), {0: spec})
 
-    return TableUpdate(ServerOptimizer(leaf(), leaf, {}), 0, spec)
+    server = ServerOptimizer(leaf(), leaf, {})
+    return server, TableUpdate(server, 0, spec)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
     assert arguments.problems == []
     age, rate, *others = problems_of(arguments.settings, arguments)
     assert age == "EmbeddingOptions.tables, 'users': max_age=-1 can't be. Expected at least 0."
-    assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows.")
+    assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows, rows_dtype.")
     expected = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
     assert others == [f"EmbeddingOptions.tables, {name}: {expected}" for name in ("'items'", "3")]
     assert Arguments({"embedding": EmbeddingOptions(tables=[])}).problems == [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_counts import Spread, TableCounts, Top
 from elasticcb.sharding.table_spec import TableSpec
@@ -43,7 +44,8 @@ class TableReport:
     """One table.
 
     Attributes:
-        path, dtype, dim: of the variable; `dim` elements a row.
+        path: of the variable.
+        dtype, dim: of a row, as it is held; `dim` elements.
         input_dim: how many ids there may be; None: no limit.
         rows: how many ids have one.
         row_bytes, slot_bytes: of all rows, and of what the optimizer keeps for them.
@@ -97,15 +99,15 @@ def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, liv
         top: of so many ids `TableReport.top` tells.
         live: whether servers hold the parts now.
     """
-    hits, ages = Spread(), Spread()
+    table, hits, ages = TableSpec.from_json(spec.table), Spread(), Spread()
     for part in parts:
         hits.add(part.hits)
         ages.add(part.ages)
     return TableReport(
         path=spec.path,
-        dtype=spec.dtype,
+        dtype=table.options.held_dtype(spec.dtype) if live else spec.dtype,
         dim=spec.row_elements,
-        input_dim=TableSpec.from_json(spec.table).input_dim,
+        input_dim=table.input_dim,
         rows=sum(part.rows for part in parts),
         row_bytes=sum(part.row_bytes for part in parts),
         slot_bytes=sum(part.slot_bytes for part in parts),
@@ -115,7 +117,7 @@ def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, liv
         top=_top_of(parts, top),
         ages=ages.quantiles(),
         rows_of_servers=tuple(part.rows for part in parts),
-        live=_live(spec, parts) if live else None,
+        live=_live(table.options, parts) if live else None,
     )
 
 
@@ -126,8 +128,7 @@ def _top_of(parts: Sequence[TableCounts], size: int) -> tuple[tuple[int, int], .
     return tuple(zip(top.ids.tolist(), top.hits.tolist(), strict=True))
 
 
-def _live(spec: VariableSpec, parts: Sequence[TableCounts]) -> LiveTable:
-    options = TableSpec.from_json(spec.table).options
+def _live(options: TableOptions, parts: Sequence[TableCounts]) -> LiveTable:
     flows = [part.growth for part in parts if part.growth.seconds > 0]
     return LiveTable(
         bytes=sum(part.bytes for part in parts),

@@ -50,6 +50,8 @@ class Embedding(keras.layers.Layer):
             `embedding_min_count` says.
         max_age: in a job, rows that were not trained for this many versions are removed, 0: never; None: as the job's
             `embedding_max_age` says.
+        rows_dtype: in a job, parameter servers hold rows as "float32", or as "bfloat16", rounded stochastically; None:
+            as the job's `embedding_rows_dtype` says. It is not the `dtype` of the layer, which stays as it is.
 
     Call:
         inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats where they can hold all ids below
@@ -81,6 +83,7 @@ class Embedding(keras.layers.Layer):
         max_age: int | None = None,
         learning_rate_multiplier: float | None = None,
         max_rows: int | None = None,
+        rows_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
         _check_number("output_dim", output_dim)
@@ -92,6 +95,7 @@ class Embedding(keras.layers.Layer):
                 "max_age": max_age,
                 "learning_rate_multiplier": learning_rate_multiplier,
                 "max_rows": max_rows,
+                "rows_dtype": rows_dtype,
             }
         )
         if problems:
@@ -298,6 +302,7 @@ class Embedding(keras.layers.Layer):
         self.set_rows(store["ids"], store["rows"])
 
     def get_config(self) -> dict[str, Any]:
+        rows_dtype = self.table_options.rows_dtype
         return {
             **super().get_config(),
             "output_dim": self.output_dim,
@@ -308,6 +313,7 @@ class Embedding(keras.layers.Layer):
             "seed": self.seed,
             "embeddings_regularizer": keras.regularizers.serialize(self.embeddings_regularizer),
             **dataclasses.asdict(self.table_options),
+            "rows_dtype": None if rows_dtype is None else rows_dtype.value,
         }
 
 

@@ -38,7 +38,7 @@ def with_settings(
         by_name[index] = read_table_options(given)[0]
         if not tables[index].initializer:
             _check_given_rows(name, by_name[index])
-    of_all = TableOptions(min_count=embedding.min_count, max_age=embedding.max_age)
+    of_all = TableOptions(min_count=embedding.min_count, max_age=embedding.max_age, rows_dtype=embedding.rows_dtype)
     found = {}
     for index, table in tables.items():
         options = by_name.get(index, TableOptions()).over(table.options).over(of_all)
@@ -67,7 +67,7 @@ def _named(name: str, paths: Mapping[int, str]) -> int:
 
 def _check_given_rows(name: str, options: TableOptions) -> None:
     for setting, value in dataclasses.asdict(options).items():
-        if value and setting != "learning_rate_multiplier":
+        if value and setting not in ("learning_rate_multiplier", "rows_dtype"):
             raise UsageError(
                 f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, whose rows are all "
                 "there from the start. Leave it out, or make the layer an elasticcb.layers.Embedding."

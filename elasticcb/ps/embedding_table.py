@@ -21,7 +21,7 @@ from elasticcb.ps.table_growth import RowFlow
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
-from elasticcb.rpc.tensors import Array
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState, joined
@@ -82,8 +82,8 @@ class EmbeddingTable:
         self.name = name
         self._initial_values, self._initial_slots = initial_values, dict(slots)
         self._limits = TableLimits() if limits is None else limits
-        self._rows = TableRows(dim, dtype, slots)
         options = options or TableOptions()
+        self._rows = TableRows(dim, dtype, slots, dtype_of(options.held_dtype(np.dtype(dtype).name)))
         self._min_count, self._max_age = options.min_count or 1, options.max_age or 0
         self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
@@ -140,7 +140,9 @@ class EmbeddingTable:
             if create:
                 self._train_soon(ids, places)
             return self._rows.read(places)
-        if initial is None and len(missing):
+        if initial is not None:
+            initial = self._rows.as_held(initial)
+        elif len(missing):
             initial = self.initial_rows(ids[missing])
         if create:
             assert initial is not None
@@ -209,7 +211,8 @@ class EmbeddingTable:
                 f"{self.name} has no row of the id {int(ids[0])}: its rows were all given at the start, and new ones "
                 "can't be made."
             )
-        return np.asarray(self._initial_values(ids), self._rows.dtype).reshape(len(ids), self._rows.dim)
+        rows = np.asarray(self._initial_values(ids), self._rows.dtype).reshape(len(ids), self._rows.dim)
+        return self._rows.as_held(rows)
 
     def _make_rows(self, ids: Array, places: Array, missing: Array, initial: Array) -> None:
         """Adds rows for `ids[missing]`, of the values `initial`, as far as allowed; `places` gets their places."""
@@ -340,7 +343,7 @@ class EmbeddingTable:
     @property
     def value_bytes(self) -> int:
         """What the values of one row take."""
-        return self._rows.dim * self._rows.dtype.itemsize
+        return self._rows.dim * self._rows.held_dtype.itemsize
 
     @property
     def slots(self) -> Collection[str]:
@@ -422,7 +425,7 @@ class EmbeddingTable:
         Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
         """
         state = self._completed(self._checked(state), version)
-        rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots)
+        rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots, self._rows.held_dtype)
         self._rows = rows  # snapshots have those before, which nobody changes any more
         self._candidates.clear()
         self._version = self._swept = version
@@ -460,6 +463,7 @@ class EmbeddingTable:
         return replace(completed, used=np.minimum(completed.used, version))
 
     def _checked(self, state: TableState) -> TableState:
+        """`state`, with rows as they are held, also of those that go to disk."""
         own = {"rows": (self._rows.dim,)} | {name: row.shape for name, row in self._rows.initial_slots.items()}
         given = {"rows": state.rows, **state.slots}
         wrong = [
@@ -475,7 +479,7 @@ class EmbeddingTable:
                 f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
                 f"{', '.join(slots) or '(none)'}. Train on with the same model and optimizer."
             )
-        return state
+        return replace(state, rows=self._rows.as_held(state.rows))
 
     def __len__(self) -> int:
         """In memory and on disk."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.id_index import IdIndex
+from elasticcb.ps.stochastic_rounding import rounded
 from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.table_state import TableState
 
@@ -35,17 +36,22 @@ class TableRows:
     Args:
         dim, dtype: of a row.
         slots: the initial row of each slot, [dim] or of another width, by name.
+        held_dtype: of rows in memory, `dtype` or bfloat16; None: `dtype`. What is trained is rounded stochastically,
+            what is given to the nearest.
 
     Attributes:
         initial_slots: the same.
         snapshots: are told before what is at a place changes.
     """
 
-    def __init__(self, dim: int, dtype: npt.DTypeLike, slots: Mapping[str, Array]) -> None:
+    def __init__(
+        self, dim: int, dtype: npt.DTypeLike, slots: Mapping[str, Array], held_dtype: npt.DTypeLike | None = None
+    ) -> None:
         self.dim, self.dtype = dim, np.dtype(dtype)
+        self.held_dtype = self.dtype if held_dtype is None else np.dtype(held_dtype)
         self.index = IdIndex()
         self.initial_slots = {name: np.asarray(row, self.dtype) for name, row in slots.items()}
-        self._rows = GrowingArray((dim,), self.dtype)
+        self._rows = GrowingArray((dim,), self.held_dtype)
         self._slots = {name: GrowingArray(row.shape, self.dtype) for name, row in self.initial_slots.items()}
         self._hits = GrowingArray((), np.int64)
         self._used = GrowingArray((), np.int64)
@@ -57,8 +63,8 @@ class TableRows:
     @property
     def row_bytes(self) -> int:
         """What one row costs, with all that goes with it."""
-        elements = self.dim + sum(row.size for row in self.initial_slots.values())
-        return elements * self.dtype.itemsize + OVERHEAD_BYTES
+        slots = sum(row.nbytes for row in self.initial_slots.values())
+        return self.dim * self.held_dtype.itemsize + slots + OVERHEAD_BYTES
 
     @property
     def used(self) -> Array:
@@ -92,7 +98,16 @@ class TableRows:
 
     def read(self, places: Array) -> Array:
         """A new array [n, dim]."""
-        return _gather(self._rows.array, places)
+        held = _gather(self._rows.array, places)
+        if self.held_dtype == self.dtype:
+            return held
+        rows = aligned(held.shape, self.dtype)
+        rows[:] = held
+        return rows
+
+    def as_held(self, rows: Array) -> Array:
+        """What `read` gives of `rows` ([n, dim]) once they are added."""
+        return rows.astype(self.held_dtype, copy=False).astype(self.dtype, copy=False)
 
     def read_slots(self, places: Array) -> dict[str, Array]:
         """New arrays [n, …]."""
@@ -101,6 +116,8 @@ class TableRows:
     def write(self, places: Array, rows: Array, slots: Mapping[str, Array], version: int) -> None:
         """Sets rows [n, dim] and slots [n, …] that were trained at `version`."""
         self._changing(places)
+        if self.held_dtype != self.dtype:
+            rows = rounded(rows, self.index.ids[places], version)
         _scatter(self._rows.array, places, rows)
         for name, slot in self._slots.items():
             _scatter(slot.array, places, slots[name])
@@ -116,7 +133,7 @@ class TableRows:
         end = min(start + count, len(self))
         return TableState(
             self.index.ids[start:end].copy(),
-            self._rows.array[start:end].copy(),
+            self._rows.array[start:end].astype(self.dtype),
             {name: slot.array[start:end].copy() for name, slot in self._slots.items()},
             self._hits.array[start:end].copy(),
             self._used.array[start:end].copy(),
@@ -143,7 +160,7 @@ class TableRows:
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
         """(ids, rows) of what is at places [start, start + count), without the rest."""
         end = min(start + count, len(self))
-        return self.index.ids[start:end].copy(), self._rows.array[start:end].copy()
+        return self.index.ids[start:end].copy(), self._rows.array[start:end].astype(self.dtype)
 
     def fill(self, state: TableState) -> None:
         """Adds all of `state`; none of it is here yet. Slots that it lacks begin anew."""

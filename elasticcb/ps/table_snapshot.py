@@ -49,7 +49,8 @@ class TableSnapshot:
             wanted = rows.used > since
             self._wanted = np.flatnonzero(wanted)
             np.subtract(wanted, 1, out=self._marks, dtype=np.int32)
-        self._kept = TableRows(rows.dim, rows.dtype, rows.initial_slots if self._whole else {})
+        slots = rows.initial_slots if self._whole else {}
+        self._kept = TableRows(rows.dim, rows.dtype, slots, rows.held_dtype)
         rows.snapshots.append(self)
 
     @property

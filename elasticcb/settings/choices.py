@@ -63,6 +63,13 @@ class WireDtype(str, Enum):
     INT8 = "int8"  # rows; the rest as bfloat16
 
 
+class RowsDtype(str, Enum):
+    """How parameter servers hold the rows of embedding tables of float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"  # rounded stochastically
+
+
 class WhenFull(str, Enum):
     """What happens when embedding tables reach their memory."""
 

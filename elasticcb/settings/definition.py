@@ -215,15 +215,21 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
+def _without_none(hint: Any) -> Any:
+    """X of `X | None`; any other type as it is."""
+    others = [each for each in get_args(hint) if each is not type(None)] if isinstance(hint, types.UnionType) else []
+    return others[0] if len(others) == 1 else hint
+
+
 def _kind(hint: Any) -> Kind:
-    if isinstance(hint, types.UnionType):
-        (hint,) = (each for each in get_args(hint) if each is not type(None))
+    hint = _without_none(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return Kind.CHOICE
     return _KIND_OF.get(get_origin(hint) or hint, Kind.TEXT)
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
+    hint = _without_none(hint)
     return tuple(each.value for each in hint) if isinstance(hint, type) and issubclass(hint, Enum) else ()
 
 
@@ -238,6 +244,9 @@ def build(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _read(hint: Any, value: Any) -> Any:
+    if value is None and isinstance(hint, types.UnionType):
+        return None
+    hint = _without_none(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):

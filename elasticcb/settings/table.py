@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticcb.settings.definition import Section, setting, settings_of
+from elasticcb.settings.choices import RowsDtype
+from elasticcb.settings.definition import Section, build, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,14 @@ class TableOptions(Section):
     max_rows: int | None = setting(
         None, "So many ids have a row, on all parameter servers together; 0: no limit.", minimum=0
     )
+    rows_dtype: RowsDtype | None = setting(
+        None,
+        "Parameter servers hold rows as they are (float32), or rounded stochastically in half the bytes (bfloat16).",
+    )
+
+    def held_dtype(self, dtype: str) -> str:
+        """Of the rows in a server's memory, in a table of this dtype."""
+        return "bfloat16" if self.rows_dtype is RowsDtype.BFLOAT16 and dtype == "float32" else dtype
 
     def over(self, others: TableOptions) -> TableOptions:
         """These, and where nothing is set here, `others`."""
@@ -47,4 +56,5 @@ def read_table_options(given: Mapping[str, Any]) -> tuple[TableOptions, list[str
             problems.append(f"{name}={value!r} can't be. {expected}")
         else:
             values[name] = read
-    return TableOptions(**values), problems
+    options: TableOptions = build(TableOptions, values)
+    return options, problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from elasticcb.settings.choices import CallbackErrors, NonFinite, Updates, WhenFull, WireDtype
+from elasticcb.settings.choices import CallbackErrors, NonFinite, RowsDtype, Updates, WhenFull, WireDtype
 from elasticcb.settings.definition import (
     ALL,
     AUTO,
@@ -228,6 +228,12 @@ class EmbeddingOptions(Section):
         name="embedding_max_age",
         unit="VERSIONS",
         minimum=0,
+    )
+    rows_dtype: RowsDtype = setting(
+        RowsDtype.FLOAT32,
+        "How parameter servers hold rows of float32: as they are, or rounded stochastically to bfloat16, in half the "
+        "bytes.",
+        name="embedding_rows_dtype",
     )
     tables: dict[str, dict[str, Any]] = setting(
         dict,

@@ -201,20 +201,27 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows(make: Any) -> No
     model.fit(second, np.ones((35, 1)), verbose=0)  # by Keras, with the slots of all rows
 
 
-def test_each_table_may_have_limits_of_its_own() -> None:
+def test_each_table_may_have_limits_and_a_dtype_of_rows_of_its_own() -> None:
     ids = np.arange(80).reshape(40, 2)  # each once
     inputs = keras.Input((2,), dtype="int64")
-    own = {"own": {"min_count": 2}, "job": {}, "full": {"max_rows": 5}, "named": {"min_count": 2}}
+    own = {
+        "own": {"min_count": 2},
+        "job": {"rows_dtype": "bfloat16"},
+        "full": {"max_rows": 5},
+        "named": {"min_count": 2},
+    }
     layers = {name: Embedding(4, combiner="sum", name=name, **given) for name, given in own.items()}
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()([layer(inputs) for layer in layers.values()])))
     model.compile("sgd", "mse")
-    by_name = {"named": {"min_count": 1, "max_rows": 12}}
+    by_name = {"named": {"min_count": 1, "max_rows": 12, "rows_dtype": "bfloat16"}}
     with cluster(embedding=tables(when_full="initial", tables=by_name)) as servers:
         servers.fit(model, ids, np.ones((40, 1)), batch_size=8, verbose=0)
         held = {name: len(layer.rows()[0]) for name, layer in layers.items()}
         assert held == {"own": 0, "job": 80, "full": 5, "named": 12}
         servers.fit(model, ids, np.ones((40, 1)), batch_size=8, epochs=2, verbose=0)
     assert len(layers["own"].rows()[0]) == 80
+    halves = {name: layer.rows()[1].view(np.uint32) & 0xFFFF for name, layer in layers.items()}
+    assert {name for name, low_bits in halves.items() if not low_bits.any()} == {"job", "named"}
     with (
         cluster(embedding=tables(tables={"nobody": {}})) as servers,
         pytest.raises(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -251,6 +253,8 @@ def test_arguments_that_make_no_sense_are_refused():
     for wrong in (0, -1.0, float("nan"), True, "0.1"):
         with pytest.raises(UsageError, match=r"learning_rate_multiplier=.* can't be\. Expected"):
             Embedding(3, learning_rate_multiplier=wrong)
+    with pytest.raises(UsageError, match=r"rows_dtype='half' can't be\. Expected one of 'float32', 'bfloat16'"):
+        Embedding(3, rows_dtype="half")
     with pytest.raises(UsageError, match="combiner 'max'"):
         Embedding(3, combiner="max")
     with pytest.raises(ModelFileError, match="Orthogonal"):
@@ -258,7 +262,8 @@ def test_arguments_that_make_no_sense_are_refused():
 
 
 def test_settings_of_the_table_are_in_the_config_of_the_layer():
-    given = {"min_count": 3, "max_age": 10, "learning_rate_multiplier": 0.5, "max_rows": 7}
+    given = {"min_count": 3, "max_age": 10, "learning_rate_multiplier": 0.5, "max_rows": 7, "rows_dtype": "bfloat16"}
     again = Embedding.from_config(Embedding(3, **given).get_config())
     assert again.table_spec().options == TableOptions(**given)
-    assert again.get_config() == Embedding(3, name=again.name, **given).get_config()
+    assert again.get_config() == json.loads(json.dumps(Embedding(3, name=again.name, **given).get_config()))
+    assert (again.dtype, type(again.get_config()["rows_dtype"])) == ("float32", str)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticcb.errors import UsageError
 from elasticcb.master.table_settings import with_settings
-from elasticcb.settings import ClusterSettings, Command, EmbeddingOptions, JobSettings, WhenFull
+from elasticcb.settings import ClusterSettings, Command, EmbeddingOptions, JobSettings, RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -25,11 +27,15 @@ def resolved(tables, command=Command.TRAIN, replicas=0, layer=None, **embedding)
 
 def test_what_is_set_by_name_wins_over_the_layer_and_this_over_what_is_set_for_all():
     layer = TableOptions(min_count=3, max_rows=10, learning_rate_multiplier=2.0)
-    tables = {"users": {"max_rows": 0, "max_age": 5}, "left/items": {"min_count": 1}, "right/items/embeddings": {}}
-    found = resolved(tables, layer=layer, min_count=2, max_age=7)
-    assert found["users"] == TableOptions(min_count=3, max_age=5, max_rows=0, learning_rate_multiplier=2.0)
-    assert found["left/items"] == TableOptions(min_count=1, max_age=7, max_rows=10, learning_rate_multiplier=2.0)
-    assert found["right/items"] == TableOptions(min_count=3, max_age=7, max_rows=10, learning_rate_multiplier=2.0)
+    tables = {
+        "users": {"max_rows": 0, "max_age": 5, "rows_dtype": "float32"},
+        "left/items": {"min_count": 1},
+        "right/items/embeddings": {},
+    }
+    found = resolved(tables, layer=layer, min_count=2, max_age=7, rows_dtype=RowsDtype.BFLOAT16)
+    assert found["users"] == replace(layer, max_age=5, max_rows=0, rows_dtype=RowsDtype.FLOAT32)
+    assert found["left/items"] == replace(layer, min_count=1, max_age=7, rows_dtype=RowsDtype.BFLOAT16)
+    assert found["right/items"] == replace(layer, max_age=7, rows_dtype=RowsDtype.BFLOAT16)
 
 
 def test_the_end_of_a_path_is_enough_where_no_other_table_has_it():
@@ -56,8 +62,11 @@ def test_names_and_settings_that_fit_no_table_are_refused(tables, message):
     assert resolved(tables, Command.EVALUATE)["users"] == TableOptions()  # where nothing is trained
 
 
-def test_layer_of_keras_takes_a_multiplier():
-    assert resolved({"films": {"learning_rate_multiplier": 0.5}})["films"].learning_rate_multiplier == 0.5
+def test_layer_of_keras_takes_a_multiplier_and_the_dtype_of_rows():
+    given = {"learning_rate_multiplier": 0.5, "rows_dtype": "bfloat16"}
+    assert resolved({"films": given})["films"] == replace(
+        resolved({})["films"], learning_rate_multiplier=0.5, rows_dtype=RowsDtype.BFLOAT16
+    )
 
 
 def test_tables_that_let_rows_go_can_not_have_replicas():

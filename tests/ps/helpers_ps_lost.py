@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -17,10 +18,12 @@ from elasticcb.settings import (
     CheckpointSettings,
     ClusterSettings,
     EmbeddingOptions,
+    RowsDtype,
     TrainingSettings,
     WhenFull,
     WireDtype,
 )
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -32,6 +35,13 @@ SPECS = (
     VariableSpec("second/kernel", (6,), "float32", True),
     VariableSpec("norm/mean", (2,), "float32", False),
     VariableSpec("emb/embeddings", (0, 3), "float32", True, table=TableSpec(None, INITIALIZER, 7).to_json()),
+)
+ROUNDED = (
+    *SPECS[:3],
+    replace(
+        SPECS[3],
+        table=TableSpec(None, INITIALIZER, 7, TableOptions(rows_dtype=RowsDtype.BFLOAT16)).to_json(),
+    ),
 )
 SIZES = (6, 6, 2)
 OUTER = {
@@ -49,10 +59,12 @@ class Servers:
     Args:
         interval: seconds between files that servers write by themselves.
         embedding: settings of embedding tables.
+        specs: of the model's variables.
         training: settings of it; with local updates, pushes are movements of one batch.
     """
 
-    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, embedding=None, **training):
+    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, embedding=None, specs=SPECS, **training):
+        self.specs = specs
         self.settings = server_settings(
             folder,
             training=TrainingSettings(**{"updates": "async", **training}),
@@ -63,7 +75,7 @@ class Servers:
         self.servers, self.ids, self.lost = [None] * num_ps, [0] * num_ps, set()
         for index in range(num_ps):
             self.start(index)
-        given = (self.addresses, SPECS, True)
+        given = (self.addresses, specs, True)
         self.master = TrainingControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
         self.worker = client_of(
             *given,
@@ -122,9 +134,9 @@ class Servers:
         rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
         gradients, state, shares = [], [], []
         for slices in self.worker.servers.partition:
-            sizes = block_sizes(SPECS, slices, True).items()
+            sizes = block_sizes(self.specs, slices, True).items()
             gradients.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
-            sizes = block_sizes(SPECS, slices, False).items()
+            sizes = block_sizes(self.specs, slices, False).items()
             state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
         batches = 1 if self.settings.training.is_local else None

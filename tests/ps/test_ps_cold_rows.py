@@ -13,7 +13,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.ps import cold_rows, embedding_table, table_calls, table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
-from elasticcb.settings.choices import WhenFull
+from elasticcb.settings.choices import RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState, joined
 from elasticcb.storage import cold_store
@@ -253,6 +253,23 @@ def test_batch_that_does_not_fit_in_memory_is_an_error_and_loses_nothing(full):
     with pytest.raises(ElasticCBError, match="All rows that may go have gone"):
         both.table.lookup(np.arange(50), True)
     np.testing.assert_array_equal(both.table.lookup(np.arange(90), False), both.plain.lookup(np.arange(90), False))
+
+
+def test_rows_of_bfloat16_are_the_same_on_disk_as_in_memory(full):
+    random = np.random.default_rng(0)
+    on_disk, plain = (make_table(limits, rows_dtype=RowsDtype.BFLOAT16) for limits in (full(30), None))
+    state, ids = TableState(np.arange(100), random.standard_normal((100, DIM)).astype(np.float32)), np.arange(120)
+    for version in range(20):
+        chosen, gradients = random.permutation(120)[:9], random.standard_normal((9, DIM)).astype(np.float32)
+        for table in (on_disk, plain):
+            if version % 10 == 0:
+                table.load(state, version)
+            else:
+                table.lookup(chosen, True)
+                train_rows(table, chosen, gradients, descend, version)
+        np.testing.assert_array_equal(on_disk.lookup(ids, False), plain.lookup(ids, False))
+        assert not (on_disk.export().rows.view(np.uint32) & 0xFFFF).any()
+    assert len(on_disk._cold) > 30
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

@@ -9,6 +9,10 @@ from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.stochastic_rounding import rounded
+from elasticcb.rpc.tensors import dtype_of
+from elasticcb.settings import RowsDtype
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_state import TableState, joined
 from helpers_ps import train_rows
 
@@ -30,6 +34,10 @@ def slots_of(dim):
     return {"momentum": np.zeros(dim), "sum": np.ones(1)}
 
 
+def as_held(rows, rows_dtype):
+    return rows.astype(dtype_of(rows_dtype)).astype(np.float32)
+
+
 def make_table(**limits):
     return EmbeddingTable(DIM, "float32", initial, slots_of(DIM), **limits)
 
@@ -43,19 +51,23 @@ def some_ids(random, below=500):
 class Model:
     """The same table as dicts."""
 
-    def __init__(self):
+    def __init__(self, rows_dtype="float32"):
+        self.rows_dtype = rows_dtype
         self.rows, self.slots, self.hits, self.used = {}, {}, {}, {}
         self.version = 0
 
     def copy(self):
-        other = Model()
+        other = Model(self.rows_dtype)
         for name in ("rows", "slots", "hits", "used"):
             setattr(other, name, dict(getattr(self, name)))
         return other
 
+    def initial(self, each):
+        return as_held(initial(np.array([each])), self.rows_dtype)[0]
+
     def make(self, each):
         if each not in self.rows:
-            self.rows[each] = initial(np.array([each]))[0]
+            self.rows[each] = self.initial(each)
             self.slots[each] = {name: row.astype(np.float32) for name, row in slots_of(DIM).items()}
             self.hits[each], self.used[each] = 0, self.version
 
@@ -63,14 +75,16 @@ class Model:
         for each in ids.tolist() if create else []:
             self.make(each)
             self.hits[each] += 1
-        found = [self.rows.get(int(each), initial(np.array([each]))[0]) for each in ids]
+        found = [self.rows.get(int(each), self.initial(each)) for each in ids]
         return np.array(found, np.float32).reshape(len(ids), DIM)
 
     def update(self, ids, gradients, version):
         for each, gradient in zip(ids.tolist(), gradients, strict=True):
             self.make(each)
-            self.rows[each], self.slots[each] = descend(self.rows[each], self.slots[each], gradient)
-            self.used[each] = version
+            new, self.slots[each] = descend(self.rows[each], self.slots[each], gradient)
+            if self.rows_dtype == "bfloat16":
+                new = rounded(new[None], np.array([each]), version)[0].astype(np.float32)
+            self.rows[each], self.used[each] = new, version
         self.version = version
 
     def check(self, state):
@@ -113,10 +127,11 @@ EVENTS = ["lookup", "peek", "update", "snapshot", "release", "evict", "reload", 
 
 
 @pytest.mark.parametrize("seed", deep_but(range(6), 0))
-def test_table_does_what_dicts_of_rows_do(seed, monkeypatch):
+@pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
+def test_table_does_what_dicts_of_rows_do(seed, rows_dtype, monkeypatch):
     monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)  # 20 rows
     random = np.random.default_rng(seed)
-    table, model, version = make_table(), Model(), 0
+    table, model, version = make_table(options=TableOptions(rows_dtype=RowsDtype(rows_dtype))), Model(rows_dtype), 0
     snapshots, readings = [], []
     for step in range(200):
         ids = some_ids(random)
@@ -292,6 +307,35 @@ def test_rows_of_other_dtypes_are_kept_as_they_are(dtype):
     train_rows(table, ids, np.full((5000, 2), 0.25, dtype), descend, 1)
     assert table.lookup(ids, False).dtype == dtype
     np.testing.assert_array_equal(table.lookup(ids, False).astype(float), np.full((5000, 2), 0.75))
+
+
+def test_updates_too_small_for_bfloat16_add_up():
+    table = EmbeddingTable(
+        50, "float32", lambda ids: np.ones((len(ids), 50)), {}, options=TableOptions(rows_dtype=RowsDtype.BFLOAT16)
+    )
+    ids, steps = np.arange(100), 400
+    table.lookup(ids, True)
+    for version in range(1, steps + 1):  # to the nearest, 1 + 2**-10 is 1
+        train_rows(table, ids, np.zeros((100, 50)), lambda rows, slots, _: (rows + np.float32(2**-10), slots), version)
+    rows = table.lookup(ids, False)
+    assert rows.dtype == np.float32
+    assert rows.mean() == pytest.approx(1 + steps * 2**-10, abs=1e-3)
+
+
+def test_rows_of_bfloat16_become_those_of_float32_and_again_bfloat16_without_a_change():
+    table, other = (make_table(options=TableOptions(rows_dtype=rows_dtype)) for rows_dtype in reversed(RowsDtype))
+    ids = np.arange(100)
+    table.lookup(ids, True)
+    train_rows(table, ids, np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32), descend, 1)
+    other.load(table.export(), 1)
+    again = make_table(options=TableOptions(rows_dtype=RowsDtype.BFLOAT16))
+    again.put(other.export())
+    for each in (other, again):
+        for name in ("ids", "rows", "used"):
+            np.testing.assert_array_equal(getattr(each.export(), name), getattr(table.export(), name))
+        np.testing.assert_array_equal(each.export().slots["momentum"], table.export().slots["momentum"])
+    assert other.row_bytes - table.row_bytes == 2 * DIM
+    assert (other.export().rows.dtype, again.export().rows.dtype) == (np.float32, np.float32)
 
 
 def test_a_table_counts_its_rows_and_their_bytes():

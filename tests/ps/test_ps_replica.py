@@ -13,7 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
 from elasticcb.rpc.tensors import Frame
-from helpers_ps_lost import ON_DISK, OUTER, SIZES, SPECS, assert_same
+from helpers_ps_lost import ON_DISK, OUTER, ROUNDED, SIZES, SPECS, assert_same
 
 
 @pytest.fixture
@@ -21,7 +21,17 @@ def start(losing):
     return lambda name="job", num_ps=2, **more: losing(name, num_ps=num_ps, **{"ps_replicas": 1, **more})
 
 
-@pytest.mark.parametrize(("num_ps", "training"), [(2, {}), (3, {}), (2, OUTER), (2, {"embedding": ON_DISK})])
+@pytest.mark.parametrize(
+    ("num_ps", "training"),
+    [
+        (2, {}),
+        (3, {}),
+        (2, OUTER),
+        (2, {"embedding": ON_DISK}),
+        (2, {"specs": ROUNDED, "embedding": ON_DISK}),
+        (2, {"specs": ROUNDED, **OUTER}),
+    ],
+)
 def test_replaced_servers_go_on_as_the_lost_ones_would_have(start, num_ps, training):
     lost, undisturbed = (start(name, num_ps=num_ps, **training) for name in ("lost", "undisturbed"))
     for step in range(9):

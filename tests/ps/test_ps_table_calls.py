@@ -18,7 +18,7 @@ from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.table_counts import Growth
 from helpers_ps import train_rows
-from helpers_ps_lost import SPECS
+from helpers_ps_lost import ROUNDED, SPECS
 
 TABLE = 3
 
@@ -44,7 +44,7 @@ def trained_table(**options):
 
 def answer_of(servers, top=3, id=None):
     """What the master would answer."""
-    answer = pb.TablesResponse(memory_bytes=1000, variables=[spec.to_message() for spec in SPECS])
+    answer = pb.TablesResponse(memory_bytes=1000, variables=[spec.to_message() for spec in servers.specs])
     handlers = [server._servicer.handlers for server in servers.servers]
     if id is None:
         answer.counts.extend(each["CountTables"](Frame(pb.CountTablesRequest(top=top), {})).header for each in handlers)
@@ -109,8 +109,9 @@ def test_growth_is_that_of_the_last_minute():
     assert flow.lately(300.0).seconds == found.seconds + 100  # nothing was trained meanwhile
 
 
-def test_two_servers_make_one_report(losing):
-    servers = losing(num_ps=2)
+@pytest.mark.parametrize(("specs", "dtype", "row_bytes"), [(SPECS, "float32", 12), (ROUNDED, "bfloat16", 6)])
+def test_two_servers_make_one_report(losing, specs, dtype, row_bytes):
+    servers = losing(num_ps=2, specs=specs)
     for step in range(5):
         servers.push(step, tuple(range(step, 40)))
     found = tables_of("jobs/x", answer_of(servers), 3)
@@ -122,8 +123,8 @@ def test_two_servers_make_one_report(losing):
     assert table.top == ((4, 5), (5, 5), (6, 5))
     assert table.hits == (1, 5, 5, 5, 5, 5)
     assert table.ages[0] == 0
-    assert table.slot_bytes == 2 * table.row_bytes == 2 * 40 * 12
-    assert sum(found.held_bytes) == table.live.bytes == 40 * (3 * 12 + 48)
+    assert (table.dtype, table.row_bytes, table.slot_bytes) == (dtype, 40 * row_bytes, 2 * 40 * 12)
+    assert sum(found.held_bytes) == table.live.bytes == 40 * (row_bytes + 2 * 12 + 48)
     assert table.live.made_per_minute > 40 / 60
     assert table.live.removed_per_minute == 0
 
