@@ -53,11 +53,13 @@ class StepResult:
         logs: the batch's own, as Python numbers.
         states: of the metrics, over this batch alone.
         rows: gradients of some rows of a variable.
+        shared: `OptimizerState.shared` as it was before the step, of local training where there are such gradients.
     """
 
     logs: dict[str, Any]
     states: States
     rows: RowGradients
+    shared: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass

@@ -8,7 +8,8 @@ With a segment comes a link (elasticcb/rpc/link.py), a Unix socket that headers 
 travel by gRPC.
 
 Arrays of an answer are views of the segment. It has two parts for answers, and the server is told one of which no array
-is in use any more; when there is none, the answer travels whole.
+is in use any more; when there is none, the answer travels whole. From then on the client copies the arrays of an answer
+where the other part is in use, so that one part is free.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
-from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, is_supported, needed
+from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, aligned_copy, is_supported, needed
 from elasticcb.rpc.tensors import Array, Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
 from elasticcb.rpc.unix_socket import Listener, connect
 
@@ -66,6 +67,9 @@ class ClientMemory:
         self._part = _WHOLE  # that the next answer will lie in
         self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
         self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
+        self._lacked_parts = (
+            False  # whether an answer ever had to travel whole because arrays in both parts were in use
+        )
         self.usable = is_supported()
         self._closed = False
 
@@ -87,6 +91,7 @@ class ClientMemory:
         encoded, arrays = encode_header(frame)
         segment.write(arrays, REQUEST)
         self._part = next((part for part in ANSWERS if self._is_free(part)), _WHOLE)
+        self._lacked_parts |= self._part == _WHOLE
         return Message(encoded + self._key + bytes([self._part]))
 
     def _is_free(self, part: int) -> bool:
@@ -101,9 +106,13 @@ class ClientMemory:
             return frame
         segment = self._segment
         used: list[weakref.ref[Array]] = []
+        # Whoever keeps arrays for long would leave no part for the next answers. A copy costs less than the socket.
+        copies = self._lacked_parts and not any(self._is_free(part) for part in ANSWERS if part != self._part)
 
         def read(offset: int, size: int) -> memoryview:
             array = segment.read(offset, size, self._part)
+            if copies:
+                return aligned_copy(array).data
             used.append(weakref.ref(array))
             return array.data  # which holds it, as does every view of it
 

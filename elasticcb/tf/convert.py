@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -39,9 +42,15 @@ def forget_kernels() -> None:
 
 def array_of(tensor: tf.Tensor) -> Array:
     """The tensor's array, read-only, without a copy where NumPy knows the dtype."""
-    array: Array
-    if tensor.dtype.is_numpy_compatible and tensor.dtype != tf.bfloat16 and tensor.shape.num_elements():
-        array = np.frombuffer(memoryview(tensor), tensor.dtype.as_numpy_dtype).reshape(tensor.shape)
-    else:
-        array = tensor.numpy()
+    shape = tensor._shape_tuple()  # `shape` makes an object of each dimension
+    dtype = _numpy_dtype(tensor.dtype)
+    array: Array = tensor.numpy() if dtype is None or 0 in shape else np.frombuffer(tensor, dtype).reshape(shape)
     return array
+
+
+@functools.cache
+def _numpy_dtype(dtype: tf.DType) -> np.dtype[Any] | None:
+    """NumPy's own; None where it has none that holds the tensor's bytes."""
+    return (
+        np.dtype(dtype.as_numpy_dtype) if dtype.is_numpy_compatible and dtype not in (tf.bfloat16, tf.string) else None
+    )

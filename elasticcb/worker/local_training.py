@@ -18,6 +18,7 @@ from elasticcb.errors import NonFiniteError
 from elasticcb.model.metric_messages import States
 from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.settings import NonFinite
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.session import Session
@@ -74,7 +75,8 @@ class LocalTraining(Training):
         session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
         trained = _Trained(batch.units, loss, progress.event, result.states)
         if local.may_go_back:
-            trained = replace(trained, batch=batch, rows=rows)
+            # Copies, since answers of servers come in few places of memory, which would be taken until the window ends.
+            trained = replace(trained, batch=batch, rows={index: aligned_copy(own) for index, own in rows.items()})
         self._window.append(trained)
         progress.tell(seconds=progress.lap())  # the batch is done when it is merged
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
@@ -42,7 +42,6 @@ class LocalUpdates:
         self.may_go_back = False
         self._optimizers = OptimizerState()  # after the last merge, if it may go back
         self._is_alone = True  # no other worker has moved the model since the last merge
-        self._shared: Mapping[str, Array] = {}  # of the optimizers, before the last batch, where there are tables
 
     @property
     def version(self) -> int:
@@ -91,8 +90,6 @@ class LocalUpdates:
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         """Trains on a batch, which counts once its result is found to be of use."""
-        if rows:
-            self._shared = self._computation.shared_optimizer_state()
         return self._computation.train(batch, rows)
 
     def count(self) -> None:
@@ -115,7 +112,7 @@ class LocalUpdates:
         def nothing() -> list[dict[str, Array]]:
             return [{} for _ in servers]
 
-        shared = to_tensors(OptimizerState(shared=dict(self._shared)))
+        shared = to_tensors(OptimizerState(shared=dict(result.shared)))
         return Gradients(
             nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0, optimizers=shared
         )

@@ -38,6 +38,9 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._averages = MovingAverages(model)
         variables = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
         self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
+        self._shared: Mapping[str, Any] = (
+            variables.shared if tables else {}
+        )  # that a step tells, because its gradients of rows need it
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         for optimizer in map(unwrapped, capture.optimizers):
@@ -49,18 +52,21 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._pack_all = quick_call(self._packed, [])
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
+        shared, logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
         return StepResult(
             logs={name: to_number(value) for name, value in logs.items()},
             states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
             rows={index: (batch.ids[index], array_of(values)) for index, values in served.items()},
+            shared={name: array_of(value) for name, value in shared.items()},
         )
 
     def _train_step(self, batch: Any, rows: Any, places: Any) -> Any:
+        # Identities, because what is read of a variable may be its memory, which the step changes.
+        shared = {name: tf.identity(variable.value) for name, variable in self._shared.items()}
         self._metrics.reset()
         logs, found = self._steps.model_step(batch, rows, places)
         _, _, served = sort_gradients(found, self._specs, (), rows)
-        return logs, self._metrics.state_tensors(), served
+        return shared, logs, self._metrics.state_tensors(), served
 
     def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, dict[int, Any]]:
         with self._served.serving(rows, places), self._averages.counted():
