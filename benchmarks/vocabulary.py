@@ -5,8 +5,8 @@
 Prints a Markdown table of examples/s and memory by the number of ids, with one worker and one server. Ids of a column
 lie below a 26th of the vocabulary, and are drawn in three ways. "constant": a batch has as many different ids whatever
 the vocabulary: those of zipf(1.2) below 100,000 / 26, which each block of 1,024 examples shifts to another place of the
-vocabulary. "zipf": zipf(1.2) up to the vocabulary, of which a batch has more different ids the larger that is. "uniform":
-uniform ids. All examples are seen once before the windows, so no rows are made in these.
+vocabulary. "zipf": zipf(1.2) up to the vocabulary, of which a batch has more different ids the larger that is.
+"uniform": uniform ids. All examples are seen once before the windows, so no rows are made in these.
 """
 
 from __future__ import annotations

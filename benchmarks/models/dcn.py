@@ -1,6 +1,6 @@
 """DCN-v2 (Wang et al., 2021) on data like Criteo's: 26 id columns with a table each, 13 numbers, Adagrad.
 
-The tables have 3 to 3,000,000 rows of 4, 8 or 16 elements, larger ones more; six columns have several ids an example,
+The tables have 3 to 2,000,000 rows of 4, 8 or 16 elements, larger ones more; six columns have several ids an example,
 whose rows are averaged. Three cross layers beside an MLP of 256-128. Ids of a column follow zipf(1.2), whose tail
 beyond the column's vocabulary is wrapped around.
 """
@@ -11,9 +11,9 @@ ROWS = 65_536
 NUMBERS = 13
 # (vocabulary, ids an example); the vocabularies of Criteo's columns, of which the largest are cut.
 COLUMNS = (
-    *((1_460, 1), (583, 1), (3_000_000, 1), (1_500_000, 1), (305, 1), (24, 1), (12_517, 1), (633, 1), (3, 1)),
-    *((93_145, 5), (5_683, 1), (1_000_000, 3), (3_194, 1), (27, 1), (14_992, 10), (1_000_000, 1), (10, 1)),
-    *((5_652, 1), (2_173, 3), (4, 1), (1_000_000, 1), (18, 1), (15, 1), (286_181, 5), (105, 2), (142_572, 1)),
+    *((1_460, 1), (583, 1), (2_000_000, 1), (1_000_000, 1), (305, 1), (24, 1), (12_517, 1), (633, 1), (3, 1)),
+    *((93_145, 5), (5_683, 1), (1_000_000, 3), (3_194, 1), (27, 1), (14_992, 10), (300_000, 1), (10, 1)),
+    *((5_652, 1), (2_173, 3), (4, 1), (300_000, 1), (18, 1), (15, 1), (286_181, 5), (105, 2), (142_572, 1)),
 )
 CROSS_LAYERS = 3
 
