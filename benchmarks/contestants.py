@@ -48,6 +48,13 @@ def _local(which: str) -> Callable[[str, int], list[str]]:
     return lambda workload, batch: [str(PEERS / "local_fit.py"), workload, str(batch), which]
 
 
+def _torch(key: str, package: str, title: str, **environment: str) -> Contestant:
+    def command(workload: str, batch: int) -> list[str]:
+        return [str(PEERS / "torch_fit.py"), workload, str(batch), package]
+
+    return Contestant(key, f"{title}, one process", 1, 1, command, package=package, environment=environment)
+
+
 def _strategy(key: str, workers: int, steps: int = _STRATEGY_STEPS, title: str = "") -> Contestant:
     def command(workload: str, batch: int) -> list[str]:
         numbers = map(str, (batch, workers, 1, steps))
@@ -74,14 +81,7 @@ def _workers(count: int) -> str:
 
 
 KERAS = Contestant("keras", "Keras 3 `fit`", 1, 1, _local("keras"))
-TORCH = Contestant(
-    "torch",
-    "PyTorch, one process",
-    1,
-    1,
-    lambda workload, batch: [str(PEERS / "torch_fit.py"), workload, str(batch)],
-    package="torch",
-)
+TORCH = (_torch("torch", "torch", "PyTorch"), _torch("torchrec", "torchrec", "TorchRec"))
 STRATEGIES = (_strategy("strategy1", 1), _strategy("strategy2", 2))
 ELASTIC = (
     elastic("elastic1", 1),
@@ -96,13 +96,15 @@ ELASTIC = (
 CONTESTANTS = (
     KERAS,
     Contestant("tf_keras", "`tf_keras` `fit`", 1, 1, _local("tf_keras")),
-    TORCH,
+    *TORCH,
     *STRATEGIES,
     *ELASTIC,
 )
 # Run when they are asked for.
 MORE = (
     *(_strategy(f"strategy2-steps{steps}", 2, steps, f", {steps} steps a function") for steps in (1, 10, 50)),
+    _torch("torch-thread1", "torch", "PyTorch with one thread", OMP_NUM_THREADS="1"),
+    _torch("torchrec-thread1", "torchrec", "TorchRec with one thread", OMP_NUM_THREADS="1"),
     elastic("elastic4", 4),
     elastic("elastic1-bfloat16", 1, ", staleness 1, bfloat16", max_staleness=1, wire_dtype="bfloat16"),
     elastic("elastic2-bfloat16", 2, ", staleness 1, bfloat16", max_staleness=1, wire_dtype="bfloat16"),

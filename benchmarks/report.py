@@ -38,7 +38,7 @@ def machine() -> str:
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     kind = " ".join(found[1].split()[:2]) if found else platform.machine()
     versions = []
-    for package in ("tensorflow", "keras", "tf_keras", "torch"):
+    for package in ("tensorflow", "keras", "tf_keras", "torch", "torchrec"):
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

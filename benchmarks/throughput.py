@@ -1,4 +1,4 @@
-"""Examples/s of ElasticCB next to Keras 3 `fit`, `tf_keras` `fit`, PyTorch and `ParameterServerStrategy`, in one run.
+"""Examples/s of ElasticCB next to Keras 3, `tf_keras`, PyTorch, TorchRec and `ParameterServerStrategy`, in one run.
 
     python benchmarks/throughput.py [--quick] [--into=docs/benchmarks.md]
 
@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,9 +246,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="in a window, by each worker")
     parser.add_argument("--seconds", type=float, help="of a window, at least")
     arguments = parser.parse_args()
-    arguments.workloads = _listed(parser, "workloads", arguments.workloads, WORKLOADS)
+    arguments.workloads = listed(parser, "workloads", arguments.workloads, WORKLOADS)
     arguments.batch_sizes = [int(size) for size in arguments.batch_sizes.split(",")]
-    keys = _listed(parser, "contestants", arguments.contestants, known)
+    keys = listed(parser, "contestants", arguments.contestants, known)
     taken = update_options() if any(known[key].needs for key in keys) else set()
     arguments.contestants = []
     for contestant in (known[key] for key in keys):
@@ -261,11 +261,14 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _listed(parser: argparse.ArgumentParser, name: str, text: str, known: Sequence[str]) -> list[str]:
-    listed = text.split(",")
-    if unknown := [item for item in listed if item not in known]:
-        parser.error(f"--{name} names {', '.join(unknown)}; expected some of: {', '.join(known)}.")
-    return listed
+def listed(
+    parser: argparse.ArgumentParser, name: str, text: str, known: Sequence[str] | Mapping[str, object], by: str = ","
+) -> list[str]:
+    """The items of an argument; ends the program when it names one that is not known."""
+    items = text.split(by)
+    if unknown := [item for item in items if item not in known]:
+        parser.error(f"--{name} names {by.join(unknown)}; expected some of: {by.join(known)}.")
+    return items
 
 
 if __name__ == "__main__":

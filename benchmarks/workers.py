@@ -2,12 +2,14 @@
 trip of 1 ms, and over one of 1 Gbit/s.
 
     python benchmarks/workers.py [--quick] [--workload=mlp] [--batch_size=128]
+    python benchmarks/workers.py --workload=deepfm --workers=2,4,8 --networks="TCP with TLS, 1 Gbit/s" \\
+        --updates="local;local, bfloat16;local, int8"
 
 1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
 it; by Unix sockets alone; by TCP without TLS and with it; by TCP with a simulated delay of 1 ms in every call; and, for
 root, in a network namespace whose loopback carries 1 Gbit/s, all directions together. Each with asynchronous updates of
-staleness 0 and 1, and with local updates. The networks take turns, window by window. Prints a Markdown table of
-examples/s, medians over windows as in throughput.py.
+staleness 0 and 1, and with local updates; --updates names others. The networks take turns, window by window. Prints a
+Markdown table of examples/s, medians over windows as in throughput.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from statistics import median
 
 from contestants import elastic
 from report import machine, publish, table_parser
-from throughput import FULL, QUICK, measure
+from throughput import FULL, QUICK, listed, measure
 
 _DELAYED = str(Path(__file__).resolve().parent / "delayed")
 _UNSHARED = {"BENCHMARK_DELAY_MS": "0"}
@@ -41,6 +43,12 @@ UPDATES = {
     "async": {},
     "async, staleness 1": {"max_staleness": 1},
     "local": {"updates": "local"},
+}
+MORE_UPDATES = {  # measured when they are asked for
+    f"local{staleness}{rounding}": {"updates": "local", **late, **rounded}
+    for staleness, late in (("", {}), (", staleness 1", {"max_staleness": 1}))
+    for rounding, rounded in (("", {}), *((f", {dtype}", {"wire_dtype": dtype}) for dtype in ("bfloat16", "int8")))
+    if late or rounded
 }
 
 
@@ -66,8 +74,9 @@ def main() -> None:
     parser.add_argument("--workload", default="mlp")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--workers", default="1,2,4")
-    parser.add_argument("--updates", default=";".join(UPDATES), help="with semicolons between them")
-    parser.add_argument("--networks", default=";".join(NETWORKS), help="with semicolons between them")
+    updates = UPDATES | MORE_UPDATES
+    parser.add_argument("--updates", default=";".join(UPDATES), help=f"some of, with semicolons: {'; '.join(updates)}")
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="some of, with semicolons: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
     arguments = parser.parse_args()
     workers = [int(count) for count in arguments.workers.split(",")]
@@ -75,11 +84,11 @@ def main() -> None:
     counts = "".join(f" {count} workers |" if count > 1 else " 1 worker |" for count in workers)
     lines = [f"{machine()}:\n", f"| {arguments.workload}, batch {arguments.batch_size} | updates |{counts}"]
     lines.append("|---|---|" + "---|" * len(workers))
-    networks = [title for title in NETWORKS if title in arguments.networks.split(";")]
-    for updates in (title for title in UPDATES if title in arguments.updates.split(";")):
+    networks = listed(parser, "networks", arguments.networks, NETWORKS, ";")
+    for title_of_updates in listed(parser, "updates", arguments.updates, updates, ";"):
         rates = dict.fromkeys(networks, "")
         for count in workers:
-            contestant = elastic(f"elastic{count}", count, "", **UPDATES[updates])
+            contestant = elastic(f"elastic{count}", count, "", **updates[title_of_updates])
             contestants = [
                 replace(contestant, key=f"elastic{count}-{number}", title=title, path=path, environment=environment)
                 for number, (title, (path, environment)) in enumerate(NETWORKS.items())
@@ -89,7 +98,7 @@ def main() -> None:
                 runners = measure(arguments.workload, arguments.batch_size, contestants, plan)
             for runner in runners:
                 rates[runner.contestant.title] += f" {median(runner.rates):,.0f} |"
-        lines += [f"| {title} | {updates} |{measured}" for title, measured in rates.items()]
+        lines += [f"| {title} | {title_of_updates} |{measured}" for title, measured in rates.items()]
     publish("workers", "\n".join(lines), arguments.into)
 
 

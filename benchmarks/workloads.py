@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 DATA_VARIABLE = "BENCHMARK_DATA"  # environment variable: folder of the arrays
-WORKLOADS = ("mlp", "deepfm")
+WORKLOADS = ("mlp", "deepfm", "dcn")
 
 
 def module_of(workload: str) -> ModuleType:
@@ -52,7 +52,7 @@ def compiled_model(workload: str, legacy: bool) -> Any:
         import tensorflow as tf
         import tf_keras as keras
 
-        operations: Any = SimpleNamespace(sum=tf.reduce_sum, square=tf.square)
+        operations: Any = SimpleNamespace(mean=tf.reduce_mean, sum=tf.reduce_sum, square=tf.square)
     else:
         import keras
 
