@@ -9,6 +9,7 @@ from echo_server import ECHO, ask, link_of, link_threads
 from elasticcb.errors import ConnectionLostError, HandlerError, ModelFileError, WireError
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.link import ServerLinks
+from elasticcb.rpc.tensors import has_arrays
 from elasticcb.rpc.unix_socket import Listener
 from elasticcb.security.credentials import Access
 
@@ -118,6 +119,21 @@ def test_an_answer_that_is_kept_is_not_overwritten_and_others_come_all_the_same(
     answers = [ask(connection, a=np.full(100_000, float(value))).tensors["a"] for value in range(6)]
     for value, answer in enumerate(answers):
         assert (answer == value).all()
+
+
+def test_who_keeps_an_answer_for_long_leaves_a_place_for_the_next_ones(serve_and_connect_by_link, monkeypatch):
+    _, connection = serve_and_connect_by_link()
+    ask(connection, a=np.zeros(100_000))  # makes the segment large enough
+    link = connection.transport_of(ECHO).side.link
+    whole, call = [], link.call
+    monkeypatch.setattr(link, "call", lambda *args: whole.append(has_arrays((answer := call(*args)).data)) or answer)
+    kept = ask(connection, a=np.full(100_000, -1.0)).tensors["a"]
+    last = None
+    for value in range(8):  # the last answer is used while the next one comes
+        last = ask(connection, a=np.full(100_000, float(value))).tensors["a"]
+        assert (last == value).all()
+    assert (kept == -1).all()
+    assert sum(whole) <= 1  # the one that showed that places are scarce
 
 
 def test_an_answer_that_is_let_go_of_gives_its_memory_to_a_later_one(serve_and_connect):

@@ -131,6 +131,8 @@ class Embedding(keras.layers.Layer):
             autocast=False,
             name="embeddings",
         )
+        # Tracked as one to be trained, so that the layer can be thawed; as `add_weight` does it.
+        self._embeddings.trainable = self.trainable
         with tf.init_scope(), tf.device("/CPU:0"):
             # Not among the layer's weights: nothing trains it.
             self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")

@@ -51,6 +51,5 @@ def array_of(tensor: tf.Tensor) -> Array:
 @functools.cache
 def _numpy_dtype(dtype: tf.DType) -> np.dtype[Any] | None:
     """NumPy's own; None where it has none that holds the tensor's bytes."""
-    return (
-        np.dtype(dtype.as_numpy_dtype) if dtype.is_numpy_compatible and dtype not in (tf.bfloat16, tf.string) else None
-    )
+    has_one = dtype.is_numpy_compatible and dtype not in (tf.bfloat16, tf.string)
+    return np.dtype(dtype.as_numpy_dtype) if has_one else None

@@ -32,6 +32,22 @@ def test_held_ids_get_their_rows_and_others_their_initial_value():
     np.testing.assert_array_equal(rows, ROWS[[1, 0, 2]])
 
 
+@pytest.mark.parametrize("when", ["made", "before it is built", "after it is built"])
+def test_a_frozen_layer_is_not_trained_until_it_is_thawed(when):
+    layer = Embedding(3, trainable=when != "made")
+    if when == "before it is built":
+        layer.trainable = False
+    model = keras.Sequential([keras.Input((), dtype="int64"), layer])
+    if when == "after it is built":
+        layer.trainable = False
+    layer.set_rows(HELD, ROWS)
+    assert model.trainable_variables == []
+    layer.trainable = True
+    model.compile("sgd", "mse")
+    model.fit(HELD, np.zeros((3, 3)), verbose=0)
+    assert (layer.rows()[1] != ROWS[[1, 0, 2]]).all()
+
+
 def test_layer_without_rows_gives_initial_values_of_its_seed():
     one, same, other = Embedding(3, seed=1), Embedding(3, seed=1), Embedding(3, seed=2)
     ids = tf.constant([1, 2, 1])

@@ -38,9 +38,8 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._averages = MovingAverages(model)
         variables = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
         self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
-        self._shared: Mapping[str, Any] = (
-            variables.shared if tables else {}
-        )  # that a step tells, because its gradients of rows need it
+        # What a step tells, because a push of its gradients of rows needs it.
+        self._shared: Mapping[str, Any] = variables.shared if tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         for optimizer in map(unwrapped, capture.optimizers):
