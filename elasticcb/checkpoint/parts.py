@@ -44,7 +44,7 @@ def load_slices(
 ) -> Part:
     """What a server that holds `slices` needs of a checkpoint, whichever servers wrote it.
 
-    Of its tables some rows may be other servers'. They stay in the files, whose SHA-256 is checked, until they are read.
+    Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may be other servers'.
 
     Args:
         version_directory: the folder of one version.

@@ -68,13 +68,19 @@ class SavedTable:
             names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- it is no mapping
             names = [name for name in names if not wanted or name in wanted]
             total = file.get_slice(self._prefix + "ids").get_shape()[0]
-            row_bytes = sum(file.get_slice(name)[:1].nbytes for name in names)
+            row_bytes = sum(_slice(file, name, 0, min(1, total)).nbytes for name in names)
         rows = max(1, PIECE_BYTES // max(1, row_bytes))
         for start in range(0, max(1, total), rows):
             # Opened anew for each piece: what is read of a mapped file counts as memory of the process.
             with opened(path) as file:
-                piece = {name: file.get_slice(name)[start : start + rows] for name in names}
+                piece = {name: _slice(file, name, start, min(start + rows, total)) for name in names}
             yield piece
+
+
+def _slice(file: Any, name: str, start: int, stop: int) -> Array:
+    # The library has no empty slices.
+    array: Array = file.get_slice(name)[start:stop] if start < stop else file.get_tensor(name)[start:stop]
+    return array
 
 
 def tables_in(path: Path, names: Sequence[str]) -> dict[int, SavedTable]:

@@ -93,7 +93,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # What a table has is known from its first piece.
-            held = {**part.tables, **part.held}
+            held: dict[int, TableSource | ReadableTable] = {**part.tables, **part.held}
             tables = {number: table.pieces() for number, table in held.items()}
             first = {number: next(pieces) for number, pieces in tables.items()}
             outlines = {name: Outline(array.dtype, array.shape) for name, array in tensors.items()}

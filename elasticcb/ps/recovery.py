@@ -159,8 +159,8 @@ class RecoveryLog:
         return saved
 
     def read(self) -> Saved:
-        """What the files hold together; where one is damaged, what those before it hold. Rows of tables stay there until
-        they are read.
+        """What the files hold together; where one is damaged, what those before it hold. Tables stay there until they
+        are read.
 
         Raises `CheckpointError` when there is nothing that can be read.
         """
@@ -246,9 +246,7 @@ def read_by_older_map(
         part = put_together([PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
     except ElasticCBError as error:
         raise CheckpointError(f"The recovery files in {root} are of another model: {error}") from error
-    part.tables = {
-        number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables
-    }
+    part.tables = {number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables}
     part.version = min(each.part.version for each in saved)
     answered: dict[int, int] = {}
     for each in saved:
