@@ -174,21 +174,22 @@ class RecoveryLog:
             raise CheckpointError(f"There are no recovery files that can be read: {path}: {error!r}.") from error
         if (found, run) != (_FORMAT, self._run):
             raise CheckpointError(f"The recovery files in {self._folder} are of another training, or release.")
-        parts: list[Part] = []
+        files: list[Path] = []
         for entry in entries:
+            path = self._folder / entry["name"]
             try:
-                parts.append(read_part(self._folder / entry["name"], SavedFile.of(entry)))
+                part = read_part(path, SavedFile.of(entry))
+                files.append(path)
             except CheckpointError as error:
-                if not parts:
+                if not files:
                     raise
                 logger.warning("%s What was saved before it is used.", error)
                 break
-        self._entries = entries[: len(parts)]
+        self._entries = entries[: len(files)]
         self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
-        files = [self._folder / entry["name"] for entry in self._entries]
-        tables = {number: SavedTable(number, files) for number in parts[0].tables}
+        tables = {number: SavedTable(number, files) for number in part.tables}
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
-        return Saved(replace(parts[-1], tables=tables), answered, self._entries[-1]["noted"])
+        return Saved(replace(part, tables=tables), answered, self._entries[-1]["noted"])
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
