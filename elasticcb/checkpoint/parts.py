@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from elasticcb.checkpoint.manifest import check_variables, read_manifest
+from elasticcb.checkpoint.saved_table import opened, tables_in
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding import table_state
-from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, TABLE, WEIGHT, kind_of
+from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, WEIGHT, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_source import JoinedTable, TableSource
 
 
 def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
@@ -45,6 +44,8 @@ def load_slices(
 ) -> Part:
     """What a server that holds `slices` needs of a checkpoint, whichever servers wrote it.
 
+    Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may be other servers'.
+
     Args:
         version_directory: the folder of one version.
         specs: the model's variables now; they must be those of the checkpoint.
@@ -63,7 +64,7 @@ def load_slices(
     buckets = buckets or even(1)
     scalars_from = index if len(files) == buckets.servers else 0
     same_buckets = len(files) == buckets.servers and manifest.get("buckets") == buckets.to_bytes().hex()
-    tables: dict[int, list[TableState]] = {
+    tables: dict[int, list[TableSource]] = {
         number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
     }
     for place, saved in enumerate(files):
@@ -75,9 +76,8 @@ def load_slices(
         with _opened(folder, saved) as file:
             names = list(file.keys())
             if has_ids:
-                own = {name: file.get_tensor(name) for name in names if kind_of(name) == TABLE}
-                for number, state in table_state.from_tensors(own).items():
-                    tables[number].append(state.part(index, buckets))
+                for number, table in tables_in(folder / saved["name"], names).items():
+                    tables[number].append(table)
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
@@ -89,7 +89,7 @@ def load_slices(
                 result.optimizer = (file.metadata() or {}).get("optimizer", "")
                 shared = [name for name in names if kind_of(name) == SHARED]
                 result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
-    result.tables = {number: table_state.joined(states) for number, states in tables.items() if states}
+    result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
     for assembly in assemblies.values():
         assembly.put_into(result, folder)
     return result
@@ -103,11 +103,8 @@ def _opened(folder: Path, saved: Mapping[str, Any]) -> Iterator[Any]:
         check_file(path, SavedFile.of(saved))
     except CheckpointError as error:
         raise CheckpointError(f"{error} Start from another version.") from error
-    try:
-        with safe_open(path, framework="np") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    with opened(path) as file:
+        yield file
 
 
 class _Assembly:

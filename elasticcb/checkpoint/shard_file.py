@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-
+from elasticcb.checkpoint.saved_table import opened, tables_in
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
@@ -18,12 +17,15 @@ from elasticcb.sharding.array_names import (
     EXTRA,
     SHARED,
     SLOT,
+    TABLE,
     WEIGHT,
     by_index,
     by_index_and_name,
+    kind_of,
     named,
     of_kind,
 )
+from elasticcb.sharding.table_source import TableSource
 from elasticcb.sharding.table_state import TableState
 from elasticcb.storage import durable
 from elasticcb.storage.tensor_file import Outline, TensorFile
@@ -55,8 +57,8 @@ class Part:
     extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes, whole variables only
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
     optimizer: str = ""  # class names, with commas; "": none
-    tables: dict[int, TableState] = field(default_factory=dict)  # by variable; slots are within
-    held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are read in pieces
+    tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
+    held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
 
     @property
     def optimizers(self) -> OptimizerState:
@@ -86,16 +88,17 @@ class SavedFile:
 def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
     tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
-    tensors |= named(SHARED, part.shared) | table_state.to_tensors(part.tables)
+    tensors |= named(SHARED, part.shared)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # What a table has is known from its first piece.
-            tables = {number: table.pieces() for number, table in part.held.items()}
+            held: dict[int, TableSource | ReadableTable] = {**part.tables, **part.held}
+            tables = {number: table.pieces() for number, table in held.items()}
             first = {number: next(pieces) for number, pieces in tables.items()}
             outlines = {name: Outline(array.dtype, array.shape) for name, array in tensors.items()}
             for number, piece in first.items():
-                rows = len(part.held[number])
+                rows = len(held[number])
                 for name, array in table_state.to_tensors({number: piece}).items():
                     outlines[name] = Outline(array.dtype, (rows, *array.shape[1:]))
             file.begin(outlines, metadata)
@@ -113,14 +116,14 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
 
 
 def read_part(path: Path, saved: SavedFile) -> Part:
-    """The inverse of `write_part`. Raises `CheckpointError` when the file is missing or damaged."""
+    """The inverse of `write_part`; tables stay in the file until they are read.
+
+    Raises `CheckpointError` when it is missing or damaged.
+    """
     check_file(path, saved)
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata, names = file.metadata() or {}, list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+    with opened(path) as file:
+        metadata, names = file.metadata() or {}, list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names if kind_of(name) != TABLE}
     return Part(
         int(metadata["version"]),
         by_index(WEIGHT, tensors),
@@ -128,7 +131,7 @@ def read_part(path: Path, saved: SavedFile) -> Part:
         by_index_and_name(EXTRA, tensors),
         of_kind(SHARED, tensors),
         metadata["optimizer"],
-        table_state.from_tensors(tensors),
+        tables_in(path, names),
     )
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import dtype_in
+from elasticcb.checkpoint.saved_table import opened
 from elasticcb.checkpoint.table_report import IdReport, TablesReport, id_in_table, table_report
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
 from elasticcb.sharding.bucket_map import BucketMap
@@ -91,11 +90,8 @@ class SavedTables(NamedTuple):
     def _opened(self) -> Iterator[Any]:
         """The files one after another, each closed before the next."""
         for path in self.files:
-            try:
-                with safe_open(path, framework="np") as file:
-                    yield file
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+            with opened(path) as file:
+                yield file
 
     def _counted(self, file: Any, names: Mapping[str, str], top: int) -> TableCounts:
         counts, ids = TableCounts(Top(top)), file.get_tensor(names["ids"])

@@ -18,6 +18,7 @@ from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.init_map import read_init_map
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState, overlaid
 
 _SHOWN = 6  # names in a message
@@ -72,7 +73,8 @@ class WarmStart:
                 }
             elif not is_table:  # the slots of ids without a row are not known
                 rows = np.array(state.weights[new])
-                rows[part.tables[old].ids] = part.tables[old].rows
+                table = whole(part.tables[old])
+                rows[table.ids] = table.rows
                 state.weights[new] = rows
             else:
                 self._set_table(state, new, _table(part, old, names))
@@ -83,15 +85,15 @@ class WarmStart:
         fresh = TableState(np.arange(len(rows), dtype=np.int64) if ids is None else ids, rows)
         if np.isin(fresh.ids, taken.ids).all():
             fresh = TableState(fresh.ids[:0], rows[:0], {name: slot[:0] for name, slot in taken.slots.items()})
-        whole = overlaid([fresh, taken])
-        state.weights[table], state.ids[table] = whole.rows.astype(dtype_of(self.specs[table].dtype)), whole.ids
-        state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
+        both = overlaid([fresh, taken])
+        state.weights[table], state.ids[table] = both.rows.astype(dtype_of(self.specs[table].dtype)), both.ids
+        state.optimizer.slots |= {(table, name): slot for name, slot in both.slots.items()}
 
 
 def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
     """A variable of the checkpoint as rows by id, with these slots."""
     if variable in part.tables:
-        table = part.tables[variable]
+        table = whole(part.tables[variable])
         return TableState(table.ids, table.rows, {name: table.slots[name] for name in names if name in table.slots})
     rows = part.weights[variable]
     slots = {name: part.slots[variable, name] for name in names if (variable, name) in part.slots}

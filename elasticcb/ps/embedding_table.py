@@ -5,7 +5,8 @@ Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >=
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ from elasticcb.ps import table_snapshot
 from elasticcb.ps.cold_rows import ColdRows
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_growth import RowFlow
-from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_limits import Newest, TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.table_source import TableSource
 from elasticcb.sharding.table_state import TableState, joined
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
@@ -415,52 +417,39 @@ class EmbeddingTable:
             return state.ids, state.rows
         return self._rows.rows(start, count)
 
-    def load(self, state: TableState, version: int) -> None:
-        """Replaces all rows by those of `state`. What it lacks (slots, counts) stays as it was for ids that stay, and
-        begins anew for others.
+    def load(self, source: TableSource, version: int) -> None:
+        """Replaces all rows by those of `source`, piece by piece. What it lacks (slots, counts) stays as it was for ids
+        that stay, and begins anew for others.
 
         Args:
             version: of the model. Rows of which nobody knows when they were trained count as trained at it.
 
         Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
         """
-        state = self._completed(self._checked(state), version)
-        rows = TableRows(self._rows.dim, self._rows.dtype, self._initial_slots, self._rows.held_dtype)
-        self._rows = rows  # snapshots have those before, which nobody changes any more
+        before, cold_before = self._rows, self._cold
+
+        def completed(piece: TableState) -> TableState:
+            return _completed(piece, before, cold_before, version)
+
+        pieces = (completed(self._checked(piece)) for piece in source.pieces())
+        first = next(pieces)  # what can't be taken over is found before anything changes
+        # Snapshots have the rows before, which nobody changes any more.
+        self._rows = TableRows(before.dim, before.dtype, self._initial_slots, before.held_dtype)
         self._candidates.clear()
         self._version = self._swept = version
         self._cold = self._no_rows_on_disk()
         self._left += 1  # rows have other places
-        room = self._limits.room_at_start(self, len(state.ids))
-        if room < len(state.ids):
-            assert state.used is not None
-            newest = np.argsort(-state.used, kind="stable")
-            if self._cold is not None:
-                self._put_on_disk(state, newest[room:])
-            state = state.select(newest[:room])
-        rows.fill(state)
-
-    def _completed(self, state: TableState, version: int) -> TableState:
-        """`state`, with what it lacks as it is here."""
-        places = self.places(state.ids)
-        here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
-        completed = self._rows.completed(state, here, places[here], version)
-        assert completed.used is not None
-        lacking = completed.slots.keys() - state.slots.keys()
-        if self._cold and (lacking or state.hits is None or state.used is None):
-            found, cold = self._cold.read(state.ids[elsewhere])
-            known = elsewhere[found]
-            for name in lacking:
-                completed.slots[name][known] = cold.slots[name]
-            for given, counts, count in (
-                (state.hits, completed.hits, cold.hits),
-                (state.used, completed.used, cold.used),
-            ):
-                if given is None:
-                    assert counts is not None
-                    counts[known] = count
-        # Versions may count anew, as with a fresh optimizer.
-        return replace(completed, used=np.minimum(completed.used, version))
+        rows = len(source)
+        room = self._limits.room_at_start(self, rows)
+        newest = Newest(_ages(source, completed, version), room) if room < rows else None
+        for piece in itertools.chain([first], pieces):
+            if newest is not None:
+                assert piece.used is not None
+                stays = newest.choose(piece.used)
+                if self._cold is not None:
+                    self._cold.put(piece.select(~stays))
+                piece = piece.select(stays)
+            self._rows.fill(piece)
 
     def _checked(self, state: TableState) -> TableState:
         """`state`, with rows as they are held, also of those that go to disk."""
@@ -484,3 +473,35 @@ class EmbeddingTable:
     def __len__(self) -> int:
         """In memory and on disk."""
         return len(self._rows) + (len(self._cold) if self._cold is not None else 0)
+
+
+def _completed(state: TableState, rows: TableRows, cold_rows: ColdRows | None, version: int) -> TableState:
+    """`state`, with what it lacks as it is in these rows. Others begin anew, trained at `version`."""
+    places = rows.index.find(state.ids)
+    here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+    completed = rows.completed(state, here, places[here], version)
+    assert completed.used is not None
+    lacking = completed.slots.keys() - state.slots.keys()
+    if cold_rows and (lacking or state.hits is None or state.used is None):
+        found, cold = cold_rows.read(state.ids[elsewhere])
+        known = elsewhere[found]
+        for name in lacking:
+            completed.slots[name][known] = cold.slots[name]
+        for given, counts, count in (
+            (state.hits, completed.hits, cold.hits),
+            (state.used, completed.used, cold.used),
+        ):
+            if given is None:
+                assert counts is not None
+                counts[known] = count
+    # Versions may count anew, as with a fresh optimizer.
+    return replace(completed, used=np.minimum(completed.used, version))
+
+
+def _ages(source: TableSource, completed: Callable[[TableState], TableState], version: int) -> Iterator[Array]:
+    """The versions at which the rows of `source` count as trained, in pieces."""
+    for ids, used in source.ages():
+        if used is None:
+            used = completed(TableState(ids, np.empty((len(ids), 0)))).used
+            assert used is not None
+        yield np.minimum(used, version)

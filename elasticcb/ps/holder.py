@@ -121,7 +121,7 @@ class Holder:
         if request.recover:
             if self._writer is not None:  # another master has called this, too
                 self._writer.close()
-            saved, continues = self._recovered(log, request, specs, slices, buckets)
+            saved, continues = self._recovered(log, request, specs, slices)
             part = saved.part
             answered.forget_up_to(saved.answered)
             values, version, tables = part.weights, part.version, part.tables
@@ -300,7 +300,6 @@ class Holder:
         request: pb.InitializeRequest,
         specs: Sequence[VariableSpec],
         slices: Sequence[Slice],
-        buckets: BucketMap,
     ) -> tuple[Saved, bool]:
         """What the recovery files hold, and whether they are those of this server and map."""
         if log is None or self._options.recovery is None:
@@ -311,9 +310,8 @@ class Holder:
             if not request.map_version:
                 raise
             logger.info("%s What was written before the last move is used.", error)
-            place = (request.index, slices)
-            found = read_by_older_map(self._options.recovery[0], request.run, specs, request.split, place, buckets)
-            return found, False
+            root, version = self._options.recovery[0], request.map_version
+            return read_by_older_map(root, request.run, specs, request.split, slices, version), False
         shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
         missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
         if missing:

@@ -119,7 +119,8 @@ class Move:
             return 0
         with self._lock:
             parameters = self._model.parameters
-            part = parameters.export(self._since - 1)
+            part = parameters.dense()
+            trained = parameters.tables.export(self._since - 1)
             ids = {number: parameters.tables[number].ids() for number in parameters.tables.numbers}
         whole = PartSlices(self._model.slices, part)
         size = 0
@@ -132,7 +133,7 @@ class Move:
                 self._own = piece
                 continue
             owns = functools.partial(self.buckets.owns, place)
-            states = {number: state.select(owns(state.ids)) for number, state in part.tables.items()}
+            states = {number: state.select(owns(state.ids)) for number, state in trained.items()}
             tensors = named(HELD, {number: ids[number][owns(ids[number])] for number in states})
             tensors |= named(WEIGHT, piece.part.weights)
             tensors |= to_tensors(piece.part.optimizers)

@@ -31,7 +31,7 @@ from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_source import TableSource
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ class Parameters:
         values: Mapping[int, Array],
         state: OptimizerState,
         version: int,
-        tables: Mapping[int, TableState] | None = None,
+        tables: Mapping[int, TableSource] | None = None,
     ) -> None:
         """Sets weights (all of them, or none), what a checked `state` holds, and the rows of tables."""
         self.tables.load(tables or {}, version)
@@ -283,7 +283,7 @@ class Parameters:
         Args:
             since: of embedding tables, only the rows that were trained after this version.
         """
-        return replace(self._dense(), tables=self.tables.export(since))
+        return replace(self.dense(), tables=self.tables.export(since))
 
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> Part:
         """The same, of which tables are read in pieces while training goes on. Release it after use.
@@ -292,9 +292,10 @@ class Parameters:
             lock: that is held at each call of this object; it must not be when the tables are read.
             since: as of `export`.
         """
-        return replace(self._dense(), held=self.tables.hold(lock, since))
+        return replace(self.dense(), held=self.tables.hold(lock, since))
 
-    def _dense(self) -> Part:
+    def dense(self) -> Part:
+        """The same without tables."""
         weights = self._arrays()
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]

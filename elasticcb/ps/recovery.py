@@ -17,12 +17,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from elasticcb.checkpoint.saved_table import SavedTable
 from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
 from elasticcb.errors import CheckpointError, ElasticCBError, describe
 from elasticcb.ps.reslice import PartSlices, put_together
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
-from elasticcb.sharding.table_state import joined, overlaid
+from elasticcb.sharding.table_source import JoinedTable
 from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,8 @@ class RecoveryLog:
         return saved
 
     def read(self) -> Saved:
-        """What the files hold together; where one is damaged, what those before it hold.
+        """What the files hold together; where one is damaged, what those before it hold. Tables stay there until they
+        are read.
 
         Raises `CheckpointError` when there is nothing that can be read.
         """
@@ -173,20 +174,22 @@ class RecoveryLog:
             raise CheckpointError(f"There are no recovery files that can be read: {path}: {error!r}.") from error
         if (found, run) != (_FORMAT, self._run):
             raise CheckpointError(f"The recovery files in {self._folder} are of another training, or release.")
-        parts: list[Part] = []
+        files: list[Path] = []
         for entry in entries:
+            path = self._folder / entry["name"]
             try:
-                parts.append(read_part(self._folder / entry["name"], SavedFile.of(entry)))
+                part = read_part(path, SavedFile.of(entry))
+                files.append(path)
             except CheckpointError as error:
-                if not parts:
+                if not files:
                     raise
                 logger.warning("%s What was saved before it is used.", error)
                 break
-        self._entries = entries[: len(parts)]
+        self._entries = entries[: len(files)]
         self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
-        tables = {table: overlaid([part.tables[table] for part in parts]) for table in parts[0].tables}
+        tables = {number: SavedTable(number, files) for number in part.tables}
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
-        return Saved(replace(parts[-1], tables=tables), answered, self._entries[-1]["noted"])
+        return Saved(replace(part, tables=tables), answered, self._entries[-1]["noted"])
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -224,31 +227,27 @@ def read_by_older_map(
     run: str,
     specs: Sequence[VariableSpec],
     split: bool,
-    place: tuple[int, Sequence[Slice]],
-    buckets: BucketMap,
+    slices: Sequence[Slice],
+    map_version: int,
 ) -> Saved:
-    """What the servers of the map before `buckets` wrote, as far as it is one server's now.
+    """What the servers of the map before that of `map_version` wrote: of variables `slices`, of tables all rows.
 
     Args:
         split: whether variables may be cut.
-        place: the server's index, and the slices that it holds.
 
     Raises `CheckpointError` when the files of one are missing or damaged.
     """
-    index, slices = place
     saved: list[Saved] = []
-    while (folder := log_folder(root, len(saved), buckets.version - 1)).is_dir():
+    while (folder := log_folder(root, len(saved), map_version - 1)).is_dir():
         saved.append(RecoveryLog(folder, run).read())
     if not saved:
-        raise CheckpointError(f"There are no recovery files of the map {buckets.version - 1} in {root}.")
+        raise CheckpointError(f"There are no recovery files of the map {map_version - 1} in {root}.")
     held = partition(specs, len(saved), split)
     try:
         part = put_together([PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
     except ElasticCBError as error:
         raise CheckpointError(f"The recovery files in {root} are of another model: {error}") from error
-    for number in saved[0].part.tables:
-        rows = joined([each.part.tables[number] for each in saved])
-        part.tables[number] = rows.part(index, buckets)
+    part.tables = {number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables}
     part.version = min(each.part.version for each in saved)
     answered: dict[int, int] = {}
     for each in saved:

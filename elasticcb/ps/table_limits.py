@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
 
 _EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
+_AGES_AT_ONCE = 1 << 20  # rows whose versions are compared, at least
 
 
 class Evictable(Protocol):
@@ -162,6 +163,38 @@ class TableLimits:
                 places = np.concatenate([places, same])
             if len(places):
                 each.evict(places)
+
+
+class Newest:
+    """Of rows that come in pieces, those that were trained last; of those trained at one version, the first.
+
+    Args:
+        ages: the version at which each was last trained, of all rows, int64 [n] each.
+        count: of rows to choose; there are more.
+    """
+
+    def __init__(self, ages: Iterable[Array], count: int) -> None:
+        newest: list[Array] = []
+        for used in ages:
+            newest.append(used)
+            if sum(map(len, newest)) > 2 * count + _AGES_AT_ONCE:
+                newest = [_largest(newest, count)]
+        chosen = _largest(newest, count)
+        self._oldest = int(chosen.min()) if count else np.iinfo(np.int64).max
+        self._left = int(np.count_nonzero(chosen == self._oldest))  # to choose, of those that are as old as that
+
+    def choose(self, used: Array) -> Array:
+        """Which rows of the next piece are among them, bool [n]."""
+        chosen: Array = used > self._oldest
+        same = np.flatnonzero(used == self._oldest)[: self._left]
+        chosen[same] = True
+        self._left -= len(same)
+        return chosen
+
+
+def _largest(arrays: Sequence[Array], count: int) -> Array:
+    whole = np.concatenate(arrays)
+    return np.partition(whole, len(whole) - count)[len(whole) - count :] if 0 < count < len(whole) else whole[:count]
 
 
 def _allowed(table: Limited, rows: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Rows
+from elasticcb.sharding.table_source import TableSource
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from elasticcb.tf.concrete_call import quick_call
@@ -213,21 +214,53 @@ class Tables:
         """What `export` gives, as `EmbeddingTable.hold` does."""
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
-    def load(self, states: Mapping[int, TableState], version: int) -> None:
-        """Replaces the rows of the tables that `states` holds by the part of it that is this server's.
+    def load(self, sources: Mapping[int, TableSource], version: int) -> None:
+        """Replaces the rows of the tables that `sources` holds by the part of it that is this server's.
 
         Args:
             version: of the model.
         """
-        for number, state in states.items():
-            table, dim = self[number], self._specs[number].row_elements
-            if state.rows.shape != (len(state.ids), dim):
-                raise WireError(
-                    f"Rows of {self._specs[number].path!r}: [{len(state.ids)}, {dim}] was expected, "
-                    f"{list(state.rows.shape)} was given."
-                )
-            own = state.part(self._index, self._buckets)
-            if number not in self._updates:  # nothing is trained here
-                own = replace(own, slots={})
-            self.check_ids(number, own.ids)
-            table.load(own, version)
+        for number, source in sources.items():
+            self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
+
+    def _owns(self, ids: Array) -> Array:
+        return self._buckets.owns(self._index, ids)
+
+    def _own_part(self, number: int, state: TableState) -> TableState:
+        """What is taken of rows that are given. Raises `WireError` when they can't be this table's."""
+        dim = self._specs[number].row_elements
+        if state.rows.shape != (len(state.ids), dim):
+            raise WireError(
+                f"Rows of {self._specs[number].path!r}: [{len(state.ids)}, {dim}] was expected, "
+                f"{list(state.rows.shape)} was given."
+            )
+        own = state.part(self._index, self._buckets)
+        if number not in self._updates:  # nothing is trained here
+            own = replace(own, slots={})
+        self.check_ids(number, own.ids)
+        return own
+
+
+class _OwnRows:
+    """A `TableSource` of those rows of another that are this server's.
+
+    Args:
+        owns: tells which ids (int64 [n]) are: bool [n].
+        own_part: gives what is taken of a piece.
+    """
+
+    def __init__(
+        self, source: TableSource, owns: Callable[[Array], Array], own_part: Callable[[TableState], TableState]
+    ) -> None:
+        self._source, self._owns, self._own_part = source, owns, own_part
+
+    def __len__(self) -> int:
+        return sum(len(ids) for ids, _ in self.ages())
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        for ids, used in self._source.ages():
+            own = self._owns(ids)
+            yield ids[own], None if used is None else used[own]
+
+    def pieces(self) -> Iterator[TableState]:
+        return map(self._own_part, self._source.pieces())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from elasticcb.sharding.bucket_map import BucketMap
 
 @dataclass
 class TableState:
-    """Rows by id, in any order.
+    """Rows by id, in any order; a `TableSource` of one piece.
 
     Attributes:
         ids: int64 [n], unique.
@@ -31,6 +31,15 @@ class TableState:
     slots: dict[str, Array] = field(default_factory=dict)
     hits: Array | None = None
     used: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        yield self.ids, self.used
+
+    def pieces(self) -> Iterator[TableState]:
+        yield self
 
     def select(self, places: Array) -> TableState:
         """The rows at `places` (int64, or a mask)."""

@@ -15,6 +15,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.layers.install import install
 from elasticcb.model.weights import variable_specs
 from elasticcb.sharding.partition import partition
+from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sidecar.follower import Checkpoint
 from elasticcb.sidecar.keras_file import Shape, saved_variables
@@ -67,7 +68,8 @@ class WeightsLoader:
         part = load_slices(folder, specs, everything)
         for index, variable in enumerate(self._model.weights):
             if index in part.tables:
-                install(self._model, index, part.tables[index].ids, part.tables[index].rows)
+                table = whole(part.tables[index])
+                install(self._model, index, table.ids, table.rows)
             else:
                 variable.assign(part.weights[index])
 

@@ -15,6 +15,7 @@ from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.table_source import JoinedTable
 from elasticcb.sharding.table_state import TableState, joined
 from elasticcb.storage import cold_store
 from elasticcb.storage.cold_store import ColdStore
@@ -70,6 +71,10 @@ def small_pieces(monkeypatch):
 
 def some_ids(random, most=40):
     return random.permutation(IDS)[: random.integers(0, most)]
+
+
+def in_pieces(state):
+    return JoinedTable([state.select(places) for places in np.array_split(np.arange(len(state.ids)), 9)])
 
 
 def assert_same(state, expected):
@@ -141,13 +146,18 @@ def test_rows_are_loaded_put_kept_and_taken_over_beyond_the_memory(full, small_p
     for _ in range(30):
         both.train(some_ids(random), random)
     state = both.plain.export()
-    for change in (lambda table: table.load(state, 40), lambda table: table.put(state)):
+    changes = (
+        lambda table: table.load(state, 40),
+        lambda table: table.load(in_pieces(state), 40),
+        lambda table: table.put(state),
+    )
+    for change in changes:
         for table in (both.table, both.plain):
             change(table)
         both.check(random)
     bare = type(state)(np.arange(0, IDS, 2), np.zeros((IDS // 2, DIM), np.float32))
     for table in (both.table, both.plain):
-        table.load(bare, 50)  # whose slots and counts stay
+        table.load(in_pieces(bare), 50)  # whose slots and counts stay
     both.version = 50
     both.check(random)
     kept = np.arange(0, IDS, 6)

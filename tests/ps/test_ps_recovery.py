@@ -15,6 +15,7 @@ from elasticcb.errors import CheckpointError, ConnectionLostError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.rpc import shared_frames
+from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import ON_DISK, OUTER, SIZES, SPECS, VALUES, assert_same
 
@@ -174,7 +175,7 @@ def test_files_hold_the_last_of_each_row(tmp_path):
         log.write(saved(version, ids), whole=version == 1)
     found = RecoveryLog(tmp_path / "ps-0", "run").read()
     assert found.answered == {1: 3}
-    table = found.part.tables[1]
+    table = whole(found.part.tables[1])
     assert dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True)) == {0: 2, 4: 1, 7: 3, 9: 3}
     np.testing.assert_array_equal(found.part.weights[0], [3, 3, 3])
 
@@ -185,7 +186,7 @@ def test_whole_file_replaces_those_before_it(tmp_path):
     for version in (1, 2, 3):
         log.write(saved(version, [version]), whole=version != 2)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    assert RecoveryLog(tmp_path, "run").read().part.tables[1].ids.tolist() == [3]
+    assert whole(RecoveryLog(tmp_path, "run").read().part.tables[1]).ids.tolist() == [3]
 
 
 def test_damaged_file_ends_what_is_read_and_one_can_go_on_from_there(tmp_path, caplog):
@@ -200,7 +201,7 @@ def test_damaged_file_ends_what_is_read_and_one_can_go_on_from_there(tmp_path, c
     assert (found.part.version, found.answered) == (2, {1: 2})
     assert "is damaged" in caplog.text
     log.write(saved(4, [4]), whole=False)
-    assert RecoveryLog(tmp_path, "run").read().part.tables[1].ids.tolist() == [1, 2, 4]
+    assert whole(RecoveryLog(tmp_path, "run").read().part.tables[1]).ids.tolist() == [1, 2, 4]
 
 
 def test_files_of_another_training_are_refused(tmp_path):

@@ -11,6 +11,7 @@ from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_source import JoinedTable
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
@@ -164,6 +165,18 @@ def test_checkpoint_of_more_rows_than_may_be_held_gives_the_newest(when_full):
     rows = np.ones((5, DIM), np.float32)
     table.load(TableState(np.arange(5), rows, used=np.array([5, 1, 4, 2, 3])), 5)
     assert ids_of(table) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("when_full", [WhenFull.EVICT, WhenFull.INITIAL])
+@pytest.mark.parametrize("room", [0, 1, 7, 60])
+def test_checkpoint_that_comes_in_pieces_gives_the_newest_of_all(when_full, room):
+    random = np.random.default_rng(room)
+    ids, rows, used = random.permutation(60), np.ones((60, DIM), np.float32), random.integers(9, size=60)
+    whole = TableState(ids, rows, used=used)
+    source = JoinedTable([whole.select(part) for part in np.array_split(np.arange(60), 13)])
+    table = make_table(TableLimits(memory_bytes=max(1, room * ROW_BYTES), when_full=when_full))
+    table.load(source, 100)
+    assert ids_of(table) == sorted(ids[np.argsort(-used, kind="stable")[:room]])
 
 
 def test_checkpoint_of_more_rows_than_may_be_held_is_an_error_where_a_full_table_is():

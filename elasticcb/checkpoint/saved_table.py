@@ -1,0 +1,99 @@
+"""Reads an embedding table from files in pieces, so that it may be larger than the memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from elasticcb.errors import CheckpointError
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding import table_state
+from elasticcb.sharding.array_names import TABLE, kind_of
+from elasticcb.sharding.table_state import TableState
+
+PIECE_BYTES = 4 << 20
+
+
+class SavedTable:
+    """A `TableSource` of files.
+
+    Args:
+        number: of the variable.
+        files: of `write_part`, written one after another: of rows in several, the last counts. Beside a piece, the ids
+            in all but the first are held in memory. They are not checked.
+    """
+
+    def __init__(self, number: int, files: Sequence[Path]) -> None:
+        self._prefix, self.files = f"{TABLE}/{number}/", tuple(files)
+        self._number = number
+
+    def __len__(self) -> int:
+        if len(self.files) > 1:
+            return sum(len(ids) for ids, _ in self.ages())
+        with opened(self.files[0]) as file:
+            return int(file.get_slice(self._prefix + "ids").get_shape()[0])
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        ids, used = self._prefix + "ids", self._prefix + "used"
+        for tensors in self._read((ids, used)):
+            yield tensors[ids], tensors.get(used)
+
+    def pieces(self) -> Iterator[TableState]:
+        for tensors in self._read():
+            yield table_state.from_tensors(tensors)[self._number]
+
+    def _read(self, wanted: Sequence[str] = ()) -> Iterator[dict[str, Array]]:
+        """Pieces of the arrays by name, of those that are `wanted`, or of all; the newest file first."""
+        seen = np.empty(0, np.int64)  # ids in newer files, in order
+        for older in reversed(range(len(self.files))):
+            found = [seen]
+            for tensors in self._pieces_of(self.files[older], wanted):
+                if len(seen):
+                    ids = tensors[self._prefix + "ids"]
+                    new = seen[np.minimum(np.searchsorted(seen, ids), len(seen) - 1)] != ids
+                    tensors = {name: array[new] for name, array in tensors.items()}
+                if older:
+                    found.append(tensors[self._prefix + "ids"])
+                yield tensors
+            seen = np.sort(np.concatenate(found))
+
+    def _pieces_of(self, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Array]]:
+        """Of one file, at least one piece."""
+        with opened(path) as file:
+            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- it is no mapping
+            names = [name for name in names if not wanted or name in wanted]
+            total = file.get_slice(self._prefix + "ids").get_shape()[0]
+            row_bytes = sum(_slice(file, name, 0, min(1, total)).nbytes for name in names)
+        rows = max(1, PIECE_BYTES // max(1, row_bytes))
+        for start in range(0, max(1, total), rows):
+            # Opened anew for each piece: what is read of a mapped file counts as memory of the process.
+            with opened(path) as file:
+                piece = {name: _slice(file, name, start, min(start + rows, total)) for name in names}
+            yield piece
+
+
+def _slice(file: Any, name: str, start: int, stop: int) -> Array:
+    # The library has no empty slices.
+    array: Array = file.get_slice(name)[start:stop] if start < stop else file.get_tensor(name)[start:stop]
+    return array
+
+
+def tables_in(path: Path, names: Sequence[str]) -> dict[int, SavedTable]:
+    """The tables of one file whose arrays have these names."""
+    numbers = {int(name.split("/")[1]) for name in names if kind_of(name) == TABLE}
+    return {number: SavedTable(number, [path]) for number in sorted(numbers)}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of safetensors. Raises `CheckpointError` when it can't be read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error

@@ -1,0 +1,85 @@
+"""Servers take their rows of embedding tables from the files of others, piece by piece."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from elasticcb.checkpoint import saved_table
+from elasticcb.checkpoint.parts import load_slices, save_part
+from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.errors import ElasticCBError
+from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.tables import Tables
+from elasticcb.settings.choices import WhenFull
+from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableState, joined
+from elasticcb.storage.cold_store import ColdStore
+
+SPECS = [VariableSpec("emb/embeddings", (0, 2), "float32", True, table=TableSpec(None, '"zeros"').to_json())]
+IDS = 300
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = ColdStore(tmp_path / "recovery")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def state(monkeypatch):
+    monkeypatch.setattr(saved_table, "PIECE_BYTES", 500)
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((IDS, 2)).astype(np.float32)
+    return TableState(np.arange(IDS), rows, {"momentum": rows}, random.integers(9, size=IDS), random.permutation(IDS))
+
+
+def checkpoint(folder, state, num_ps):
+    unfinished, parts, buckets = begin_version(folder, 500), partition(SPECS, num_ps, False), even(num_ps)
+    files = [
+        save_part(unfinished, Part(500, tables={0: state.part(index, buckets)}), slices, index, num_ps)
+        for index, slices in enumerate(parts)
+    ]
+    return finish_version(unfinished, version=500, specs=SPECS, parts=parts, files=files, buckets=buckets)
+
+
+def loaded(folder, num_ps, index, limits):
+    part = load_slices(folder, SPECS, partition(SPECS, num_ps, False)[index], index, even(num_ps))
+    tables = Tables(SPECS, index, even(num_ps), None, limits)
+    tables.load(part.tables, part.version)
+    return tables[0]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("now", [1, 3])
+def test_each_server_has_the_rows_of_its_ids(tmp_path, state, before, now):
+    folder = checkpoint(tmp_path, state, before)
+    tables = [loaded(folder, now, index, TableLimits()) for index in range(now)]
+    for index, table in enumerate(tables):
+        assert sorted(table.ids().tolist()) == state.part(index, even(now)).ids.tolist()
+    whole = joined([table.export() for table in tables])
+    for name in ("ids", "rows", "hits", "used"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(state, name))
+
+
+@pytest.mark.parametrize("when_full", list(WhenFull))
+@pytest.mark.parametrize("now", [1, 2])
+def test_rows_that_were_trained_last_fill_the_memory(tmp_path, state, store, when_full, now):
+    folder = checkpoint(tmp_path, state, 2)
+    cap = 50 * loaded(folder, now, now - 1, TableLimits()).row_bytes
+    limits = TableLimits(cap, when_full, store if when_full is WhenFull.DISK else None)
+    if when_full is WhenFull.ERROR:
+        with pytest.raises(ElasticCBError, match="are full"):
+            loaded(folder, now, now - 1, limits)
+        return
+    table, own = loaded(folder, now, now - 1, limits), state.part(now - 1, even(now))
+    in_memory = np.sort(own.used)[-50:]
+    np.testing.assert_array_equal(np.sort(table.used), in_memory)
+    expected = own if when_full is WhenFull.DISK else own.select(own.used >= in_memory[0])
+    found = joined([table.export()])
+    for name in ("ids", "rows", "hits", "used"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
