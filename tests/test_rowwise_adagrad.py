@@ -98,6 +98,8 @@ def test_optimizer_that_reduces_over_rows_may_be_cut_between_them_and_not_joined
     assert not may_update_rows(RowWiseAdagrad(use_ema=True))
 
 
-def test_negative_accumulator_is_refused_in_words():
-    with pytest.raises(UsageError, match=r"initial_accumulator_value\. Received: -1\."):
-        RowWiseAdagrad(initial_accumulator_value=-1.0)
+@pytest.mark.parametrize("argument", ["initial_accumulator_value", "epsilon"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "a"])
+def test_what_is_no_number_from_0_on_is_refused_in_words(argument, value):
+    with pytest.raises(UsageError, match=f"at least 0 as {argument}. Received: {value!r}"):
+        RowWiseAdagrad(**{argument: value})

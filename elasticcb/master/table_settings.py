@@ -28,8 +28,6 @@ def with_settings(
     if settings.command is not Command.TRAIN:
         return dict(tables)
     embedding = settings.embedding
-    if tables and embedding.when_full is WhenFull.DISK and (missing := missing_library()):
-        raise UsageError(f"--embedding_when_full=disk can't be: {missing}")
     by_name: dict[int, TableOptions] = {}
     for name, given in embedding.tables.items():
         index = _named(name, paths)
@@ -45,7 +43,20 @@ def with_settings(
         if table.initializer and settings.cluster.ps_replicas:
             _check_replicas(paths[index], options, embedding.when_full)
         found[index] = replace(table, options=options)
+    _check_disk(found, settings)
     return found
+
+
+def _check_disk(tables: Mapping[int, TableSpec], settings: JobSettings) -> None:
+    if not tables or settings.embedding.when_full is not WhenFull.DISK:
+        return
+    if missing := missing_library():
+        raise UsageError(f"--embedding_when_full=disk can't be: {missing}")
+    if not settings.embedding.memory_bytes and not any(table.options.max_rows for table in tables.values()):
+        raise UsageError(
+            "--embedding_when_full=disk moves rows to disk when tables are full, and nothing limits the tables of this "
+            "job. Set --embedding_memory_bytes, or max_rows of a table; or leave it out."
+        )
 
 
 def _named(name: str, paths: Mapping[int, str]) -> int:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -53,11 +54,9 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
         name: str = "row_wise_adagrad",
         **kwargs: Any,
     ) -> None:
-        if initial_accumulator_value < 0:
-            raise UsageError(
-                f"RowWiseAdagrad takes a number of at least 0 as initial_accumulator_value. Received: "
-                f"{initial_accumulator_value!r}."
-            )
+        for argument, value in (("initial_accumulator_value", initial_accumulator_value), ("epsilon", epsilon)):
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise UsageError(f"RowWiseAdagrad takes a number of at least 0 as {argument}. Received: {value!r}.")
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
         self.initial_accumulator_value = initial_accumulator_value
         self.epsilon = epsilon

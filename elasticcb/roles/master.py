@@ -49,6 +49,7 @@ from elasticcb.settings import (
 )
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.temporary import abandoned_folders
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -139,6 +140,7 @@ def running_cluster(
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
             if takeover is None:
+                _remove_rows_on_disk(settings)
                 master.start()
         except BaseException:
             backend.stop(0.0)
@@ -212,8 +214,15 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
                 _keep_status(status, master, failure)
             finally:
                 master.shut_down(STOP_SECONDS)
+            _remove_rows_on_disk(settings)
         if failure is None:
             shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _remove_rows_on_disk(settings: JobSettings) -> None:
+    """Of parameter servers that were killed, as all are at the end of a job that is interrupted; none is starting."""
+    for folder in abandoned_folders(Path(settings.directory, RECOVERY_FOLDER), least_age_seconds=0):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:

@@ -40,12 +40,17 @@ class TemporaryFolder:
         self.remove()
 
 
-def abandoned_folders(parent: Path | None = None) -> Iterator[Path]:
-    """Such folders of this user whose owners were killed; each is locked until the next one is asked for."""
+def abandoned_folders(parent: Path | None = None, least_age_seconds: float = _YOUNG_SECONDS) -> Iterator[Path]:
+    """Such folders of this user whose owners were killed; each is locked until the next one is asked for.
+
+    Args:
+        least_age_seconds: younger ones are left alone; 0 where nobody makes any meanwhile.
+    """
     for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):  # it is gone by now
             status = folder.lstat()
-            if status.st_uid != os.getuid() or folder.is_symlink() or time.time() - status.st_mtime < _YOUNG_SECONDS:
+            is_young = time.time() - status.st_mtime < least_age_seconds
+            if status.st_uid != os.getuid() or folder.is_symlink() or is_young:
                 continue
             with held_if_free(folder) as is_free:
                 if is_free:

@@ -47,6 +47,15 @@ def test_the_end_of_a_path_is_enough_where_no_other_table_has_it():
     assert [spec.options.max_age for spec in found.values()] == [1, 2, 3]
 
 
+def test_rows_go_to_disk_only_where_something_limits_them():
+    with pytest.raises(
+        UsageError, match=r"nothing limits the tables of this job\. Set --embedding_memory_bytes, or max_"
+    ):
+        resolved({}, when_full=WhenFull.DISK)
+    assert resolved({}, when_full=WhenFull.DISK, memory_bytes=1000)
+    assert resolved({"users": {"max_rows": 9}}, when_full=WhenFull.DISK)
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [

@@ -46,4 +46,5 @@ def test_only_the_old_folder_of_an_owner_that_was_killed_is_abandoned(temporary)
         assert [str(found) for found in abandoned_folders()] == [folder]
         os.utime(folder)
         assert list(abandoned_folders()) == []
+        assert [str(found) for found in abandoned_folders(least_age_seconds=0)] == [folder]
     assert not mine.exists()
