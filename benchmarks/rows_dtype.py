@@ -1,4 +1,4 @@
-"""What holding rows of embedding tables as bfloat16 saves, and what it does to a model.
+"""Memory and model quality of embedding tables whose rows are held as bfloat16.
 
     python benchmarks/rows_dtype.py memory [--rows=1e7] [--into=docs/embeddings.md]
     python benchmarks/rows_dtype.py quality --data_dir=DIRECTORY [--seeds=5] [--into=docs/embeddings.md]
@@ -92,7 +92,7 @@ def of(rows_dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, what it is trained on, and what of it is reported."""
+    """A model, its training data, and the metrics to report."""
 
     model: Callable[[], Any]  # compiled
     training: Examples

@@ -136,7 +136,7 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
 
 
 def table_update(make_optimizer: Callable[[], Any], dim: int) -> tuple[Any, Any]:
-    """The optimizer of a server, and what it does to a table, as the server makes them."""
+    """The update of a table by an optimizer, as a server makes it."""
     from elasticcb.optimizers.variables import Leaf
     from elasticcb.ps.optimizer import ServerOptimizer
     from elasticcb.ps.table_update import TableUpdate

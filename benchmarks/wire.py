@@ -1,4 +1,4 @@
-"""What `--wire_dtype` saves on the wire, and what it costs: bytes per example, and processor time of the codec.
+"""Bytes per example by `--wire_dtype`, and the processor time of encoding and decoding them.
 
     python benchmarks/wire.py [--batches=64] [--into=docs/updates.md]
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def traffic(mode: str, wire_dtype: str, batches: int) -> Counter[str]:
-    """Bytes of arrays that all workers have sent and got, while they trained on so many batches each."""
+    """Bytes of arrays that all workers sent and received, each for this number of batches."""
     import keras
 
     from elasticcb.clients.ps_places import ServerPlace

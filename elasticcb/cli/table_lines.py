@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticcb.checkpoint.table_report import IdInTable, IdReport, LiveTable, TableReport, TablesReport
@@ -22,12 +22,7 @@ def lines_of(found: TablesReport | IdReport) -> Iterator[str]:
 
 def _report_lines(found: TablesReport) -> Iterator[str]:
     yield f"{found.folder}, version {found.version:,}"
-    if not found.tables:
-        yield "It holds no embedding tables: every variable is dense."
-    for each in found.tables:
-        yield ""
-        yield each.path
-        yield from _labelled(_table(each))
+    yield from _by_table(found.tables, _table)
     if len(found.tables) > 1:
         rows = sum(each.rows for each in found.tables)
         size = sum(each.row_bytes + each.slot_bytes for each in found.tables)
@@ -41,17 +36,17 @@ def _report_lines(found: TablesReport) -> Iterator[str]:
 
 def _id_lines(found: IdReport) -> Iterator[str]:
     yield f"id {found.id} in {found.folder}, version {found.version:,}"
-    if not found.tables:
+    yield from _by_table(found.tables, lambda each: _id(each, found.id, found.version))
+
+
+def _by_table(tables: Sequence[Any], labelled: Callable[[Any], Iterator[tuple[str, str]]]) -> Iterator[str]:
+    if not tables:
         yield "It holds no embedding tables: every variable is dense."
-    for each in found.tables:
+    for each in tables:
         yield ""
         yield each.path
-        yield from _labelled(_id(each, found.id, found.version))
-
-
-def _labelled(lines: Iterator[tuple[str, str]]) -> Iterator[str]:
-    for label, value in lines:
-        yield f"  {label:<{_LABEL_WIDTH}}{value}"
+        for label, value in labelled(each):
+            yield f"  {label:<{_LABEL_WIDTH}}{value}"
 
 
 def _table(table: TableReport) -> Iterator[tuple[str, str]]:

@@ -28,30 +28,31 @@ def quick_call(
     ).get_concrete_function()
     captured = compiled.captured_inputs
     if hasattr(compiled, "_call_flat"):
-        return _InCallingThread(lambda tensors: compiled._call_flat(list(tensors), captured))
-    return _InCallingThread(lambda tensors: compiled(*tensors))
+        return _OneAfterAnother(lambda tensors: compiled._call_flat(list(tensors), captured))
+    return _OneAfterAnother(lambda tensors: compiled(*tensors))
 
 
-class _InCallingThread:
-    """Runs the operations of a function one after another in the thread that calls, where that is possible.
+# How an error begins that says so before any operation has run.
+_REFUSED = "Single-threaded executor does not support"
+
+
+class _OneAfterAnother:
+    """Runs the operations of a function in one thread, where that is possible.
 
     Threads that hand each other small operations cost more than they bring. Within an operation there may be several.
     """
 
     def __init__(self, function: _Call) -> None:
         self._function = function
-        self._inline = function_executor_type is not None
-        self._has_run = False
+        self._is_possible = function_executor_type is not None
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> Any:
-        if self._inline:
+        if self._is_possible:
             try:
                 with function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                    result = self._function(tensors)
-                self._has_run = True
-                return result
-            except tf.errors.OpError:
-                if self._has_run:
+                    return self._function(tensors)
+            except tf.errors.OpError as error:
+                if _REFUSED not in error.message:
                     raise
-                self._inline = False  # there are operations that such an executor does not know
+                self._is_possible = False
         return self._function(tensors)

@@ -19,6 +19,16 @@ def early_xla(monkeypatch):
 
 
 @pytest.fixture
+def store(tmp_path):
+    """Where rows that don't fit in memory go."""
+    from elasticcb.storage.cold_store import ColdStore
+
+    store = ColdStore(tmp_path / "recovery")
+    yield store
+    store.close()
+
+
+@pytest.fixture
 def start_servers():
     """Starts servers without a model; the arguments are those of `Cluster`."""
     from helpers_ps import Cluster

@@ -50,13 +50,6 @@ ROW_BYTES = make_table().row_bytes
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = ColdStore(tmp_path / "recovery")
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def full(store):
     """Makes limits of so many rows in memory."""
     return lambda rows: TableLimits(rows * ROW_BYTES, WhenFull.DISK, store)

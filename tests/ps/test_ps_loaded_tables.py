@@ -17,17 +17,9 @@ from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState, joined
-from elasticcb.storage.cold_store import ColdStore
 
 SPECS = [VariableSpec("emb/embeddings", (0, 2), "float32", True, table=TableSpec(None, '"zeros"').to_json())]
 IDS = 300
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = ColdStore(tmp_path / "recovery")
-    yield store
-    store.close()
 
 
 @pytest.fixture
