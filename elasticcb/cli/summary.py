@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
-from elasticcb.master.snapshot import JobSnapshot, SavedModelInput
+from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput
 from elasticcb.settings import Command
 
 _LABEL_WIDTH = 34  # the accounting's first column, in characters
+_MOST_RUNS = 6  # of epochs with equally many records, that are listed
 
 
 def format_seconds(seconds: float) -> str:
@@ -36,13 +38,12 @@ def format_places(places: Iterable[int]) -> str:
 
 
 def summary_lines(summary: JobSnapshot) -> list[str]:
-    """The summary as lines of plain text."""
+    """The summary as lines of plain text: results, then the accounting, then faults if there were any."""
     verb = {Command.TRAIN: "Training", Command.EVALUATE: "Evaluation", Command.PREDICT: "Prediction"}
     assert summary.command is not None
     lines = [f"{verb[summary.command]} is done, in {format_seconds(summary.seconds)}."]
     if summary.stopped_early:
         lines.append(f"It ended early: {summary.stopped_early}")
-    lines += ["", *(f"  {label:<{_LABEL_WIDTH}}{value}" for label, value in _accounting(summary))]
     if summary.metrics:
         what = "Metrics" if summary.command is Command.EVALUATE else "Metrics of the last evaluation"
         lines += ["", f"{what}:"]
@@ -54,49 +55,74 @@ def summary_lines(summary: JobSnapshot) -> list[str]:
         lines += ["", f"Predictions, one row per record in the order of the data: {summary.predictions_path}"]
     if summary.checkpoint_path:
         lines += ["", f"Newest checkpoint: {summary.checkpoint_path}"]
+    for part in (_accounting(summary), _faults(summary)):
+        rows = [f"  {label:<{_LABEL_WIDTH}}{value}" for label, value in part]
+        lines += ["", *rows] if rows else []
     if summary.directory:
-        lines += ["", f"Logs: {summary.directory}"]
-        lines += [f"  {file}" for file in summary.log_files]
+        lines += ["", f"Logs: {summary.directory}/logs"]
     return lines
 
 
 def _accounting(summary: JobSnapshot) -> Iterator[tuple[str, str]]:
     if summary.command is Command.TRAIN:
-        for epoch, records in enumerate(summary.records_per_epoch, 1):
-            yield f"records trained in epoch {epoch}", format_count(records)
-        more = summary.records_repeated
-        yield "records trained more than once", f"{'at most ' if more else ''}{format_count(more)}"
+        yield "records trained", f"{format_count(summary.records_trained)}{_by_epoch(summary.records_per_epoch)}"
     if summary.command is not Command.PREDICT and (summary.records_evaluated or summary.metrics):
         yield "records evaluated, once each", format_count(summary.records_evaluated)
     if summary.command is Command.PREDICT:
         yield "records predicted", format_count(summary.records_predicted)
-        again = summary.records_repeated
-        if again:
-            yield "records predicted more than once", f"at most {format_count(again)}"
-    yield "tasks tried again", format_count(summary.tasks_retried)
-    if summary.command is Command.TRAIN:
-        yield "gradients rejected as too old", format_count(summary.gradients_rejected)
-        yield "batches skipped (NaN or infinity)", format_count(summary.batches_skipped)
-    if summary.checkpoints_failed:
-        yield "checkpoints not written", format_count(summary.checkpoints_failed)
-    if summary.callback_errors:
-        yield "errors in callbacks", format_count(summary.callback_errors)
-    if summary.refused_calls:
-        counts = (f"{format_count(count)} {reason}" for reason, count in summary.refused_calls.items())
-        yield "calls refused", ", ".join(counts)
-    yield "workers lost", f"{summary.workers.lost}, of them replaced: {summary.workers.replaced}"
-    if summary.stragglers_ever:
-        yield "stragglers among the workers", format_places(summary.stragglers_ever)
-    if summary.tasks_split:
-        yield "tasks split for idle workers", format_count(summary.tasks_split)
-    yield "parameter servers lost", f"{summary.servers.lost}, of them replaced: {summary.servers.replaced}"
-    if summary.servers.replaced:
-        yield "longest recovery of one", format_seconds(summary.longest_server_recovery)
-    if summary.updates_lost:
-        yield "updates lost with them", format_count(summary.updates_lost)
     yield "model version", format_count(summary.version)
     if summary.seconds_to_first_step is not None:
         yield "time to the first training step", format_seconds(summary.seconds_to_first_step)
+    if summary.tasks_split:
+        yield "tasks split for idle workers", format_count(summary.tasks_split)
+
+
+def _by_epoch(records: Sequence[int]) -> str:
+    """How many records each epoch had, equal ones together: " (3 epochs of 120, 1 of 96)"."""
+    runs = [(len(list(run)), count) for count, run in groupby(records)]
+    if len(runs) > _MOST_RUNS:
+        return f" ({len(records)} epochs of {format_count(min(records))} to {format_count(max(records))})"
+    parts = [f"{epochs} of {format_count(count)}" for epochs, count in runs]
+    if parts:
+        parts[0] = parts[0].replace(" of", " epoch of" if runs[0][0] == 1 else " epochs of")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+# What may go wrong in a job that is done, by what it is called. A count of 0 is not shown.
+FAULTS: Mapping[str, Callable[[JobSnapshot], int]] = {
+    "workers lost": lambda job: job.workers.lost,
+    "parameter servers lost": lambda job: job.servers.lost,
+    "updates lost with them": lambda job: job.updates_lost,
+    "task retries": lambda job: job.tasks_retried,
+    "duplicate records (at most)": lambda job: job.records_repeated,
+    "gradients rejected as too old": lambda job: job.gradients_rejected,
+    "batches skipped (NaN or infinity)": lambda job: job.batches_skipped,
+    "checkpoints not written": lambda job: job.checkpoints_failed,
+    "errors in callbacks": lambda job: job.callback_errors,
+}
+
+
+def _faults(summary: JobSnapshot) -> Iterator[tuple[str, str]]:
+    for label, count_in in FAULTS.items():
+        count = count_in(summary)
+        if not count:
+            continue
+        if label == "workers lost":
+            yield label, _lost(summary.workers)
+        elif label == "parameter servers lost":
+            slowest = f", the slowest in {format_seconds(summary.longest_server_recovery)}"
+            yield label, _lost(summary.servers, slowest if summary.servers.replaced else "")
+        else:
+            yield label, format_count(count)
+    if summary.refused_calls:
+        counts = (f"{format_count(count)} {reason}" for reason, count in summary.refused_calls.items())
+        yield "calls refused", ", ".join(counts)
+    if summary.stragglers_ever:
+        yield "slow workers (stragglers)", format_places(summary.stragglers_ever)
+
+
+def _lost(counts: ProcessCounts, details: str = "") -> str:
+    return f"{format_count(counts.lost)} ({format_count(counts.replaced)} replaced{details})"
 
 
 def _saved_model(summary: JobSnapshot) -> Iterator[str]:

@@ -139,10 +139,7 @@ class Job:
             for place, calls in zip(course.served.servers.places, refused, strict=True):
                 stats = state.crew.stats.get(place.id, Stats())
                 state.crew.stats[place.id] = replace(stats, refused_calls=calls)
-            state.tell(
-                saved_model_path=exported if os.path.isdir(exported) else "",
-                log_files=tuple(map(str, sorted(Path(order.settings.directory, "logs").glob("*.log")))),
-            )
+            state.tell(saved_model_path=exported if os.path.isdir(exported) else "")
         summary = order.master.observe()
         if missing is not None and order.make_program is None:
             again = f" When it can be written to again, run: {order.how_to_go_on}" if journal is not None else ""

@@ -108,7 +108,6 @@ class JobSnapshot:
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them
     predictions_path: str = ""  # "": they went to callbacks alone
     checkpoint_path: str = ""  # newest one; "": none was written
-    log_files: tuple[str, ...] = ()  # when it is over
 
     @property
     def records_trained(self) -> int:

@@ -76,5 +76,5 @@ def test_summary_tells_what_was_predicted_and_where_it_is():
     )
     text = "\n".join(summary_lines(summary))
     assert "records predicted                 3,000" in text
-    assert "records predicted more than once  at most 1,200" in text
+    assert "duplicate records (at most)       1,200" in text
     assert "Predictions, one row per record in the order of the data: /data/out.csv" in text

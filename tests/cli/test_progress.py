@@ -44,7 +44,6 @@ SUMMARY = JobSnapshot(
     saved_model_path="/tmp/my export",
     checkpoint_path="/tmp/checkpoints/version-47",
     directory="/tmp/jobs/digits",
-    log_files=("master.log", "worker-0.log"),
 )
 
 
@@ -149,23 +148,61 @@ def test_output_that_is_no_terminal_gets_plain_lines():
     assert isinstance(make_display(settings), PlainDisplay)
 
 
-def test_the_summary_states_the_exact_accounting():
-    text = "\n".join(summary_lines(SUMMARY))
-    for label, value in {
-        "records trained in epoch 1": "1,500",
-        "records trained in epoch 2": "1,500",
-        "records trained more than once": "at most 64",
-        "records evaluated, once each": "297",
-        "tasks tried again": "1",
-        "gradients rejected as too old": "2",
-        "batches skipped (NaN or infinity)": "0",
-        "workers lost": "1, of them replaced: 1",
-        "parameter servers lost": "0, of them replaced: 0",
-        "model version": "47",
-    }.items():
-        assert f"  {label:<34}{value}\n" in text
-    assert "Newest checkpoint: /tmp/checkpoints/version-47" in text
-    assert "  worker-0.log" in text
+def test_the_summary_has_metrics_and_paths_first_then_the_accounting_then_faults_and_logs():
+    lines = summary_lines(SUMMARY)
+    assert lines[0] == "Training is done, in 1:01."
+    assert lines[2:4] == ["Metrics of the last evaluation:", "  accuracy  0.95"]
+    assert lines[5] == "SavedModel: /tmp/my export"
+    assert lines[lines.index("Newest checkpoint: /tmp/checkpoints/version-47") + 1 :] == [
+        "",
+        "  records trained                   3,000 (2 epochs of 1,500)",
+        "  records evaluated, once each      297",
+        "  model version                     47",
+        "",
+        "  workers lost                      1 (1 replaced)",
+        "  task retries                      1",
+        "  duplicate records (at most)       64",
+        "  gradients rejected as too old     2",
+        "",
+        "Logs: /tmp/jobs/digits/logs",
+    ]
+
+
+def test_a_job_in_which_nothing_went_wrong_has_no_faults_in_its_summary():
+    lines = summary_lines(JobSnapshot(command=Command.TRAIN, seconds=1.0, records_per_epoch=(20,), version=3))
+    assert lines == [
+        "Training is done, in 1.0 s.",
+        "",
+        "  records trained                   20 (1 epoch of 20)",
+        "  model version                     3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "shown"),
+    [
+        ((), "0"),
+        ((100_000,) * 4, "400,000 (4 epochs of 100,000)"),
+        ((120, 120, 96), "336 (2 epochs of 120, 1 of 96)"),
+        ((5, 7, 7), "19 (1 epoch of 5, 2 of 7)"),
+        (range(10, 20), "145 (10 epochs of 10 to 19)"),
+    ],
+)
+def test_epochs_with_equally_many_records_share_a_place_in_the_summary(records, shown):
+    lines = summary_lines(JobSnapshot(command=Command.TRAIN, records_per_epoch=tuple(records)))
+    assert f"  {'records trained':<34}{shown}" in lines
+
+
+def test_a_fault_of_servers_tells_how_long_the_slowest_recovery_took():
+    job = JobSnapshot(
+        command=Command.TRAIN,
+        servers=ProcessCounts(lost=2, replaced=1),
+        longest_server_recovery=2.5,
+        updates_lost=1200,
+    )
+    lines = summary_lines(job)
+    assert f"  {'parameter servers lost':<34}2 (1 replaced, the slowest in 2.5 s)" in lines
+    assert f"  {'updates lost with them':<34}1,200" in lines
 
 
 def test_the_summarys_python_lines_are_python():
@@ -186,7 +223,7 @@ def test_the_summarys_python_lines_are_python():
 def test_a_prediction_is_summed_up_without_training_figures():
     text = "\n".join(summary_lines(JobSnapshot(command=Command.PREDICT, seconds=1.0, records_predicted=1797)))
     assert "records predicted                 1,797" in text
-    assert "more than once" not in text
+    assert "duplicate" not in text
     assert "gradients" not in text
     assert "evaluated" not in text
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from elasticcb.cli.summary import FAULTS
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.roles.master import run_master
 from elasticcb.settings import (
@@ -225,10 +226,24 @@ def train_flags(folder: Path, model: str, **more) -> list[str]:
 
 
 def number(output: str, label: str) -> int:
-    """What a summary tells behind `label`."""
-    found = re.search(rf"{label}\s+(?:at most )?([\d,]+)", output)
+    """What a summary tells behind `label`; 0 of a fault that it does not tell of."""
+    found = re.search(rf"{re.escape(label)}\s+([\d,]+)", output)
+    if not found and label in FAULTS and " is done, in " in output:
+        return 0
     assert found, f"no {label!r} in:\n{output}"
-    return int(found[1].replace(",", ""))
+    return _count(found[1])
+
+
+def records_trained(output: str) -> list[int]:
+    """Of each epoch, as the summary tells: "(3 epochs of 120, 1 of 96)"."""
+    found = re.search(r"records trained\s+[\d,]+ \((.+)\)$", output, re.MULTILINE)
+    assert found, f"no records of epochs in:\n{output}"
+    runs = re.findall(r"(\d+) (?:epochs? )?of ([\d,]+)", found[1])
+    return [_count(records) for epochs, records in runs for _ in range(int(epochs))]
+
+
+def _count(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 class JobProcess:

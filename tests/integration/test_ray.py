@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, linear_data, open_gate, records_trained, train_flags, write_model_file
 from warm import ensure_warm
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'elasticcb[ray]'")
@@ -89,7 +89,7 @@ def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_t
     open_gate(data)
     assert job.finish() == 0, job.output
 
-    assert number(job.output, "records trained in epoch 1") == RECORDS
+    assert records_trained(job.output) == [RECORDS]
     rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
     assert set(rows) == {200}
     assert not job_processes()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jobs import LINEAR_MODEL, linear_data, number, train_flags, write_model_file
+from jobs import LINEAR_MODEL, linear_data, records_trained, train_flags, write_model_file
 
 RECORDS = 800
 
@@ -51,5 +51,5 @@ def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on
     warning = job.wait_for_line("Parameter server 0: .* can't be written")
     assert "Training goes on" in warning
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 10") == RECORDS
+    assert records_trained(job.output) == [RECORDS] * 10
     assert job.output.count("can't be written") == 1

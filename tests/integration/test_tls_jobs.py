@@ -23,7 +23,7 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import MASTER_METHODS
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import diagnose
-from jobs import GATE, LINEAR_MODEL, PACE, linear_data, number, open_gate, train_flags, write_model_file
+from jobs import GATE, LINEAR_MODEL, PACE, linear_data, open_gate, records_trained, train_flags, write_model_file
 from metrics_scrapes import Scrape
 
 
@@ -76,7 +76,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     client.close()
     open_gate(data)
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 3") == 2_000
+    assert records_trained(job.output) == [2_000] * 3
     assert re.search(r"calls refused +10 without the job's token", job.output), job.output
     secrets = [master.token, *private_lines(folder / "tls" / "ca.pem")]
     written = {path: path.read_bytes() for path in files_of(folder) if path.parent.name != "tls"}
@@ -152,7 +152,7 @@ def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(dat
     ), plain.output
     started = [start_job(*commands[role]) for role in ("ps", "worker")]
     assert job.finish() == 0, job.output
-    assert number(job.output, "records trained in epoch 1") == 2_000
+    assert records_trained(job.output) == [2_000]
     for process in started:
         assert process.finish() == 0, process.output
 
