@@ -24,7 +24,7 @@ from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.master.job import Job
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master
-from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
@@ -177,6 +177,12 @@ class _Display:
 
     def message(self, text: str) -> None:
         logger.info("%s", text)
+
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self.message(text)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """Keras's progress bar shows it."""
 
 
 def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: ModelHost) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.follow import FollowSettings, follow
 from elasticcb.cli.from_flags import values_of
-from elasticcb.cli.job import build_settings, run_job, show_folder
+from elasticcb.cli.job import build_settings, run_job, show_header
 from elasticcb.settings import Command
 
 
@@ -33,5 +33,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
         return
     limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
     settings = build_settings(Command.EVALUATE, given)
-    show_folder(settings)
+    show_header(settings)
     follow(settings, limits)

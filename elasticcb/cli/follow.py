@@ -16,7 +16,7 @@ from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     from elasticcb.cli.progress import Display
-    from elasticcb.master.snapshot import JobSnapshot
+    from elasticcb.master.snapshot import EpochEnd, JobSnapshot
     from elasticcb.sidecar.follower import Checkpoint
 
 RESULTS = "evaluations.jsonl"  # in the job's folder
@@ -146,6 +146,12 @@ class _OneOfMany:
 
     def message(self, text: str) -> None:
         self._display.message(text)
+
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self._display.evaluated(text, of_epoch)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self._display.epoch_ended(end)
 
     def finish(self, summary: JobSnapshot) -> None:
         pass  # its metrics were told as a message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
+from elasticcb.process.host import POD_NAME
 from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import Command, JobSettings
@@ -56,18 +58,33 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
     Raises `ElasticCBError` when the job failed or was interrupted.
     """
-    show_folder(settings)
+    from elasticcb.cli.progress import start_spinner  # not for a command that has mistakes
+
+    show_header(settings)
+    spinner = start_spinner(settings)
 
     def here(goes_on: bool, since: float) -> None:
+        spinner.stop()
         _run_master(settings, goes_on, None, since)
 
-    run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say)
-    backend_of(settings.cluster.kind).run_master(run)
+    run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
+    try:
+        backend_of(settings.cluster.kind).run_master(run)
+    finally:
+        spinner.stop()
 
 
-def show_folder(settings: JobSettings) -> None:
-    """The first line of what a job prints: where its folder is."""
+def show_header(settings: JobSettings) -> None:
+    """The first lines of what a job prints: where its folder is, and how to ask about it."""
     print_line(f"[{settings.name}] The job's folder is {settings.directory}")
+    if POD_NAME not in os.environ:  # where another command asks
+        print_line(f"[{settings.name}] Status: elasticcb status {_job_argument(settings)}")
+
+
+def _job_argument(settings: JobSettings) -> str:
+    """How commands about jobs name this one, from the working directory."""
+    folder = Path(settings.directory)
+    return shlex.quote(folder.name if folder.parent == Path.cwd() / JOBS else str(folder))
 
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:

@@ -8,19 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.status import Status
 
-from elasticcb.cli.summary import format_count, format_metric, format_places, format_seconds, summary_lines
+from elasticcb.cli.figures import epoch_line, status_parts
+from elasticcb.cli.live_display import ACCENT, LiveDisplay
+from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.registry import backend_of
-from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.process.logs import may_reach_nobody, print_line
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot
+from elasticcb.process.logs import print_line
 from elasticcb.settings import JobSettings
-
-_REFRESHES_PER_SECOND = 4
 
 
 class Display(Protocol):
@@ -32,6 +29,12 @@ class Display(Protocol):
     def message(self, text: str) -> None:
         """Something happened that a person should know: a worker was lost, a checkpoint was written."""
 
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        """A round of evaluation came to this; `of_epoch`: the end of an epoch has the same figures."""
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        """An epoch is trained, and evaluated if it is to be."""
+
     def finish(self, summary: JobSnapshot) -> None:
         """The job is over and did what it should. A job that failed ends without this."""
 
@@ -40,41 +43,28 @@ class Display(Protocol):
 
 
 def make_display(settings: JobSettings) -> Display:
-    """The live display on a terminal, plain lines elsewhere.
-
-    A job in one process gets plain lines too: a display that redraws itself would write over a debugger.
-    """
-    if sys.stdout.isatty() and backend_of(settings.cluster.kind).separate:
-        return LiveDisplay(settings.name)
+    """The live display on a terminal, plain lines elsewhere."""
+    if _redraws(settings):
+        display = LiveDisplay()
+        display.update(JobSnapshot())
+        return display
     return PlainDisplay(settings.name)
 
 
-def status_parts(status: JobSnapshot) -> list[str]:
-    """The figures of `status`, the ones that are not known left out."""
-    parts = []
-    if status.epochs:
-        parts.append(f"epoch {status.epoch}/{status.epochs}")
-    if status.records_total:
-        share = min(1.0, status.records_trained / status.records_total)
-        done, total = format_count(status.records_trained), format_count(status.records_total)
-        parts.append(f"{share:.0%} ({done}/{total} records)")
-    if status.records_per_second:
-        parts.append(f"{format_count(round(status.records_per_second))} records/s")
-    if status.version:
-        parts.append(f"version {format_count(status.version)}")
-    if status.loss is not None:
-        parts.append(f"loss {format_metric(status.loss)}")
-    # Named as Keras names them, so that the two losses can be told apart.
-    parts += [f"val_{name} {format_metric(value)}" for name, value in status.metrics.items()]
-    slow = f" (slow: {format_places(status.stragglers)})" if status.stragglers else ""
-    parts.append(f"workers {status.workers.up}/{status.workers.planned}{slow}")
-    parts.append(f"servers {status.servers.up}/{status.servers.planned}")
-    todo, doing = status.tasks_by_state["todo"], status.tasks_by_state["doing"]
-    if todo or doing:
-        parts.append(f"tasks {format_count(todo)} to do, {doing} running")
-    if status.seconds_left is not None:
-        parts.append(f"{format_seconds(status.seconds_left)} left")
-    return parts
+def start_spinner(settings: JobSettings) -> Status:
+    """Shows on a terminal that a job starts, until it is stopped: what its master needs takes seconds to import."""
+    spinner = Status("[bold]starting", console=Console(highlight=False), spinner_style=ACCENT)
+    if _redraws(settings):
+        spinner.start()
+    return spinner
+
+
+def _redraws(settings: JobSettings) -> bool:
+    """Whether lines are shown that are written over.
+
+    Not where the terminal can't, and not those of a job in one process, which would write over a debugger.
+    """
+    return sys.stdout.isatty() and not Console().is_dumb_terminal and backend_of(settings.cluster.kind).separate
 
 
 class PlainDisplay:
@@ -115,6 +105,12 @@ class PlainDisplay:
         with self._lock:
             self._write(f"[{self._name}] {text}")
 
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self.message(text)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self.message(epoch_line(end))
+
     def finish(self, summary: JobSnapshot) -> None:
         with self._lock:
             self._write("\n" + "\n".join(summary_lines(summary)))
@@ -124,68 +120,3 @@ class PlainDisplay:
 
     def _write(self, text: str) -> None:
         print_line(text, self._stream)
-
-
-class LiveDisplay:
-    """A few lines at the bottom of a terminal that are always up to date; messages scroll by above.
-
-    Args:
-        name: of the job.
-        console: None takes standard output.
-    """
-
-    def __init__(self, name: str, console: Console | None = None) -> None:
-        self._name = name
-        self._status: JobSnapshot | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        # Without highlighting: rich would colour every number in a user's text.
-        self._console = Console(highlight=False) if console is None else console
-        self._live = Live(
-            console=self._console,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            get_renderable=self._render,
-            redirect_stderr=False,  # stderr is where errors go, after `close`
-            transient=True,
-        )
-
-    def update(self, status: JobSnapshot) -> None:
-        with self._lock, may_reach_nobody(self._console.file):
-            self._status = status
-            if not self._closed:
-                self._live.start()  # does nothing when it has started
-
-    def message(self, text: str) -> None:
-        with may_reach_nobody(self._console.file):
-            self._console.print(Text(text))
-
-    def finish(self, summary: JobSnapshot) -> None:
-        self.close()
-        # Not through rich: it would break long paths, which people copy.
-        with may_reach_nobody(self._console.file):
-            print("\n".join(summary_lines(summary)), file=self._console.file, flush=True)
-
-    def close(self) -> None:
-        with self._lock, may_reach_nobody(self._console.file):
-            self._closed = True
-            self._live.stop()
-
-    def _render(self) -> RenderableType:
-        status = self._status
-        if status is None:
-            return Text(self._name)
-        bar = Table.grid(padding=(0, 1))
-        share = Text(f"{min(1.0, status.records_trained / status.records_total):4.0%}") if status.records_total else ""
-        bar.add_row(
-            Text(self._name, style="bold"),
-            Text(status.phase, style="cyan"),
-            # Without a total the bar only shows that something moves.
-            ProgressBar(
-                total=status.records_total or None,
-                completed=status.records_trained,
-                width=30,
-                pulse=not status.records_total,
-            ),
-            share,
-        )
-        return Group(bar, Text("   ".join(status_parts(status))))

@@ -54,7 +54,7 @@ def job_state(folder: Path) -> dict[str, Any]:
 
 def state_lines(document: dict[str, Any]) -> list[str]:
     """The document for people."""
-    from elasticcb.cli.progress import status_parts
+    from elasticcb.cli.figures import status_parts
 
     records, tasks = document["records"], document["tasks"]
     workers, servers = document["workers"], document["parameter_servers"]

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput
+from elasticcb.cli.formats import format_count, format_places, format_seconds
+from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput, format_metric
 from elasticcb.settings import Command
 
 _LABEL_WIDTH = 34  # the accounting's first column, in characters
 _MOST_RUNS = 6  # of epochs with equally many records, that are listed
-
-
-def format_seconds(seconds: float) -> str:
-    """0.4 -> "0.4 s", 75 -> "1:15", 3700 -> "1:01:40"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def format_count(count: int) -> str:
-    """1234567 -> "1,234,567"."""
-    return f"{count:,}"
-
-
-def format_metric(value: float) -> str:
-    """Five significant digits."""
-    return f"{value:.5g}"
-
-
-def format_places(places: Iterable[int]) -> str:
-    """(1, 3) -> "1, 3"."""
-    return ", ".join(map(str, places))
 
 
 def summary_lines(summary: JobSnapshot) -> list[str]:

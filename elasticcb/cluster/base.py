@@ -68,6 +68,7 @@ class MasterRun:
         here: runs the master in this process; it takes whether the job is resumed, and when an earlier master was
             lost, if its processes may live: seconds of `time.monotonic`, else 0.
         say: shows a line to the user.
+        begun: hears that the master runs, in another process.
     """
 
     settings: JobSettings
@@ -76,6 +77,7 @@ class MasterRun:
     debug: bool
     here: Callable[[bool, float], None]
     say: Callable[[str], None]
+    begun: Callable[[], None]
 
 
 class Given(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,6 +11,8 @@ from elasticcb.master.task import Task, TaskType
 
 _BY_EPOCH = ("records_trained", "records_dropped")
 _SPEED_SECONDS = 10.0  # that the speed is over
+_SMOOTHING_SECONDS = 30.0  # after which what was noted counts 1/e in the smoothed speed
+_LEAST_SECONDS = 2.0  # that it is over
 
 
 @dataclass
@@ -64,18 +67,34 @@ class Accounting:
 
 
 class Speed:
-    """Records per second of late."""
+    """Records per second: of late, and smoothed, for an estimate that does not jump when a worker joins."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
+        self._last: tuple[float, int] | None = None  # since records are trained
+        self._seconds = self._records = 0.0  # what was noted since then, the older the less it counts
 
     def note(self, now: float, done: int) -> None:
         """So many records are `done` at a time, in seconds."""
+        before = self._points[-1][1] if self._points else done
         self._points.append((now, done))
         while self._points[0][0] < now - _SPEED_SECONDS and len(self._points) > 2:
             self._points.popleft()
+        if self._last is None:
+            # The first records took also what is needed once, such as tracing.
+            self._last = (now, done) if done > before else None
+            return
+        passed, trained = now - self._last[0], done - self._last[1]
+        self._last = now, done
+        kept = math.exp(-passed / _SMOOTHING_SECONDS)
+        self._seconds, self._records = self._seconds * kept + passed, self._records * kept + trained
 
     def per_second(self, now: float, done: int) -> float:
         """Up to `now`, when so many are done; 0 before anything was noted."""
         begun, before = self._points[0] if self._points else (now, done)
         return (done - before) / (now - begun) if now > begun else 0.0
+
+    @property
+    def smoothed(self) -> float:
+        """Per second, over half a minute or more; 0 until there are two seconds to judge by."""
+        return self._records / self._seconds if self._seconds >= _LEAST_SECONDS else 0.0

@@ -12,7 +12,6 @@ A job that evaluates or predicts has one round, or the prediction tasks, and not
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +21,12 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.decisions import Milestone, MilestoneKind
+from elasticcb.master.epoch_clock import EpochClock
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import Round
 from elasticcb.master.job_state import JobState
 from elasticcb.master.order import Order, TrainedModel
+from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
@@ -68,6 +69,7 @@ class Course:
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale = epochs, autoscale
         self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
+        self._clock = EpochClock(self._settings.training.minibatch_size)
         self._more_batches = False  # for callbacks to hear of, at once
         self.over = False
         self.follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
@@ -82,6 +84,7 @@ class Course:
                 self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
             elif memory is None or not self.queue.training_done:
                 self._epochs.begin(initial_epoch)
+            self._clock.begin(*self._progress())
             self._desk.tell(phase="training")
             if self._host.exports:
                 self._desk.tell(saved_model_inputs=self._host.saved_model_inputs())
@@ -200,6 +203,7 @@ class Course:
     # ------------------------------------------------------------ the end of an epoch, and of training
 
     def _epoch_done(self, epoch: int) -> None:
+        self._clock.trained(epoch, *self._progress())
         self.served.ps.persist()  # what is trained in a whole epoch is not to be lost with a server
         self._end_batches(Mode.TRAINING, epoch)
         if self.queue.ran_out(epoch):
@@ -216,7 +220,25 @@ class Course:
             self._waiting_logs[epoch] = logs  # `on_epoch_end` waits for the round
             self._begin_round(decision.round)
         else:
-            self._epochs.end(epoch, logs)
+            self._end_epoch(epoch, logs)
+
+    def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        """It is trained, and evaluated if it is to be."""
+        seconds, steps = self._clock.take(epoch)
+        epochs = self._settings.training.num_epochs
+        self._order.display.epoch_ended(
+            EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs)
+        )
+        with self._desk.state():
+            waits = self.queue.epoch == epoch  # for the hooks: nobody trains meanwhile
+        self._epochs.end(epoch, logs)
+        if waits:
+            self._clock.begin(*self._progress())
+
+    def _progress(self) -> tuple[float, int]:
+        """The time, and how many records are trained over all epochs."""
+        with self._desk.state():
+            return time.monotonic(), sum(self.queue.accounting.records_trained.values())
 
     def _evaluates_after(self, epoch: int) -> bool:
         frequency = self._settings.training.validation_freq
@@ -278,14 +300,15 @@ class Course:
         logs = self._host.round_logs(collection.merged(), finished.version)
         metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
         self._desk.tell(metrics=metrics)
-        shown = ", ".join(f"{name} {_shown(value)}" for name, value in metrics.items())
-        self._order.display.message(f"Evaluation at version {finished.version}: {shown}")
+        shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
+        text = f"Evaluation at version {finished.version}: {shown}"
+        self._order.display.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))
         self._end_batches(Mode.EVALUATION, finished.id)
         self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._waiting_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
-                values = {f"val_{name}": value for name, value in sorted(metrics.items())}
-                self._epochs.end(epoch, {**self._waiting_logs.pop(epoch), **values})
+                values = {f"val_{name}": value for name, value in metrics.items()}
+                self._end_epoch(epoch, {**self._waiting_logs.pop(epoch), **values})
         with self._desk.state() as state:
             state.note(evaluated=finished.version)
             following = state.rounds.finish(state.version).round
@@ -338,9 +361,3 @@ def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:
         "batches with elasticcb.callbacks.every(n)."
     )
     return CallbackWarning("callbacks on the master are slow", text)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, float) or not math.isfinite(value):
-        return str(value)
-    return f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"

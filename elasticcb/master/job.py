@@ -47,7 +47,7 @@ class Job:
     Args:
         settings: of the job.
         master: started; its processes will do the job.
-        display: `update(JobSnapshot)`, `message(text)`.
+        display: as `cli.progress.Display`.
         make_host: makes the Keras side of the master; it is called once the processes are on their way.
         make_program: makes what the job runs instead of a model file (elasticcb/model/program.py), once the model of
             the host is built.

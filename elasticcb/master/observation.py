@@ -110,13 +110,13 @@ def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict
     if settings.command is not Command.TRAIN:
         return values
     done, total = sum(accounting.records_trained.values()), records_to_train(settings, queue)
-    rate = state.speed.per_second(now, done)
+    smoothed = state.speed.smoothed
     return values | {
         "epoch": queue.epoch + 1,
         "epochs": settings.training.num_epochs,
         "records_total": total,
-        "records_per_second": rate,
-        "seconds_left": (total - done) / rate if rate else None,
+        "records_per_second": state.speed.per_second(now, done),
+        "seconds_left": (total - done) / smoothed if smoothed else None,
     }
 
 

@@ -130,6 +130,7 @@ def _build_model(order: Order) -> ModelOrigin:
         with order.desk.state() as state:
             state.find_index = host.find_index
     logger.info("The model is built")
+    order.report.show_model(host.variables)
     if order.make_program is not None:
         order.desk.begin_job(order.settings, order.make_program(), started=order.started)
     memory, begin_warm = order.memory, functools.cache(functools.partial(_warm_start, order, host))

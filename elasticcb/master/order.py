@@ -38,7 +38,7 @@ class Order:
     """What all phases of a job know.
 
     Attributes:
-        display: `update(JobSnapshot)`, `message(text)`.
+        display: as `cli.progress.Display`.
         started: when the user asked for it, in seconds.
         report: shows how the job goes.
         make_host: makes the Keras side of the master.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from elasticcb.master.master import Master
 from elasticcb.settings import JobSettings
+from elasticcb.sharding.partition import VariableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +24,22 @@ class Report:
     Args:
         master: of the job.
         settings: of the job.
-        display: `update(JobSnapshot)`.
+        display: as `cli.progress.Display`.
     """
 
     def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
-        self._master, self._display = master, display
+        self._master, self._settings, self._display = master, settings, display
         self._loss_steps = settings.training.log_loss_steps or sys.maxsize
         self._next_update = 0.0
         self._logged_version = 0
+
+    def show_model(self, variables: Sequence[VariableSpec]) -> None:
+        """Tells which model the job is about, and how large it is."""
+        definition = self._settings.model.definition
+        tables = sum(1 for spec in variables if spec.table)
+        parameters = sum(math.prod(spec.shape) for spec in variables if not spec.table)
+        parts = [f"{parameters:,} parameters", *([f"{tables} embedding tables"] if tables else [])]
+        self._display.message(f"Model: {', '.join([definition, *parts] if definition else parts)}")
 
     def show(self) -> None:
         """Updates the display, unless that was done a moment ago.

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.settings import Command
 
@@ -50,6 +51,17 @@ class ProcessCounts:
     up: int = 0
     lost: int = 0  # over the whole job
     replaced: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd:
+    """An epoch that has ended, with its evaluation round if it has one."""
+
+    epoch: int  # counted from 1
+    epochs: int  # planned
+    seconds: float  # of training
+    steps: int  # batches that all workers trained meanwhile, also of the next epoch; 0: of another master
+    logs: Mapping[str, Any]  # of `on_epoch_end`: loss and metrics, and those of the round as "val_..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +133,10 @@ class JobSnapshot:
         for (_, state), count in self.tasks.items():
             counts[state] += count
         return counts
+
+
+def format_metric(value: Any) -> str:
+    """A loss or a metric, as Keras writes it: 0.1234, or 0.0001234."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"

@@ -74,7 +74,7 @@ def run_master(
 
     Args:
         settings: of the job; its directory exists.
-        display: `update(JobSnapshot)`, `message(text)`, `finish(JobSnapshot)`.
+        display: as `cli.progress.Display`.
         resumed: go on with what an earlier master has begun in this folder.
         fork_server: has forked this process, and forks the others.
         since: when an earlier master was killed, if its processes may live; seconds of `time.monotonic`.
@@ -118,7 +118,7 @@ def running_cluster(
 
     Args:
         settings: of the first job; all must have the same `cluster` and `directory`.
-        display: `update(JobSnapshot)`, `message(text)`.
+        display: as `cli.progress.Display`.
         journal: opens that of the one job, if it can be resumed.
         fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
         wait_seconds: for a master that is about to end in this folder.

@@ -3,20 +3,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
 
-from elasticcb.cli.job import show_folder
-from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, status_parts
-from elasticcb.cli.summary import format_seconds, summary_lines
-from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput
+from elasticcb.cli.figures import epoch_line, status_parts
+from elasticcb.cli.formats import format_seconds
+from elasticcb.cli.job import show_header
+from elasticcb.cli.live_display import LiveDisplay
+from elasticcb.cli.progress import PlainDisplay, make_display, start_spinner
+from elasticcb.cli.summary import summary_lines
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput
 from elasticcb.process.logs import FORMAT_VARIABLE
 from elasticcb.settings import Command, JobSettings, ModelSettings
 
 STATUS = JobSnapshot(
     command=Command.TRAIN,
     phase="training",
+    ready=True,
     epoch=2,
     epochs=3,
     records_per_epoch=(1000, 500),
@@ -29,6 +34,13 @@ STATUS = JobSnapshot(
     servers=ProcessCounts(up=1, planned=1),
     tasks={("training", "todo"): 10, ("evaluation", "todo"): 2, ("training", "doing"): 2},
     seconds_left=75.0,
+)
+EPOCH = EpochEnd(
+    epoch=2,
+    epochs=10,
+    seconds=12.34,
+    steps=400,
+    logs={"loss": 0.655, "auc": 0.71, "val_loss": 0.66724, "val_auc": 0.0001234},
 )
 SUMMARY = JobSnapshot(
     command=Command.TRAIN,
@@ -82,8 +94,8 @@ def test_a_plain_line_holds_all_figures():
     stream = io.StringIO()
     PlainDisplay("digits", stream).update(STATUS)
     assert stream.getvalue() == (
-        "[digits] training: epoch 2/3, 50% (1,500/3,000 records), 812 records/s, version 47, loss 0.12346, "
-        "val_accuracy 0.95123, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
+        "[digits] training: epoch 2/3, 50% (1,500/3,000 records), 812 records/s, version 47, loss 0.1235, "
+        "val_accuracy 0.9512, workers 1/2, servers 1/1, tasks 12 to do, 2 running, 1:15 left\n"
     )
 
 
@@ -93,7 +105,7 @@ def as_json(monkeypatch):
 
 
 def test_all_that_a_master_prints_is_json_where_its_log_is(as_json, capsys):
-    show_folder(JobSettings(command=Command.TRAIN, name="digits", directory="/job", model=ModelSettings()))
+    show_header(JobSettings(command=Command.TRAIN, name="digits", directory="/job", model=ModelSettings()))
     display = PlainDisplay("digits")
     display.update(STATUS)
     display.message('worker 1 was lost: "a\nb"')
@@ -101,6 +113,7 @@ def test_all_that_a_master_prints_is_json_where_its_log_is(as_json, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["message"].splitlines()[0] for line in lines] == [
         "[digits] The job's folder is /job",
+        "[digits] Status: elasticcb status /job",
         f"[digits] training: {', '.join(status_parts(STATUS))}",
         '[digits] worker 1 was lost: "a',
         "Training is done, in 1:01.",
@@ -120,7 +133,7 @@ def test_a_person_at_a_terminal_gets_no_json(as_json):
 def test_the_live_display_shows_the_figures_and_leaves_the_summary_unbroken():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
-    display = LiveDisplay("digits", console)
+    display = LiveDisplay(console)
     display.update(STATUS)
     display.message("worker 1 was lost [and this is no markup]")
     display.update(dataclasses.replace(STATUS, version=48))
@@ -132,9 +145,100 @@ def test_the_live_display_shows_the_figures_and_leaves_the_summary_unbroken():
     assert "  saved_model_cli show --dir '/tmp/my export' --tag_set serve" in shown
 
 
+def test_the_end_of_an_epoch_is_one_line_that_stays():
+    live, plain = io.StringIO(), io.StringIO()
+    for display in (LiveDisplay(Console(file=live, width=100)), PlainDisplay("digits", plain)):
+        display.evaluated("Evaluation at version 47: loss 0.6672, auc 0.7000", of_epoch=True)
+        display.epoch_ended(EPOCH)
+        display.evaluated("Evaluation at version 50: loss 0.6000", of_epoch=False)
+    line = "Epoch  2/10  12.3s  31ms/step  loss 0.6550  auc 0.7100  val_loss 0.6672  val_auc 0.0001234"
+    assert live.getvalue().splitlines() == [line, "Evaluation at version 50: loss 0.6000"]
+    assert plain.getvalue().splitlines() == [
+        "[digits] Evaluation at version 47: loss 0.6672, auc 0.7000",
+        f"[digits] {line}",
+        "[digits] Evaluation at version 50: loss 0.6000",
+    ]
+
+
+def test_the_line_of_an_epoch_leaves_out_what_has_no_room():
+    assert epoch_line(EPOCH, 75) == "Epoch  2/10  12.3s  loss 0.6550  val_loss 0.6672  val_auc 0.0001234"
+    assert epoch_line(EPOCH, 50) == "Epoch  2/10  12.3s  loss 0.6550  val_loss 0.6672"
+    assert epoch_line(EPOCH, 1) == ""
+
+
+def test_an_epoch_of_another_master_has_no_time():
+    assert epoch_line(dataclasses.replace(EPOCH, steps=0, logs={})) == "Epoch  2/10"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
+@pytest.mark.parametrize("status", [STATUS, JobSnapshot(), JobSnapshot(phase="waiting for parameter servers")])
+def test_the_grid_never_wraps(width, status):
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=width, legacy_windows=False))
+    display.update(status)
+    display.close()
+    lines = re.sub("\x1b\\[[?\\d;]*\\w", "", stream.getvalue()).replace("\r", "\n").splitlines()
+    assert lines
+    assert max(map(len, lines)) < width
+
+
+def grid(width, status=STATUS):
+    """The labels that a terminal so wide has room for."""
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=width, color_system=None))
+    display.update(status)
+    display.close()
+    return next(line.split() for line in stream.getvalue().splitlines() if "loss" in line)
+
+
+def test_the_grid_keeps_loss_and_workers_where_there_is_little_room():
+    assert grid(200) == ["records/s", "version", "loss", "val_accuracy", "workers", "servers", "tasks"]
+    assert grid(60) == ["records/s", "loss", "val_accuracy", "workers", "servers"]
+    assert grid(40) == ["records/s", "loss", "workers", "servers"]
+    assert grid(20) == ["loss", "workers"]
+
+
+def test_a_terminal_that_has_become_narrower_keeps_no_rest_of_broken_lines():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
+    display = LiveDisplay(console)
+    display.update(STATUS)
+    display.message("before")
+    console.width = 50
+    display.message("after")
+    display.close()
+    rows_up = stream.getvalue().partition("before")[2].partition("after")[0].count("\x1b[1A")
+    assert rows_up >= 2 + 3  # three lines, each of which fills a second row now
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_are_left_out_where_they_are_not_wanted(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    stream = io.StringIO()
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
+    display.update(STATUS)
+    display.close()
+    assert "\x1b[3" not in stream.getvalue()
+
+
+def test_a_terminal_that_can_not_redraw_lines_gets_plain_ones(monkeypatch):
+    settings = JobSettings(command=Command.TRAIN, name="a", directory="/job", model=ModelSettings())
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_display(settings), PlainDisplay)
+    start_spinner(settings).stop()
+    assert terminal.getvalue() == ""
+    monkeypatch.setenv("TERM", "xterm")
+    display = make_display(settings)
+    display.close()
+    assert isinstance(display, LiveDisplay)
+
+
 def test_a_display_that_is_closed_early_gives_the_terminal_back():
     stream = io.StringIO()
-    display = LiveDisplay("digits", Console(file=stream, force_terminal=True, width=60))
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=60))
     display.close()
     display.update(STATUS)
     display.update(STATUS)
@@ -151,7 +255,7 @@ def test_output_that_is_no_terminal_gets_plain_lines():
 def test_the_summary_has_metrics_and_paths_first_then_the_accounting_then_faults_and_logs():
     lines = summary_lines(SUMMARY)
     assert lines[0] == "Training is done, in 1:01."
-    assert lines[2:4] == ["Metrics of the last evaluation:", "  accuracy  0.95"]
+    assert lines[2:4] == ["Metrics of the last evaluation:", "  accuracy  0.9500"]
     assert lines[5] == "SavedModel: /tmp/my export"
     assert lines[lines.index("Newest checkpoint: /tmp/checkpoints/version-47") + 1 :] == [
         "",

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from elasticcb.cli.summary import FAULTS
-from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.roles.master import run_master
 from elasticcb.settings import (
     CheckpointSettings,
@@ -129,12 +129,19 @@ class RecordingDisplay:
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.statuses: list[JobSnapshot] = []
+        self.ends: list[EpochEnd] = []
 
     def update(self, status: JobSnapshot) -> None:
         self.statuses.append(status)
 
     def message(self, text: str) -> None:
         self.messages.append(text)
+
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self.message(text)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self.ends.append(end)
 
     def finish(self, summary: JobSnapshot) -> None:
         pass

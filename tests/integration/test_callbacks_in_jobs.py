@@ -308,6 +308,10 @@ def callbacks():
 """
         path = model_file(tmp_path, text, "fails_and_goes_on")
         summary, display = run_job(small_job(tmp_path, path, num_epochs=2, callback_errors=CallbackErrors.WARN))
+        assert [(end.epoch, end.epochs, *end.logs) for end in display.ends] == [
+            (epoch, 2, "loss", "mae", "val_loss", "val_mae") for epoch in (1, 2)
+        ]
+        assert all(end.seconds > 0 and end.steps == RECORDS // 8 for end in display.ends)
         assert sum(summary.records_per_epoch) == 2 * RECORDS
         assert summary.callback_errors == 2 * RECORDS // 8 + 2
         shown = [message for message in display.messages if "failed in" in message]
@@ -340,7 +344,7 @@ def callbacks():
 """
         path = model_file(tmp_path, text, "slow_hook")
         _, display = run_job(small_job(tmp_path, path, num_epochs=2, num_workers=1, validation=""))
-        (message,) = [message for message in display.messages if "slow" in message]
+        (message,) = [message for message in display.messages if "slow" in message and "Model: " not in message]
         assert "Slow.on_train_batch_end" in message
         assert "every(n)" in message
 

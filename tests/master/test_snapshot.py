@@ -9,7 +9,7 @@ import pytest
 from master_state import state_of
 from prometheus_client import CollectorRegistry
 
-from elasticcb.cli.progress import status_parts
+from elasticcb.cli.figures import status_parts
 from elasticcb.cli.status import state_lines
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
@@ -113,8 +113,8 @@ def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
         "epoch 1/1",
         "17% (15/90 records)",
         "version 13",
-        "loss 0.5",
-        "val_auc 0.75",
+        "loss 0.5000",
+        "val_auc 0.7500",
         "workers 1/2",
         "servers 1/1",
         "tasks 7 to do, 1 running",

@@ -79,7 +79,7 @@ class LocalCluster(ClusterBackend):
         with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # the master takes it after that
             if not run.resumed:  # of a job before in this folder
                 Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
-        sys.exit(keep_master(settings, run.debug, run.resumed, run.say))
+        sys.exit(keep_master(settings, run.debug, run.resumed, run.say, run.begun))
 
     def prepare(self) -> None:
         if self._fork_server is None and can_fork():

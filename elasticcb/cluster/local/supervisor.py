@@ -27,7 +27,9 @@ _MOST_VAIN_LIVES = 5  # masters that are killed one after another without having
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def keep_master(settings: JobSettings, debug: bool, resumed: bool, say: Callable[[str], None]) -> int:
+def keep_master(
+    settings: JobSettings, debug: bool, resumed: bool, say: Callable[[str], None], begun: Callable[[], None]
+) -> int:
     """Has the master of a training job started, and another one when it is killed; the exit code of the last.
 
     Call it in the main thread.
@@ -36,6 +38,7 @@ def keep_master(settings: JobSettings, debug: bool, resumed: bool, say: Callable
         debug: it shows the traceback of an error.
         resumed: it is to go on with the job in its folder.
         say: shows a line to the user.
+        begun: hears of each master that it runs.
     """
     # What the process that starts the others leaves behind when it is killed becomes children of this one.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -52,7 +55,7 @@ def keep_master(settings: JobSettings, debug: bool, resumed: bool, say: Callable
     try:
         while True:
             before = _size(journal)
-            code = processes.run_master(request)
+            code = processes.run_master(request, begun)
             if code is None:
                 end = last_lines(processes.log, 20)
                 last_words = f" The end of {processes.log}:\n{end}" if end else ""
@@ -94,7 +97,7 @@ class _Processes:
         self._server.attend()
         return self._server.lost
 
-    def run_master(self, request: dict[str, Any]) -> int | None:
+    def run_master(self, request: dict[str, Any], begun: Callable[[], None]) -> int | None:
         """Waits for a master, to which signals are passed on; its exit code, or minus the signal that killed it. None:
         it could not be started."""
         try:
@@ -102,6 +105,7 @@ class _Processes:
         except OSError:  # the process that was to fork it has just been killed
             return None
         pid = child.pid  # until then signals are for this process
+        begun()
         passed_on = _wait(child)
         ending = child.poll()
         code = None if ending is None else ending.code

@@ -1,0 +1,113 @@
+"""The figures of a running job and of its epochs as text, and which of them a terminal has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elasticcb.cli.formats import format_count, format_places, format_seconds, format_step
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot, format_metric
+from elasticcb.settings import Command
+
+GAP = 2  # spaces between two columns, or two parts of a line
+
+
+class Figure(NamedTuple):
+    """One figure.
+
+    Attributes:
+        rank: of two, the one with the greater is left out where there is no room for both.
+        warns: something about it is not as it should be.
+    """
+
+    label: str
+    value: str
+    rank: int
+    warns: bool = False
+
+    @property
+    def text(self) -> str:
+        """In a line of several."""
+        return f"{self.value} {self.label}" if self.label in _UNITS else f"{self.label} {self.value}"
+
+    @property
+    def width(self) -> int:
+        """As a column, its label above its value."""
+        return max(len(self.label), len(self.value))
+
+
+_UNITS = frozenset({"records/s"})  # stand behind their value
+_EPOCH_RANKS = {"loss": 1, "val_loss": 2}  # of what an epoch ends with; other metrics follow
+
+
+def figures_of(status: JobSnapshot) -> list[Figure]:
+    """What is known of `status` beside how far it is."""
+    found = []
+    if status.records_per_second:
+        found.append(Figure("records/s", format_count(round(status.records_per_second)), 2))
+    if status.version:
+        found.append(Figure("version", format_count(status.version), 6))
+    if status.loss is not None:
+        found.append(Figure("loss", format_metric(status.loss), 0))
+    # Named as Keras names them, so that the two losses can be told apart.
+    metrics = enumerate(status.metrics.items())
+    found += [Figure(f"val_{name}", format_metric(value), 3 if at < 2 else 7 + at) for at, (name, value) in metrics]
+    workers, servers = status.workers, status.servers
+    slow = f" (slow: {format_places(status.stragglers)})" if status.stragglers else ""
+    missing = workers.up < workers.planned
+    if workers.planned:
+        found.append(Figure("workers", f"{workers.up}/{workers.planned}{slow}", 1, missing or bool(slow)))
+    if servers.planned:
+        found.append(Figure("servers", f"{servers.up}/{servers.planned}", 4, servers.up < servers.planned))
+    todo, doing = status.tasks_by_state["todo"], status.tasks_by_state["doing"]
+    if todo or doing:
+        found.append(Figure("tasks", f"{format_count(todo)} to do, {doing} running", 5))
+    return found
+
+
+def share_done(status: JobSnapshot) -> float | None:
+    """How much of the job is done, from 0 to 1; None where that is not known."""
+    if status.records_total:
+        return min(1.0, status.records_trained / status.records_total)
+    if status.command in (Command.EVALUATE, Command.PREDICT):
+        tasks = sum(status.tasks.values())
+        return status.tasks_by_state["done"] / tasks if tasks else None
+    return None
+
+
+def status_parts(status: JobSnapshot) -> list[str]:
+    """The figures of `status` as parts of a line, the ones that are not known left out."""
+    parts = []
+    if status.epochs:
+        parts.append(f"epoch {status.epoch}/{status.epochs}")
+    if status.records_total:
+        done, total = format_count(status.records_trained), format_count(status.records_total)
+        parts.append(f"{share_done(status):.0%} ({done}/{total} records)")
+    parts += [figure.text for figure in figures_of(status)]
+    if status.seconds_left is not None:
+        parts.append(f"{format_seconds(status.seconds_left)} left")
+    return parts
+
+
+def epoch_line(end: EpochEnd, width: int | None = None) -> str:
+    """ "Epoch 2/4  12.3s  3ms/step  loss 0.6550", as much of it as has room in `width` characters."""
+    epochs = str(end.epochs)
+    parts = [(f"Epoch {end.epoch:>{len(epochs)}}/{epochs}", 0)]
+    if end.steps:
+        parts += [(format_seconds(end.seconds).replace(" ", ""), 4), (format_step(end.seconds / end.steps), 6)]
+    for name, value in end.logs.items():
+        rank = _EPOCH_RANKS.get(name, 3 if name.startswith("val_") else 5)
+        parts.append((f"{name} {format_metric(value)}", rank))
+    if width is not None:
+        kept = fitting([len(text) for text, _ in parts], [rank for _, rank in parts], width)
+        parts = [parts[at] for at in kept]
+    return (" " * GAP).join(text for text, _ in parts)
+
+
+def fitting(widths: Sequence[int], ranks: Sequence[int], room: int) -> list[int]:
+    """Which columns have room next to each other, by position: they are chosen by their rank, the smallest first."""
+    kept: list[int] = []
+    for at in sorted(range(len(widths)), key=lambda at: ranks[at]):
+        if sum(widths[other] + GAP for other in kept) + widths[at] <= room:
+            kept.append(at)
+    return sorted(kept)
