@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given_flags import GivenFlags
-from elasticcb.cli.options import BY_NAME, normalize, options_of, options_of_role
+from elasticcb.cli.options import BASIC, BY_NAME, normalize, options_of, options_of_role
 from elasticcb.cli.values import MappingText, OptimizerText, OrAuto, Params
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.settings import Command
@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG = "elasticcb.config"  # where a context keeps the config file
 _UNREADABLE = "elasticcb.unreadable"  # and what it could not read
+_ALL_FLAGS = "elasticcb.all_flags"  # and whether its help has all
 
 # `-` and `_` in flags are one; the help shows ElasticDL's spelling.
 CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["--help", "-h"]}
@@ -35,11 +36,27 @@ class CommandRun:
     own_process: bool = False  # that this is the command, in a process of its own, which may fork
 
 
+class JobCommand(click.RichCommand):
+    """One whose --help shows the flags that most jobs need."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta.setdefault(_ALL_FLAGS, False)
+        super().format_help(ctx, formatter)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """All, but while --help is written."""
+        params = super().get_params(ctx)
+        if ctx.meta.get(_ALL_FLAGS, True):
+            return params
+        return [param for param in params if param.name in BASIC or param.name not in BY_NAME]
+
+
 def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
-    """Gives a click command the flags that mean something to `commands`, and --config."""
+    """Gives a `JobCommand` the flags that mean something to `commands`, --config and --help-all."""
 
     def decorate(function: F) -> F:
         options = [option for option in options_of(commands) if option.name not in leave_out]
+        function = _help_all_option(len(options))(function)
         function = _config_option(frozenset(option.name for option in options))(function)
         # click keeps decorators in the order they stand above a function, the last one being applied first.
         for option in reversed(options):
@@ -135,6 +152,17 @@ def _note_log_level(context: click.Context, parameter: click.Parameter, value: s
     if value == "DEBUG" and isinstance(context.obj, CommandRun):
         context.obj.debug = True
     return value
+
+
+def _help_all_option(count: int) -> Callable[[F], F]:
+    def show(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value and not context.resilient_parsing:
+            context.meta[_ALL_FLAGS] = True
+            click.echo(context.get_help(), color=context.color)
+            context.exit()
+
+    text = f"Show all {count} flags; --help has those that most jobs need. docs/cli.md has them as tables."
+    return click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)
 
 
 def _config_option(names: frozenset[str]) -> Callable[[F], F]:

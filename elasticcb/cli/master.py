@@ -7,14 +7,14 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.command import CONTEXT, JobCommand, given_values, job_options
 from elasticcb.cli.job import run_job
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.settings import Command
 from elasticcb.settings.definition import ALL, JOB
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=JobCommand, context_settings=CONTEXT)
 @job_options(ALL, leave_out=frozenset({"cluster"}))
 @click.option(
     "--command",

@@ -29,6 +29,16 @@ OPTIONS: tuple[Setting, ...] = (
     *settings_of(SubmissionSettings, "submission."),
 )
 
+# What most jobs need; --help shows these, --help-all the others, too.
+BASIC = frozenset({
+    "model_zoo", "model_def", "model_params",
+    "training_data", "validation_data", "prediction_data", "data_reader_params",
+    "num_epochs", "updates", "minibatch_size",
+    "checkpoint_dir", "checkpoint_steps", "checkpoint_dir_for_init", "output", "output_format", "follow",
+    "cluster", "num_workers", "num_ps", "autoscale",
+    "job_name", "job_dir",
+})  # fmt: skip
+
 BY_NAME: dict[str, Setting] = {option.name: option for option in OPTIONS}
 BY_PATH: dict[str, Setting] = {option.path: option for option in OPTIONS}
 CANONICAL: dict[str, str] = {spelling: option.name for option in OPTIONS for spelling in (option.name, *option.aliases)}

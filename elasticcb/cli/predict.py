@@ -6,12 +6,12 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.command import CONTEXT, JobCommand, given_values, job_options
 from elasticcb.cli.job import run_job
 from elasticcb.settings import Command
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=JobCommand, context_settings=CONTEXT)
 @job_options([Command.PREDICT])
 @click.pass_context
 def predict(context: click.Context, /, **values: Any) -> None:
@@ -22,11 +22,10 @@ def predict(context: click.Context, /, **values: Any) -> None:
     elasticcb.callbacks.PredictionOutputsProcessor.
 
     \b
-    Examples:
-      elasticcb predict --config job.yaml --checkpoint_dir_for_init=checkpoints \\
-          --output=predictions.csv
-      elasticcb predict --model_zoo=model_zoo --model_def=mnist.custom_model \\
-          --prediction_data="data/new/*.csv" --checkpoint_dir_for_init=checkpoints \\
-          --output=predictions.parquet
+    Examples, after the first one of `elasticcb train --help`:
+      elasticcb predict --config model_zoo/digits/job.yaml --prediction_data=test \\
+          --checkpoint_dir_for_init=checkpoints --output=predictions.csv
+      elasticcb predict --model_zoo=model_zoo --model_def=digits.digits.custom_model \\
+          --prediction_data=test --checkpoint_dir_for_init=checkpoints --output=predictions.parquet
     """
     run_job(Command.PREDICT, given_values(context), context.obj)

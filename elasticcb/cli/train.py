@@ -6,24 +6,25 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, given_values, job_options
+from elasticcb.cli.command import CONTEXT, JobCommand, given_values, job_options
 from elasticcb.cli.job import run_job
 from elasticcb.settings import Command
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=JobCommand, context_settings=CONTEXT)
 @job_options([Command.TRAIN])
 @click.pass_context
 def train(context: click.Context, /, **values: Any) -> None:
     """Train a model, evaluate it on the way, and export it.
 
     \b
-    Examples:
-      elasticcb train --config model_zoo/digits/job.yaml
-      elasticcb train --model_zoo=model_zoo --model_def=mnist.custom_model \\
-          --training_data=data/train --validation_data=data/test \\
-          --num_workers=2 --num_ps=1 --num_epochs=3 --output=export/mnist
-      elasticcb train --config job.yaml --updates=sync --grads_to_wait=2
-      elasticcb train --config job.yaml --cluster=inprocess   # breakpoints work
+    Examples, in a checkout of the repository:
+      elasticcb train --config model_zoo/digits/job.yaml --checkpoint_dir=checkpoints
+      elasticcb train --model_zoo=model_zoo --model_def=iris.iris.custom_model \\
+          --training_data=model_zoo/iris/train.csv --validation_data=model_zoo/iris/test.csv \\
+          --data_reader_params="header=true" --minibatch_size=8 --num_epochs=15 \\
+          --num_workers=2 --output=exported/iris
+      elasticcb train --config model_zoo/iris/job.yaml --updates=sync --grads_to_wait=2
+      elasticcb train --config model_zoo/iris/job.yaml --cluster=inprocess   # breakpoints work
     """
     run_job(Command.TRAIN, given_values(context), context.obj)

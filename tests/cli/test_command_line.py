@@ -13,7 +13,7 @@ import pytest
 import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
-from elasticcb.cli.options import options_of
+from elasticcb.cli.options import BASIC, options_of
 from elasticcb.cli.reference import TABLES, update
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
 from elasticcb.settings.definition import ALL
@@ -79,11 +79,21 @@ def test_checking_flags_imports_neither_tensorflow_nor_keras_nor_grpc():
 
 
 @pytest.mark.parametrize("command", sorted(ALL))
-def test_help_is_grouped_and_states_every_flag_with_its_default(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")
+def test_help_shows_the_twenty_flags_that_most_jobs_need_and_how_to_see_all(command, capsys):
     assert main([command.value, "--help"]) == ExitCode.DONE
     text = capsys.readouterr().out
-    assert "Examples:" in text
+    shown = re.findall(r"^│ --(\w+)", text, re.MULTILINE)
+    assert set(shown) - {"config", "help"} == {option.name for option in options_of([command])} & BASIC
+    assert len(shown) - 2 <= 20  # --help-all and --help
+    assert f"--help-all      Show all {len(options_of([command]))} flags" in text
+
+
+@pytest.mark.parametrize("command", sorted(ALL))
+def test_help_is_grouped_and_states_every_flag_with_its_default(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([command.value, "--help-all"]) == ExitCode.DONE
+    text = capsys.readouterr().out
+    assert "Examples" in text
     for option in options_of([command]):
         assert f"─ {option.panel} ─" in text
         start = re.compile(rf"│ +--{option.name}[ ,]")
