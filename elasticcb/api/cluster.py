@@ -121,6 +121,18 @@ class Cluster:
 
     # ------------------------------------------------------------ beginning and end
 
+    def __repr__(self) -> str:
+        settings = self._settings.cluster
+        counts = {"worker": settings.num_workers, "parameter server": settings.num_ps}
+        processes = ", ".join(f"{count} {what}{'s' if count != 1 else ''}" for what, count in counts.items())
+        state = "idle" if self._processes.started else "closed" if self._closed else "not started"
+        if self._functions.begun:
+            state = "calling functions"
+        if self._turn.name:
+            state = f"in {self._turn.name}"
+        logs = f"; {self.directory}" if self.directory else ""
+        return f"<elasticcb.Cluster: {processes}, {settings.kind}, {state}{logs}>"
+
     def __enter__(self) -> Cluster:
         self.start()
         return self

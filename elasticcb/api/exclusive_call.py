@@ -30,6 +30,11 @@ class Turn:
             self._lock.release()
 
     @property
+    def name(self) -> str:
+        """The method that uses the processes; "": none does."""
+        return self._name
+
+    @property
     def taken(self) -> bool:
         """Whether some method uses the processes."""
         return self._lock.locked()

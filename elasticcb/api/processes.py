@@ -49,6 +49,11 @@ class ClusterProcesses:
         return "" if self._directory is None else str(self._directory)
 
     @property
+    def started(self) -> bool:
+        """Whether there is a master, and processes that it has started."""
+        return self._master is not None
+
+    @property
     def where_logs_are(self) -> str:
         """A sentence for messages; "" where there are none."""
         where = backend_of(self._settings.kind).where_logs_are

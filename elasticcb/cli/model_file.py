@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class ModelFile:
 
     def complaint(self, name: str, flag: str) -> str:
         """That the file does not define `name`, which was given with `flag`."""
-        public = [found for found in self.names if not found.startswith("_")]
+        public = {found: found for found in self.names if not found.startswith("_")}
         return f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}"
 
     def can_compile(self) -> bool:
@@ -76,14 +77,14 @@ def find_model_file(zoo: Path, definition: str, definition_flag: str) -> ModelFi
     parts = module.split(".")
     if not module or not all(part.isidentifier() for part in [*parts, name]):
         raise UsageError(
-            f"{definition_flag} is not of the form FOLDER.FILE.NAME. Expected the path of a file in the "
-            f"model zoo with dots, then a function in it, e.g. mnist.custom_model. {_there(_modules(zoo))}"
+            f"{definition_flag} is not of the form FOLDER.FILE.NAME. Expected the path of a file in the model zoo with "
+            f"dots, then a function in it, e.g. mnist.custom_model. {_there([*_models(zoo, name).values()])}"
         )
     path = zoo.joinpath(*parts).with_suffix(".py")
     if not path.is_file():
         raise UsageError(
             f"{definition_flag} names the file {path}, which does not exist. "
-            f"{_suggest(module, _modules(zoo))} The last part of --model_def is the function in the file."
+            f"{_suggest(module, _models(zoo, name))} The last part of --model_def is the function in the file."
         )
     return parse_model_file(path)
 
@@ -144,22 +145,37 @@ def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
             yield from _bound_names(branch.body)
 
 
-def _modules(zoo: Path) -> list[str]:
-    """The files of a zoo as --model_def writes them: "mnist.mnist_functional"."""
-    found = []
+def _models(zoo: Path, name: str) -> dict[str, str]:
+    """What --model_def may be, by the part of it that names a file: "mnist.mnist_functional.custom_model".
+
+    Args:
+        name: in the file, that was asked for; files with that, a `custom_model` or a `...Model` are model files, others
+            their helpers.
+    """
+    found: dict[str, str] = {}
     for pattern in ("*.py", "*/*.py", "*/*/*.py"):
         for path in zoo.glob(pattern):
             parts = path.relative_to(zoo).with_suffix("").parts
-            if path.name != "__init__.py" and all(part.isidentifier() for part in parts):
-                found.append(".".join(parts))
-    return sorted(found)
+            if all(part.isidentifier() for part in parts):
+                with contextlib.suppress(UsageError):
+                    names = parse_model_file(path).names
+                    models = [each for each in (name, "custom_model") if each in names]
+                    models += [each for each in names if each.endswith("Model") and each != "Model"]
+                    found |= {".".join(parts): ".".join([*parts, each]) for each in models[:1]}
+    return dict(sorted(found.items()))
 
 
-def _suggest(name: str, available: list[str]) -> str:
+def _suggest(name: str, available: Mapping[str, str]) -> str:
+    """That something like `name` may be meant.
+
+    Args:
+        available: by what is compared with `name`, what is shown.
+    """
     close = difflib.get_close_matches(name, available, n=3)
     # The right file in the wrong folder, or with the folder left out.
     close += [other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close]
-    return (f"Did you mean {' or '.join(close[:3])}? " if close else "") + _there(available)
+    shown = " or ".join(available[each] for each in close[:3])
+    return (f"Did you mean {shown}? " if close else "") + _there([*available.values()])
 
 
 def _there(available: list[str]) -> str:

@@ -231,6 +231,18 @@ def test_a_model_that_is_not_there_is_told_with_what_is(workplace, complaint, zo
     assert expected in complaint("train", *flags)
 
 
+def test_a_model_file_is_suggested_and_not_a_helper_beside_it(workplace, complaint):
+    workplace.write("zoo/linear/linears.py", "def features():\n    return []\n")
+    workplace.write("zoo/other/net.py", "class Net:\n    pass\n")
+    workplace.write("zoo/broken.py", "def custom_model(:\n")
+    workplace.write("zoo/sub.py", "from keras import Model\n\nclass RatingModel(Model):\n    pass\n")
+    flags = ["--model_zoo=zoo", "--training_data=data/train.csv"]
+    message = complaint("train", *flags, "--model_def=linear.lineas.custom_model")
+    assert "Did you mean linear.linear.custom_model? There is: linear.linear.custom_model, sub.RatingModel, " in message
+    message = complaint("train", *flags, "--model_def=net.Net")
+    assert "Did you mean other.net.Net? There is: linear.linear.custom_model, other.net.Net, sub" in message
+
+
 def test_a_name_that_a_flag_asks_for_must_be_in_the_model_file(workplace, complaint):
     message = complaint("train", *workplace.train, "--loss=los")
     assert "does not define 'los', which --loss names. Did you mean loss?" in message

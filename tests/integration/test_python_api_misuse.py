@@ -134,6 +134,16 @@ def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
         elasticcb.Cluster(num_wokers=2)
 
 
+def test_cluster_shows_what_it_has_and_does(cluster):
+    one, seen = "<elasticcb.Cluster: 1 worker, 1 parameter server, inprocess", []
+    fit(cluster, callbacks=[Calls(lambda: seen.append(repr(cluster)))])
+    assert [*seen, repr(cluster)] == [f"{one}, {state}; {cluster.directory}>" for state in ("in fit", "idle")]
+    other = elasticcb.Cluster(num_workers=2, num_ps=3)
+    assert repr(other) == "<elasticcb.Cluster: 2 workers, 3 parameter servers, local, not started>"
+    other.close()
+    assert repr(other) == "<elasticcb.Cluster: 2 workers, 3 parameter servers, local, closed>"
+
+
 def test_arguments_of_every_day_are_those_of_the_settings():
     taken = inspect.signature(elasticcb.Cluster).parameters
     own = {name for name in taken if name not in GROUPS} - {"directory", "job_dir", "others"}
