@@ -54,8 +54,8 @@ class RunningMaster(NamedTuple):
 
 @contextlib.contextmanager
 def command_runs(folder: Path) -> Iterator[None]:
-    """Within it, commands see that one runs a job in `folder`, also before its master is up, and while a master that was
-    killed is replaced."""
+    """Within it, other commands see that one runs a job in `folder`, also before its master is up, and while a master
+    that was killed is replaced."""
     with contextlib.ExitStack() as until_end:
         with contextlib.suppress(FolderInUseError, OSError):  # masters keep each other away by a lock of their own
             until_end.enter_context(FolderLock(folder, file=COMMAND_LOCK))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import ElasticCBError, TableError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.cold_rows import ColdRows
 from elasticcb.ps.table_candidates import Candidates
@@ -133,7 +133,7 @@ class EmbeddingTable:
             found: what `find` gives of them, if it was asked before.
             initial: with `found`, the initial rows of those that are missing there.
 
-        Raises `ElasticCBError` when the table is full.
+        Raises `TableError` when the table is full.
         """
         if found is None or found.left != self._left:  # for another table, which needed the memory
             found, initial = self.find(ids, create), None
@@ -207,9 +207,9 @@ class EmbeddingTable:
         self._sweep()
 
     def initial_rows(self, ids: Array) -> Array:
-        """Of ids without a row, [n, dim]. Raises `ElasticCBError` where all rows should have been given."""
+        """Of ids without a row, [n, dim]. Raises `TableError` where all rows should have been given."""
         if self._initial_values is None:
-            raise ElasticCBError(
+            raise TableError(
                 f"{self.name} has no row of the id {int(ids[0])}: its rows were all given at the start, and new ones "
                 "can't be made."
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import TableError
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
 
@@ -81,7 +81,7 @@ class TableLimits:
         Args:
             keep: ids of `table` whose rows stay, int64 [n].
 
-        Raises `ElasticCBError` when they can't be added and the limits say so.
+        Raises `TableError` when they can't be added and the limits say so.
         """
         allowed = _allowed(table, rows)
         if allowed < rows and self._may_go(table):
@@ -107,7 +107,7 @@ class TableLimits:
     def room_at_start(self, table: Limited, rows: int) -> int:
         """How many of `rows` rows `table` may take over, where it holds none.
 
-        Raises `ElasticCBError` when that is not all, and none may be left out.
+        Raises `TableError` when that is not all, and none may be left out.
         """
         fitting = self._fitting(table, _allowed(table, rows))
         stays = self.when_full is WhenFull.ERROR or not (table.may_lose_rows or self._may_go(table))
@@ -124,14 +124,14 @@ class TableLimits:
             return rows
         return max(0, min(rows, (self.memory_bytes - self.bytes) // table.row_bytes))
 
-    def _full(self, table: Limited, rows: int) -> ElasticCBError:
+    def _full(self, table: Limited, rows: int) -> TableError:
         if _allowed(table, rows) < rows:
-            return ElasticCBError(
+            return TableError(
                 f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table.used):,} rows "
                 f"of it, {rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
                 + self._advice("Raise max_rows")
             )
-        return ElasticCBError(
+        return TableError(
             f"The embedding tables of a parameter server are full: they hold {self.bytes:,} bytes, {rows:,} new rows "
             f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. "
             + self._advice("Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps)")
