@@ -15,7 +15,7 @@ from elasticcb.checkpoint.saved_table import opened, tables_in
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, WEIGHT, kind_of
+from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.table_source import JoinedTable, TableSource
@@ -89,6 +89,8 @@ def load_slices(
                 result.optimizer = (file.metadata() or {}).get("optimizer", "")
                 shared = [name for name in names if kind_of(name) == SHARED]
                 result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
+                ages = {name: file.get_tensor(name) for name in names if kind_of(name) == AGES}
+                result.ages = by_index(AGES, ages)
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
     for assembly in assemblies.values():
         assembly.put_into(result, folder)

@@ -3,10 +3,10 @@
 `python -m` puts the current folder first, where any `random.py` or `elasticcb/` hides the real one. The `elasticcb`
 command does not, so that the processes of a job must not be started by `-m`.
 
-The folder of a script stands first, too, where Python runs it. A process of a job imports more than the script does, such
-as click: a file of the user's of that name must not take its place. So a process begins with the import path that its
-Python has by itself, followed by the other folders of the caller, and takes the caller's order when it has imported all
-that it needs.
+The folder of a script stands first, too, where Python runs it. A process of a job imports more than the script does,
+such as click: a file of the user's of that name must not take its place. So a process begins with the import path that
+its Python has by itself, followed by the other folders of the caller, and takes the caller's order when it has imported
+all that it needs.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from elasticcb.errors import ElasticCBError, TableError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.cold_rows import ColdRows
+from elasticcb.ps.row_ages import RowAges
 from elasticcb.ps.table_candidates import Candidates
 from elasticcb.ps.table_growth import RowFlow
 from elasticcb.ps.table_limits import Newest, TableLimits
@@ -31,7 +32,6 @@ from elasticcb.sharding.table_state import TableState, joined
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 
 _MOVED_AT_ONCE = 1 << 15  # rows, to disk
-_SWEEPS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
 
 
 class RowPlaces(NamedTuple):
@@ -65,8 +65,10 @@ class EmbeddingTable:
         limits: shared by all tables of the server; None: none.
         name: for messages.
         options: what is not set there limits nothing; `max_rows` is that of this server.
+        now: the system's clock, in seconds, by which rows age where `max_age` is a time.
 
     Attributes:
+        ages: finds rows that are too old.
         flow: counts rows that are made for new ids, and evicted.
         max_rows: so many it may hold in memory; 0: no limit.
     """
@@ -80,16 +82,18 @@ class EmbeddingTable:
         limits: TableLimits | None = None,
         name: str = "the embedding table",
         options: TableOptions | None = None,
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.name = name
         self._initial_values, self._initial_slots = initial_values, dict(slots)
         self._limits = TableLimits() if limits is None else limits
         options = options or TableOptions()
         self._rows = TableRows(dim, dtype, slots, dtype_of(options.held_dtype(np.dtype(dtype).name)))
-        self._min_count, self._max_age = options.min_count or 1, options.max_age or 0
+        self._min_count = options.min_count or 1
+        self.ages = RowAges(options.max_age or 0, now)
         self.max_rows = options.max_rows or 0
         self._candidates = Candidates(self._min_count)
-        self._version = self._swept = 0
+        self._version = 0
         self.flow = RowFlow()
         self._left = 0  # rows that have left memory, or got other places in it
         self._cold = self._no_rows_on_disk()
@@ -278,13 +282,15 @@ class EmbeddingTable:
         """The ids that were not asked for often enough yet."""
         return self._candidates
 
+    def export_ages(self) -> Array | None:
+        """What `ages` need to go on elsewhere, or later."""
+        return self.ages.export(self._version)
+
     def _sweep(self) -> None:
-        """Removes rows and candidates that are too old; not at each update, since all are looked at."""
-        age = self._max_age
-        if not age or self._version - self._swept < max(1, age // _SWEEPS_PER_AGE):
+        """Removes rows and candidates that are too old, from time to time."""
+        oldest = self.ages.due(self._version)
+        if oldest is None:
             return
-        self._swept = self._version
-        oldest = self._version - age
         self._candidates.forget_older(oldest)
         old = np.flatnonzero(self._rows.used < oldest)
         if not self.may_lose_rows:
@@ -392,7 +398,7 @@ class EmbeddingTable:
         own, own_cold = self._rows, self._cold
         self._cold = before._cold
         self._rows, self._candidates = before._rows, before._candidates
-        self._version, self._swept = before._version, before._swept
+        self._version, self.ages = before._version, before.ages
         self.flow = before.flow
         leaving = np.flatnonzero(~keeps(self._rows.index.ids))
         if len(leaving):
@@ -436,7 +442,8 @@ class EmbeddingTable:
         # Snapshots have the rows before, which nobody changes any more.
         self._rows = TableRows(before.dim, before.dtype, self._initial_slots, before.held_dtype)
         self._candidates.clear()
-        self._version = self._swept = version
+        self._version = version
+        self.ages.begin(version)
         self._cold = self._no_rows_on_disk()
         self._left += 1  # rows have other places
         rows = len(source)

@@ -300,7 +300,7 @@ class Parameters:
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights)
+        part = Part(version=self.version, weights=weights, ages=self.tables.ages())
         if self.optimizers is not None:
             state = self.optimizers.state()
             if self._outer is not None:

@@ -116,6 +116,7 @@ class Tables:
             limits,
             f"the embedding table {spec.path!r}",
             replace(table.options, max_rows=self._share(table.options.max_rows or 0)),
+            time.time,
         )
 
     def _share(self, rows: int) -> int:
@@ -222,6 +223,16 @@ class Tables:
         """
         for number, source in sources.items():
             self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
+
+    def ages(self) -> dict[int, Array]:
+        """When the model had which version, of tables whose rows age by time: int64 [n, 2]."""
+        exported = {number: table.export_ages() for number, table in self._tables.items()}
+        return {number: ages for number, ages in exported.items() if ages is not None}
+
+    def restore_ages(self, ages: Mapping[int, Array], version: int, stood_still: bool = False) -> None:
+        """Goes on with what `ages` gave, at this version of the model; `stood_still` as in `RowAges.restore`."""
+        for number, marks in ages.items():
+            self[number].ages.restore(marks, version, stood_still)
 
     def _owns(self, ids: Array) -> Array:
         return self._buckets.owns(self._index, ids)

@@ -131,8 +131,8 @@ def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(tr
     assert run(sys.executable, "-c", code, "--version", cwd=trap).startswith("elasticcb, version")
 
 
-# All else that the processes of a job import, Keras or the program's own process does, too: there the file would do harm
-# without any job.
+# All else that the processes of a job import, Keras or the program's own process does, too: there the file would do
+# harm without any job.
 @pytest.mark.parametrize("forked", deep_but([True, False], True))
 def test_a_file_beside_a_program_takes_no_place_of_what_only_the_processes_of_its_job_need(tmp_path, forked):
     for name in ("click", "rich_click"):
