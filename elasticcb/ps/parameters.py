@@ -19,11 +19,11 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.optimizers.outer import of_outer, with_outer, without_outer
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.ps.trained_part import TrainedPart
 from elasticcb.rpc.tensors import Array, dtype_of

@@ -18,10 +18,11 @@ from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join, may_join_rows
 from elasticcb.process.stats import TableSize
-from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
+from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
