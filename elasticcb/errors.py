@@ -81,6 +81,10 @@ class LastCheckpointError(CheckpointError):
         self.summary = summary
 
 
+class TableError(ElasticCBError):
+    """An embedding table can't hold or give the rows of a batch; for the same batch, trying again won't help."""
+
+
 class NonFiniteError(ElasticCBError):
     """A loss or a gradient holds NaN or infinity; names the variable."""
 

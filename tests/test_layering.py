@@ -91,6 +91,8 @@ PURE = (
     "elasticcb.ps.id_index",
     "elasticcb.sharding.partition",
     "elasticcb.ps.replica_log",
+    "elasticcb.ps.row_ages",
+    "elasticcb.ps.stored_table",
     "elasticcb.ps.table_candidates",
     "elasticcb.ps.table_limits",
     "elasticcb.ps.table_rows",

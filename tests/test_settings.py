@@ -18,6 +18,7 @@ from elasticcb.settings import (
     RecoveryOptions,
     TrainingSettings,
 )
+from elasticcb.settings.age import EXPECTED
 from elasticcb.settings.arguments import GROUPS, Arguments, in_a_program
 from elasticcb.settings.checks import completed, problems_of
 from elasticcb.settings.definition import settings_of
@@ -81,7 +82,7 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
     arguments = Arguments({"embedding": EmbeddingOptions(tables=tables)})
     assert arguments.problems == []
     age, rate, *others = problems_of(arguments.settings, arguments)
-    assert age == "EmbeddingOptions.tables, 'users': max_age=-1 can't be. Expected at least 0."
+    assert age == f"EmbeddingOptions.tables, 'users': max_age=-1 can't be. {EXPECTED}"
     assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows, rows_dtype.")
     expected = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
     assert others == [f"EmbeddingOptions.tables, {name}: {expected}" for name in ("'items'", "3")]

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from elasticcb.checkpoint.manifest import check_variables, read_manifest
-from elasticcb.checkpoint.saved_table import opened, tables_in
+from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CheckpointError, WireError
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import EXTRA, SHARED, SLOT, WEIGHT, kind_of
+from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.sharding.table_source import JoinedTable, TableSource
+from elasticcb.sharding.table_state import TableState
 
 
 def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
@@ -64,6 +65,7 @@ def load_slices(
     buckets = buckets or even(1)
     scalars_from = index if len(files) == buckets.servers else 0
     same_buckets = len(files) == buckets.servers and manifest.get("buckets") == buckets.to_bytes().hex()
+    written_by = _buckets_in(manifest, folder)
     tables: dict[int, list[TableSource]] = {
         number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
     }
@@ -77,7 +79,7 @@ def load_slices(
             names = list(file.keys())
             if has_ids:
                 for number, table in tables_in(folder / saved["name"], names).items():
-                    tables[number].append(table)
+                    tables[number].append(table if written_by is None else _OfServer(table, place, written_by))
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
@@ -89,10 +91,58 @@ def load_slices(
                 result.optimizer = (file.metadata() or {}).get("optimizer", "")
                 shared = [name for name in names if kind_of(name) == SHARED]
                 result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
+                ages = {name: file.get_tensor(name) for name in names if kind_of(name) == AGES}
+                result.ages = by_index(AGES, ages)
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
     for assembly in assemblies.values():
         assembly.put_into(result, folder)
     return result
+
+
+def _buckets_in(manifest: Mapping[str, Any], folder: Path) -> BucketMap | None:
+    """By which the servers held the rows that are in the files; None: nobody knows."""
+    if "buckets" not in manifest:
+        return None
+    try:
+        return BucketMap.from_bytes(len(manifest["files"]), bytes.fromhex(manifest["buckets"]), 0)
+    except (TypeError, ValueError, WireError) as error:
+        raise CheckpointError(f"The manifest of the checkpoint {folder} can't be read: {error}.") from error
+
+
+class _OfServer:
+    """A `TableSource` of one server's file, in which each row must be one of that server's: an id in the files of two
+    would have two rows.
+
+    Args:
+        table: in the file.
+        server, buckets: that wrote it.
+    """
+
+    def __init__(self, table: SavedTable, server: int, buckets: BucketMap) -> None:
+        self._table, self._server, self._buckets = table, server, buckets
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        for ids, used in self._table.ages():
+            self._check(ids)
+            yield ids, used
+
+    def pieces(self) -> Iterator[TableState]:
+        for piece in self._table.pieces():
+            self._check(piece.ids)
+            yield piece
+
+    def _check(self, ids: Array) -> None:
+        foreign = np.flatnonzero(~self._buckets.owns(self._server, ids))
+        if len(foreign):
+            owner = self._buckets.server_of(ids[foreign[:1]])[0]
+            raise CheckpointError(
+                f"The checkpoint file {self._table.files[0]} holds a row of the id {ids[foreign[0]]}, which belongs in "
+                f"the file of server {owner}, so that it may have two rows. The files are not of one checkpoint: start "
+                "from another version."
+            )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
+    AGES,
     EXTRA,
     SHARED,
     SLOT,
@@ -59,6 +60,7 @@ class Part:
     optimizer: str = ""  # class names, with commas; "": none
     tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
+    ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of ps/row_ages.py
 
     @property
     def optimizers(self) -> OptimizerState:
@@ -88,7 +90,7 @@ class SavedFile:
 def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
     """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
     tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
-    tensors |= named(SHARED, part.shared)
+    tensors |= named(SHARED, part.shared) | named(AGES, part.ages)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
@@ -132,6 +134,7 @@ def read_part(path: Path, saved: SavedFile) -> Part:
         of_kind(SHARED, tensors),
         metadata["optimizer"],
         tables_in(path, names),
+        ages=by_index(AGES, tensors),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import rich_click as click
@@ -10,6 +11,7 @@ from elasticcb.cli.command import CONTEXT, JobCommand, given_values, job_options
 from elasticcb.cli.follow import FollowSettings, follow
 from elasticcb.cli.from_flags import values_of
 from elasticcb.cli.job import build_settings, run_job, show_header
+from elasticcb.clients.running_master import command_runs
 from elasticcb.settings import Command
 
 
@@ -34,4 +36,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
     settings = build_settings(Command.EVALUATE, given)
     show_header(settings)
-    follow(settings, limits)
+    with command_runs(Path(settings.directory)):
+        follow(settings, limits)

@@ -18,6 +18,7 @@ from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
+from elasticcb.clients.running_master import command_runs
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
@@ -69,7 +70,8 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
     try:
-        backend_of(settings.cluster.kind).run_master(run)
+        with command_runs(Path(settings.directory)):
+            backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()
 

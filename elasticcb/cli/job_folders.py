@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticcb.clients.running_master import MASTER_FILE
+from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
 
@@ -63,7 +63,7 @@ def find_job(job: str) -> Path:
 
 def is_job(folder: Path) -> bool:
     """Whether it is the folder of a job."""
-    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, "logs"))
+    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, "logs"))
 
 
 def _newest_first(parent: Path) -> Sequence[re.Match[str]]:

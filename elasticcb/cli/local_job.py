@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.clients.running_master import MASTER_FILE, has_ended, running_master
+from elasticcb.clients.running_master import MASTER_FILE, has_command, has_ended, is_starting, running_master
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
 from elasticcb.process.logs import say
@@ -22,21 +22,48 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 5.0  # for an answer of a master
 _LOOK_SECONDS = 0.2
+_START_SECONDS = 60.0  # for the master of a job that is starting
 _TAKEOVER_SECONDS = 15.0  # for another master in the place of one that was killed
 
 
+def wait_for_start(folder: Path, seconds: float | None = None) -> None:
+    """Returns when the job in a folder is not starting, or no more. Raises `UsageError` when that takes too long."""
+    seconds = _START_SECONDS if seconds is None else seconds
+    give_up, told = time.monotonic() + seconds, False
+    while is_starting(folder):
+        if not told:
+            say(f"The job in {folder} is starting.")
+            told = True
+        if time.monotonic() > give_up:
+            raise UsageError(
+                f"The job in {folder} is starting, and its master is not up after {seconds:g} s. Try again later."
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
 @contextlib.contextmanager
-def master_of(folder: Path) -> Iterator[MasterClient]:
-    """The master of the job in a folder, to be called. Raises `UsageError` when none is up, or does not answer."""
+def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[MasterClient]:
+    """The master of the job in a folder, to be called; of one that is starting, when it is up.
+
+    Args:
+        start_seconds: how long to wait for that; None: a minute.
+
+    Raises `UsageError` when none is up, or it does not answer.
+    """
     from elasticcb.clients.master import MasterClient
 
+    wait_for_start(folder, start_seconds)
     master = running_master(folder)
     client = MasterClient(master.address, _PATIENCE_SECONDS, master.access)
     try:
         yield client
     except ConnectionLostError as error:
-        resumable = (folder / JOB_FILE).is_file()
-        again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job" if resumable else "start it again"
+        if has_command(folder):
+            again = "another one takes its place in some seconds: try again"
+        elif (folder / JOB_FILE).is_file():
+            again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job"
+        else:
+            again = "start it again"
         raise UsageError(f"The master of {folder} does not answer: {error} If it was killed, {again}.") from None
     finally:
         client.close()
@@ -57,7 +84,7 @@ def stop_job(folder: Path, seconds: float) -> str:
     while True:
         asked = _published_at(folder)
         try:
-            with master_of(folder) as master:
+            with master_of(folder, max(0.0, give_up - time.monotonic())) as master:
                 pid, host = master.stop()
         except UsageError:
             if not told or how_it_ended(folder) is None:
@@ -78,7 +105,9 @@ def stop_job(folder: Path, seconds: float) -> str:
         time.sleep(_LOOK_SECONDS)  # its master was killed meanwhile; another one may take its place
     if ended["phase"] == "failed":
         raise JobFailedError(f"The job in {folder} has failed: {ended['error']}")
-    return "The job was done before it was asked." if ended["phase"] == "done" else str(ended["error"])
+    if ended["phase"] == "done":
+        return "The job was done before it was asked."
+    return str(ended["error"]) or "The job was interrupted before it began."
 
 
 def _published_at(folder: Path) -> int:
@@ -90,7 +119,9 @@ def _published_at(folder: Path) -> int:
 
 
 def how_it_ended(folder: Path) -> dict[str, Any] | None:
-    """The state that the job in a folder has ended in; None: it has not."""
+    """The state that the job in a folder has ended in; None: it has not, or was begun or resumed again since."""
+    if is_starting(folder):
+        return None
     try:
         return durable.read_document(folder / STATUS_FILE)
     except FileNotFoundError:

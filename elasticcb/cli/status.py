@@ -12,7 +12,7 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.status import pods_lines, pods_state
-from elasticcb.cli.local_job import how_it_ended, master_of
+from elasticcb.cli.local_job import how_it_ended, master_of, wait_for_start
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 
@@ -45,6 +45,7 @@ def status(job: str, as_json: bool, namespace: str | None) -> None:
 
 def job_state(folder: Path) -> dict[str, Any]:
     """The state of the job in a folder. Raises `UsageError` when none runs there, or has ended there."""
+    wait_for_start(folder)
     ended = how_it_ended(folder)
     if ended is not None:
         return ended

@@ -17,7 +17,7 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job, is_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.local_job import how_it_ended, master_of
+from elasticcb.cli.local_job import how_it_ended, master_of, wait_for_start
 from elasticcb.cli.table_lines import lines_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
@@ -99,6 +99,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
             f"{error} For a checkpoint, pass its URL, the folder of a version, which has a file {MANIFEST}, or the "
             "folder of all versions."
         ) from None
+    wait_for_start(folder)
     if how_it_ended(folder) is None:
         return _of_running_job(folder, top, id)
     checkpoints = _checkpoints_of(folder)

@@ -13,6 +13,7 @@ import rich_click as click
 import yaml
 
 from elasticcb.errors import UsageError
+from elasticcb.settings.age import EXPECTED, read_age
 from elasticcb.settings.definition import AUTO
 
 
@@ -124,6 +125,18 @@ class MappingText(click.ParamType):
         if not isinstance(found, dict):
             self.fail(f"{value!r} is no mapping. Expected YAML such as '{{users: {{min_count: 3}}}}'.", param, ctx)
         return found
+
+
+class AgeText(click.ParamType):
+    """A number of versions, or a time."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        age = read_age(value)
+        if age is None:
+            self.fail(f"{value!r} can't be. {EXPECTED}", param, ctx)
+        return age
 
 
 def _split(text: str) -> list[str]:

@@ -15,9 +15,10 @@ from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import JOB_FILE, STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
-from elasticcb.storage.folder_lock import is_owned
+from elasticcb.storage.folder_lock import FolderInUseError, FolderLock, is_owned
 
 MASTER_FILE = "master.json"
+COMMAND_LOCK = ".command.lock"
 
 
 class RunningMaster(NamedTuple):
@@ -52,6 +53,38 @@ class RunningMaster(NamedTuple):
 
 
 @contextlib.contextmanager
+def command_runs(folder: Path) -> Iterator[None]:
+    """Within it, other commands see that one runs a job in `folder`, also before its master is up, and while a master
+    that was killed is replaced."""
+    with contextlib.ExitStack() as until_end:
+        with contextlib.suppress(FolderInUseError, OSError):  # masters keep each other away by a lock of their own
+            until_end.enter_context(FolderLock(folder, file=COMMAND_LOCK))
+        yield
+
+
+def is_starting(folder: Path) -> bool:
+    """Whether a command runs a job in a folder whose first master is not up yet. What is written there of how a job has
+    ended, or where a master is, is then of an earlier one."""
+    began = _written_at(folder / COMMAND_LOCK)  # its owner has written to it
+    earlier = all(_written_at(folder / name) < began for name in (MASTER_FILE, STATUS_FILE))
+    return earlier and has_command(folder)
+
+
+def has_command(folder: Path) -> bool:
+    """Whether a command runs the job in a folder; false also where that can't be told."""
+    with contextlib.suppress(OSError):
+        return is_owned(folder, COMMAND_LOCK)
+    return False
+
+
+def _written_at(path: Path) -> int:
+    """In nanoseconds; -1: there is no such file."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return -1
+
+
+@contextlib.contextmanager
 def published(folder: Path, master: RunningMaster) -> Iterator[None]:
     """Within it, commands of the same user find `master` by the job's folder."""
     durable.write_document(folder / MASTER_FILE, master._asdict())
@@ -82,9 +115,10 @@ def _why_not(folder: Path) -> str:
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether no master owns the folder of a job: all processes are gone, or another master is about to take it."""
+    """Whether no master owns the folder of a job, and no command: all processes are gone. Where nobody knows of the
+    command, another master may be about to take the folder."""
     try:
-        return not is_owned(folder)
+        return not (has_command(folder) or is_owned(folder))
     except FileNotFoundError:
         return True
     except OSError:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticcb.cluster.local.fork_server import Forked, ForkServer
+from elasticcb.process.import_path import follow_caller
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_file
 
@@ -42,6 +43,7 @@ def main() -> int:
     that it has forked are to end."""
     control, watch = (int(number) for number in sys.argv[1:])
     import_roles()
+    follow_caller()
     # Python tells of threads that are not its own (see above) at each fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     gc.collect()

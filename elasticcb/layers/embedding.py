@@ -48,8 +48,8 @@ class Embedding(keras.layers.Layer):
             job's `embedding_when_full` says. None: no limit.
         min_count: in a job, an id gets a row of its own after this many lookups in training; None: as the job's
             `embedding_min_count` says.
-        max_age: in a job, rows that were not trained for this many versions are removed, 0: never; None: as the job's
-            `embedding_max_age` says.
+        max_age: in a job, rows that were not trained for this many versions, or for a time such as "12h" or "7d", are
+            removed, 0: never; None: as the job's `embedding_max_age` says.
         rows_dtype: in a job, parameter servers hold rows as "float32", or as "bfloat16", rounded stochastically; None:
             as the job's `embedding_rows_dtype` says. It is not the `dtype` of the layer, which stays as it is.
 
@@ -80,7 +80,7 @@ class Embedding(keras.layers.Layer):
         seed: int | None = None,
         embeddings_regularizer: Any = None,
         min_count: int | None = None,
-        max_age: int | None = None,
+        max_age: int | str | None = None,
         learning_rate_multiplier: float | None = None,
         max_rows: int | None = None,
         rows_dtype: str | None = None,

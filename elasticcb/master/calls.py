@@ -18,6 +18,7 @@ from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecisi
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import LATE, TaskResult
 from elasticcb.master.members import Member, Role
+from elasticcb.master.server_scaling import check_under_way
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.process.signals import interrupt
 from elasticcb.process.wording import how_many
@@ -221,10 +222,7 @@ class Calls:
             before, most = state.roster.size(Role.WORKER), max(self._desk.cluster.num_workers, MOST_WORKERS)
             if not 1 <= workers <= most:
                 raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
-            if state.closing or state.over or state.queue is None:
-                raise UsageError(
-                    f"The job {'is starting' if state.queue is None else 'is over'}; it can't be scaled now."
-                )
+            check_under_way(state)
             if state.settings is not None and state.settings.command is Command.CALL:
                 raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
             if workers != before:

@@ -99,12 +99,20 @@ class ServerScaling:
         state.wake()
 
 
+def check_under_way(state: JobState) -> None:
+    """Raises `UsageError` when the present job can't be scaled, since it has not begun or is over."""
+    if state.closing or state.over:
+        raise UsageError("The job is over; it can't be scaled.")
+    if state.queue is None or state.settings is None:
+        raise UsageError("The job is starting, and can't be scaled yet. Try again in some seconds.")
+
+
 def _check(state: JobState, servers: int) -> int:
     """How many there are. Raises `UsageError` when there can't be so many."""
     if not 1 <= servers <= _MOST_SERVERS:
         raise UsageError(f"The job can't have {servers} parameter servers. Expected from 1 to {_MOST_SERVERS}.")
-    if state.closing or state.over or state.queue is None or state.settings is None:
-        raise UsageError(f"The job {'is starting' if state.queue is None else 'is over'}; it can't be scaled now.")
+    check_under_way(state)
+    assert state.settings is not None
     if state.settings.command is not Command.TRAIN:
         raise UsageError("Only the parameter servers of a job that trains can become more or fewer.")
     if state.settings.training.is_synchronous:

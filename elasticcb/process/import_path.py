@@ -2,6 +2,11 @@
 
 `python -m` puts the current folder first, where any `random.py` or `elasticcb/` hides the real one. The `elasticcb`
 command does not, so that the processes of a job must not be started by `-m`.
+
+The folder of a script stands first, too, where Python runs it. A process of a job imports more than the script does,
+such as click: a file of the user's of that name must not take its place. So a process begins with the import path that
+its Python has by itself, followed by the other folders of the caller, and takes the caller's order when it has imported
+all that it needs.
 """
 
 from __future__ import annotations
@@ -14,14 +19,39 @@ from collections.abc import Iterable
 _OWN_PATH = "[folder for folder in sys.path if folder]"
 
 
+_callers: list[str] | None = None  # until this process has it
+
+
 def python_code(module: str, own_path: bool = False) -> str:
     """A program for `python -c` that calls `main()` of a module of this package.
 
     Args:
-        own_path: it has the import path of the Python that runs it, instead of that of this process.
+        own_path: it has the import path of the Python that runs it. Without it, it has that of this process from
+            `follow_caller` on.
     """
-    path = _OWN_PATH if own_path else repr([folder for folder in sys.path if isinstance(folder, str)])
-    return f"import sys; sys.path[:] = {path}; from {module} import main; sys.exit(main())"
+    begin = f"import sys; sys.path[:] = {_OWN_PATH}; "
+    if not own_path:
+        path = [folder for folder in sys.path if isinstance(folder, str)]
+        begin += (
+            f"path = {path!r}; sys.path.extend(folder for folder in path if folder not in sys.path); "
+            f"from {__name__} import follow_caller_later; follow_caller_later(path); "
+        )
+    return f"{begin}from {module} import main; sys.exit(main())"
+
+
+def follow_caller_later(path: list[str]) -> None:
+    """Notes the import path of the process that has started this one, for `follow_caller`."""
+    global _callers
+    _callers = path
+
+
+def follow_caller() -> None:
+    """Takes the import path of the process that has started this one. Call it when this process has imported what it
+    needs itself."""
+    global _callers
+    if _callers is not None:
+        sys.path[:] = _callers
+        _callers = None
 
 
 def leave_out_current_folder() -> None:

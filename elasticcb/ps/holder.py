@@ -138,6 +138,7 @@ class Holder:
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
+            parameters.tables.restore_ages(part.ages, version, stood_still=request.recover)
         else:
             state = from_tensors(frame.tensors, request.optimizers)
             parameters.check_state(state)

@@ -26,7 +26,7 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
 from elasticcb.security.credentials import Access
-from elasticcb.sharding.array_names import HELD, WEIGHT, by_index, named, without
+from elasticcb.sharding.array_names import AGES, HELD, WEIGHT, by_index, named, without
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
@@ -128,14 +128,14 @@ class Move:
             piece = cut(whole, slices, self._specs)
             # Old servers keep their own; of the first one all others have them.
             if place == self._index or (self._index == 0 and place >= self._servers_before):
-                piece.part.shared, piece.part.optimizer = part.shared, part.optimizer
+                piece.part.shared, piece.part.optimizer, piece.part.ages = part.shared, part.optimizer, part.ages
             if place == self._index:
                 self._own = piece
                 continue
             owns = functools.partial(self.buckets.owns, place)
             states = {number: state.select(owns(state.ids)) for number, state in trained.items()}
             tensors = named(HELD, {number: ids[number][owns(ids[number])] for number in states})
-            tensors |= named(WEIGHT, piece.part.weights)
+            tensors |= named(WEIGHT, piece.part.weights) | named(AGES, piece.part.ages)
             tensors |= to_tensors(piece.part.optimizers)
             size += self._send(place, tensors | tables_to(states), last=True, optimizer=piece.part.optimizer)
         return size
@@ -182,8 +182,9 @@ class Move:
                     f"Server {sender} sent {'nothing' if given is None else f'{given.dtype} {list(given.shape)}'} of "
                     f"{spec.path!r}; {spec.dtype} {list(expected)} was expected."
                 )
-        state = from_tensors(rest)
-        return PartSlices(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer))
+        state = from_tensors(without(rest, AGES))
+        ages = by_index(AGES, rest)
+        return PartSlices(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer, ages=ages))
 
     def settle(self, version: int) -> None:
         """Puts together what this server will serve, as `version` of the model."""
@@ -194,6 +195,7 @@ class Move:
         parameters = self.next.parameters
         parameters.check_state(part.optimizers)
         parameters.load(part.weights, part.optimizers, version)
+        parameters.tables.restore_ages(part.ages, version)
         self.next.answered.forget_up_to(self._taken)
         for number in parameters.tables.numbers:
             held = [ids for (_, table), ids in self._held.items() if table == number]

@@ -19,11 +19,11 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.optimizers.outer import of_outer, with_outer, without_outer
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.ps.embedding_table import TableSnapshot
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.ps.trained_part import TrainedPart
 from elasticcb.rpc.tensors import Array, dtype_of
@@ -300,7 +300,7 @@ class Parameters:
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
             weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights)
+        part = Part(version=self.version, weights=weights, ages=self.tables.ages())
         if self.optimizers is not None:
             state = self.optimizers.state()
             if self._outer is not None:

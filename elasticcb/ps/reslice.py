@@ -83,4 +83,5 @@ def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: S
     for piece in pieces:
         if piece.part.shared and not result.shared:
             result.shared, result.optimizer = piece.part.shared, piece.part.optimizer
+            result.ages = piece.part.ages
     return result

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import TableError
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.choices import WhenFull
 
 if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
 
-_EVICTED_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at
+_CHOSEN_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at, some 20 times
+_EVICTED_AT_ONCE = 1 << 15  # rows of those, unless more are needed: whoever waits for them should not wait long
 _AGES_AT_ONCE = 1 << 20  # rows whose versions are compared, at least
 
 
@@ -55,6 +56,14 @@ class Limited(Evictable, Protocol):
 
 
 @dataclass
+class _Chosen:
+    """The rows that are to go next: those that were last trained at `last` or before, as far as `left_bytes`."""
+
+    last: int
+    left_bytes: int
+
+
+@dataclass
 class TableLimits:
     """What all tables of one server may hold together, each within its own `max_rows`; they share this object.
 
@@ -69,6 +78,8 @@ class TableLimits:
     when_full: WhenFull = WhenFull.ERROR
     store: ColdStore | None = None
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
+    # By the table whose max_rows is reached; None: what all tables may hold is.
+    _chosen: dict[Limited | None, _Chosen] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -81,24 +92,22 @@ class TableLimits:
         Args:
             keep: ids of `table` whose rows stay, int64 [n].
 
-        Raises `ElasticCBError` when they can't be added and the limits say so.
+        Raises `TableError` when they can't be added and the limits say so.
         """
         allowed = _allowed(table, rows)
         if allowed < rows and self._may_go(table):
-            wanted = max(len(table.used) + rows - table.max_rows, int(table.max_rows * _EVICTED_AT_ONCE))
-            self._evict([table], wanted * table.row_bytes, table, keep)
+            needed, most = len(table.used) + rows - table.max_rows, int(table.max_rows * _CHOSEN_AT_ONCE)
+            self._evict([table], needed * table.row_bytes, most * table.row_bytes, table, keep)
             allowed = _allowed(table, rows)
         fitting = self._fitting(table, allowed)
         # Without new rows, ids that are counted now may need it.
         if fitting < allowed or (self.memory_bytes and self.bytes > self.memory_bytes):
-            wanted = max(
-                allowed * table.row_bytes - (self.memory_bytes - self.bytes), int(self.memory_bytes * _EVICTED_AT_ONCE)
-            )
+            needed = allowed * table.row_bytes - (self.memory_bytes - self.bytes)
             # Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would
             # never get a row, however old the rows are that stay.
             losing: list[Evictable] = [each.candidates for each in self.tables]
             losing += [each for each in self.tables if self._may_go(each)]
-            self._evict(losing, wanted, table, keep)
+            self._evict(losing, needed, int(self.memory_bytes * _CHOSEN_AT_ONCE), table, keep)
             fitting = self._fitting(table, allowed)
         if fitting < rows and self.when_full is not WhenFull.INITIAL:
             raise self._full(table, rows)
@@ -107,7 +116,7 @@ class TableLimits:
     def room_at_start(self, table: Limited, rows: int) -> int:
         """How many of `rows` rows `table` may take over, where it holds none.
 
-        Raises `ElasticCBError` when that is not all, and none may be left out.
+        Raises `TableError` when that is not all, and none may be left out.
         """
         fitting = self._fitting(table, _allowed(table, rows))
         stays = self.when_full is WhenFull.ERROR or not (table.may_lose_rows or self._may_go(table))
@@ -124,14 +133,14 @@ class TableLimits:
             return rows
         return max(0, min(rows, (self.memory_bytes - self.bytes) // table.row_bytes))
 
-    def _full(self, table: Limited, rows: int) -> ElasticCBError:
+    def _full(self, table: Limited, rows: int) -> TableError:
         if _allowed(table, rows) < rows:
-            return ElasticCBError(
+            return TableError(
                 f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table.used):,} rows "
                 f"of it, {rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
                 + self._advice("Raise max_rows")
             )
-        return ElasticCBError(
+        return TableError(
             f"The embedding tables of a parameter server are full: they hold {self.bytes:,} bytes, {rows:,} new rows "
             f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. "
             + self._advice("Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps)")
@@ -142,27 +151,44 @@ class TableLimits:
             return f"All rows that may go have gone. {more}, or make batches smaller."
         return f"{more}, or choose another --embedding_when_full: 'disk', 'evict' or 'initial'."
 
+    def _evict(
+        self, losing: Sequence[Evictable], needed_bytes: int, most_bytes: int, table: Limited, keep: Array | None
+    ) -> None:
+        """Frees `needed_bytes` of what `losing` hold, the oldest first, or all that may go.
+
+        Args:
+            most_bytes: are chosen at once, of which some more than needed go now, and others at the next calls.
+            table: needs the room; `keep` are its ids that stay.
+        """
+        subject = table if len(losing) == 1 else None
+        chosen = self._chosen.get(subject)
+        if chosen is not None and chosen.left_bytes >= needed_bytes:
+            needed_bytes -= self._let_go(losing, chosen, needed_bytes, table, keep)  # some may have been trained since
+        if needed_bytes > 0:
+            most_bytes = max(needed_bytes, most_bytes)
+            chosen = self._chosen[subject] = _Chosen(_last_to_go(losing, most_bytes, table, keep), most_bytes)
+            self._let_go(losing, chosen, needed_bytes, table, keep)
+
     @staticmethod
-    def _evict(losing: Sequence[Evictable], wanted_bytes: int, table: Limited, keep: Array | None) -> None:
-        """Frees `wanted_bytes` of what `losing` hold, the oldest first, or all that may go."""
-        losing = [each for each in losing if len(each.used)]
-        if not losing:
-            return
-        ages = [each.used.copy() for each in losing]
-        newest = max(int(age.max()) for age in ages) + 1
-        if keep is not None and table in losing:
-            places = table.places(keep)
-            ages[losing.index(table)][places[places >= 0]] = newest
-        last = _last_version_to_go(ages, [each.row_bytes for each in losing], wanted_bytes, newest)
-        going = [np.flatnonzero(age < last) for age in ages]
-        wanted_bytes -= sum(len(places) * each.row_bytes for each, places in zip(losing, going, strict=True))
-        for each, age, places in zip(losing, ages, going, strict=True):
-            if last < newest and wanted_bytes > 0:  # of those last trained at that version, only as many as needed
-                same = np.flatnonzero(age == last)[: -(-wanted_bytes // each.row_bytes)]
-                wanted_bytes -= len(same) * each.row_bytes
-                places = np.concatenate([places, same])
-            if len(places):
-                each.evict(places)
+    def _let_go(
+        losing: Sequence[Evictable], chosen: _Chosen, needed_bytes: int, table: Limited, keep: Array | None
+    ) -> int:
+        """Evicts some of the chosen rows, at least `needed_bytes` of them if there are so many; returns the bytes."""
+        most = left = max(needed_bytes, min(chosen.left_bytes, _EVICTED_AT_ONCE * table.row_bytes))
+        for is_older in (True, False):
+            for each in losing:
+                if left <= 0:
+                    break
+                goes = each.used < chosen.last if is_older else each.used == chosen.last
+                if each is table and keep is not None:
+                    places = table.places(keep)
+                    goes[places[places >= 0]] = False
+                going = np.flatnonzero(goes)[: -(-left // each.row_bytes)]
+                if len(going):
+                    left -= len(going) * each.row_bytes
+                    each.evict(going)
+        chosen.left_bytes -= most - left
+        return most - left
 
 
 class Newest:
@@ -202,10 +228,16 @@ def _allowed(table: Limited, rows: int) -> int:
     return max(0, min(rows, table.max_rows - len(table.used))) if table.max_rows else rows
 
 
-def _last_version_to_go(ages: Iterable[Array], row_bytes: Iterable[int], wanted_bytes: int, newest: int) -> int:
-    """The smallest version such that rows last trained then or before cost `wanted_bytes`; at most `newest`."""
-    held = list(zip(ages, row_bytes, strict=True))
-    low, high = min(int(age.min()) for age, _ in held), newest
+def _last_to_go(losing: Sequence[Evictable], wanted_bytes: int, table: Limited, keep: Array | None) -> int:
+    """The smallest version such that what was last trained then or before costs `wanted_bytes`, without what `keep`
+    names; or one that is later than all."""
+    held = [(each.used.copy(), each.row_bytes) for each in losing]
+    low = min((int(age.min()) for age, _ in held if len(age)), default=0)
+    high = max((int(age.max()) for age, _ in held if len(age)), default=0) + 1
+    for each, (age, _) in zip(losing, held, strict=True):
+        if each is table and keep is not None:
+            places = table.places(keep)
+            age[places[places >= 0]] = high
     while low < high:
         middle = (low + high) // 2
         if sum(np.count_nonzero(age <= middle) * size for age, size in held) >= wanted_bytes:

@@ -18,10 +18,11 @@ from elasticcb.errors import WireError
 from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
 from elasticcb.optimizers.traits import may_join, may_join_rows
 from elasticcb.process.stats import TableSize
-from elasticcb.ps.embedding_table import EmbeddingTable, HeldTable, TableSnapshot
+from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
+from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
@@ -116,6 +117,7 @@ class Tables:
             limits,
             f"the embedding table {spec.path!r}",
             replace(table.options, max_rows=self._share(table.options.max_rows or 0)),
+            time.time,
         )
 
     def _share(self, rows: int) -> int:
@@ -222,6 +224,16 @@ class Tables:
         """
         for number, source in sources.items():
             self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
+
+    def ages(self) -> dict[int, Array]:
+        """When the model had which version, of tables whose rows age by time: int64 [n, 2]."""
+        exported = {number: table.export_ages() for number, table in self._tables.items()}
+        return {number: ages for number, ages in exported.items() if ages is not None}
+
+    def restore_ages(self, ages: Mapping[int, Array], version: int, stood_still: bool = False) -> None:
+        """Goes on with what `ages` gave, at this version of the model; `stood_still` as in `RowAges.restore`."""
+        for number, marks in ages.items():
+            self[number].ages.restore(marks, version, stood_still)
 
     def _owns(self, ids: Array) -> Array:
         return self._buckets.owns(self._index, ids)

@@ -19,6 +19,7 @@ from elasticcb.errors import (
     user_traceback,
 )
 from elasticcb.process.devices import limit_threads
+from elasticcb.process.import_path import follow_caller
 from elasticcb.process.limits import allow_many_files
 from elasticcb.process.logs import limit_log_files, own_log, quiet_environment, setup_logging
 from elasticcb.process.name import show_as
@@ -53,6 +54,7 @@ def begin(process: RoleProcess) -> None:
 def begin_job(settings: JobSettings) -> None:
     """What it does when it hears of a job."""
     if threading.current_thread() is threading.main_thread():  # a thread's logs, and cores, are those of the caller
+        follow_caller()
         limit_threads(os.environ)
         logging.getLogger("elasticcb").setLevel(settings.log_level)
         limit_log_files(settings.log_file_bytes, settings.log_files_kept)

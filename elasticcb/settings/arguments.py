@@ -114,7 +114,7 @@ def as_user_writes(text: str, settings: JobSettings) -> str:
 
 
 def _as_literal(setting: Setting, text: str) -> str:
-    if setting.kind in (Kind.INTEGER, Kind.NUMBER):
+    if setting.kind in (Kind.INTEGER, Kind.NUMBER) or (setting.kind is Kind.AGE and text.isdecimal()):
         return text
     return text.capitalize() if setting.kind is Kind.TRUTH else repr(text)
 

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+from elasticcb.settings.age import EXPECTED, read_age
 from elasticcb.settings.choices import Command
 
 TRAIN = frozenset({Command.TRAIN})
@@ -51,6 +52,7 @@ class Kind(Enum):
     DATA = "DATA"
     OPTIMIZER = "OPTIMIZER"  # a name, or JSON
     MAPPING = "YAML"  # of mappings
+    AGE = "VERSIONS|TIME"
 
 
 _KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS}
@@ -167,6 +169,9 @@ class Setting:
             except (TypeError, ValueError):
                 return value, f"Expected a {'whole ' if whole else ''}number."
             return number, "Expected a number." if isinstance(value, bool) else self.beyond_limits(number)
+        if self.kind is Kind.AGE:
+            age = read_age(value)
+            return (value, EXPECTED) if age is None else (age, "")
         if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
             return (path if "://" in path else os.path.abspath(path)), ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.settings.choices import RowsDtype
-from elasticcb.settings.definition import Section, build, setting, settings_of
+from elasticcb.settings.definition import Kind, Section, build, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,10 @@ class TableOptions(Section):
         because="trainable=False freezes a layer.",
     )
     min_count: int | None = setting(None, "An id gets a row of its own after this many lookups in training.", minimum=1)
-    max_age: int | None = setting(
-        None, "Rows that were not trained for this many versions are removed; 0: never.", minimum=0
+    max_age: int | str | None = setting(
+        None,
+        "Rows that were not trained for this many versions, or this time (30m, 12h, 7d), are removed; 0: never.",
+        kind=Kind.AGE,
     )
     max_rows: int | None = setting(
         None, "So many ids have a row, on all parameter servers together; 0: no limit.", minimum=0

@@ -222,12 +222,12 @@ class EmbeddingOptions(Section):
         unit="TIMES",
         minimum=1,
     )
-    max_age: int = setting(
+    max_age: int | str = setting(
         0,
-        "Rows of an elasticcb.layers.Embedding that training did not meet for so many versions go; 0: never.",
+        "Rows of an elasticcb.layers.Embedding that training did not meet for so many versions, or so long (30m, 12h, "
+        "7d), go; 0: never.",
         name="embedding_max_age",
-        unit="VERSIONS",
-        minimum=0,
+        kind=Kind.AGE,
     )
     rows_dtype: RowsDtype = setting(
         RowsDtype.FLOAT32,

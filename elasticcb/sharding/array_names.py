@@ -18,9 +18,9 @@ ROWS, WANTED, TABLE = "rows", "lookup", "table"
 SCALES = "scales"  # of another array, whose full name follows
 # Of optimizers: by variable and name, and by name alone.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
-# From server to server: the part of a variable, and all ids of a table that come.
-WEIGHT, HELD = "weight", "held"
-# In files, where SHARED, TABLE and WEIGHT are as in frames; SLOT is also a part of a TABLE.
+# From server to server: the part of a variable, all ids of a table that come, and when the model had which version.
+WEIGHT, HELD, AGES = "weight", "held", "ages"
+# In files, where SHARED, TABLE, WEIGHT and AGES are as in frames; SLOT is also a part of a TABLE.
 SLOT, EXTRA = "slot", "extra"
 
 

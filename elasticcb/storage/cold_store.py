@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import ElasticCBError, TableError
 from elasticcb.storage.temporary import TemporaryFolder, abandoned_folders
 
 _LIBRARY = "rocksdict"
@@ -168,14 +168,17 @@ class ColdStore:
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turns whatever the library, or the file system, raises into an `ElasticCBError`."""
+        """Turns whatever the library, or the file system, raises into a `TableError`; of a server that ends, into an
+        `ElasticCBError`."""
         try:
             yield
         except Exception as error:
             if type(error) is not Exception and not isinstance(error, (OSError, self._library.DbClosedError)):
                 raise  # it is not what the library raises, which has no class of its own for errors
+            if isinstance(error, self._library.DbClosedError):
+                raise ElasticCBError(f"Rows of embedding tables can't be {what} disk: {error}.") from error
             folder = self._folder.path if self._folder is not None else self._parent
-            raise ElasticCBError(
+            raise TableError(
                 f"Rows of embedding tables that don't fit in memory can't be {what} {folder}: {error}. Make room on "
                 "that disk, allow more memory (--embedding_memory_bytes), or start more parameter servers (--num_ps); "
                 "then start the job again from its last checkpoint."

@@ -107,9 +107,10 @@ class FolderLock:
         self.release()
 
 
-def is_owned(folder: Path) -> bool:
-    """Whether a process owns a folder. Raises `OSError` where that can't be told, or nobody ever did."""
-    descriptor = os.open(folder / _FILE, os.O_RDONLY | os.O_CLOEXEC)
+def is_owned(folder: Path, file: str = _FILE) -> bool:
+    """Whether a process owns a folder, for the use of `file`. Raises `OSError` where that can't be told, or nobody ever
+    did."""
+    descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

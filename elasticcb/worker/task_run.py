@@ -12,6 +12,7 @@ from elasticcb.errors import (
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
+    TableError,
     describe,
     user_traceback,
 )
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_OUTPUTS = 2**31 - 2**26  # bytes of one task, in a message of at most 2 GiB
 # Doing the task again would end the same way.
-_FATAL = (NonFiniteError, ModelFileError, DataChangedError)
+_FATAL = (NonFiniteError, ModelFileError, DataChangedError, TableError)
 
 
 class TaskRun:

@@ -36,7 +36,7 @@ def test_a_job_that_ends_before_its_next_master_is_asked_was_stopped(tmp_path, m
     asked = []
 
     @contextlib.contextmanager
-    def master_of(folder):
+    def master_of(folder, start_seconds):
         asked.append(folder)
         if len(asked) == 2:  # after the first one was killed, another one has ended the job
             durable.write_document(folder / STATUS_FILE, {"phase": "interrupted", "error": "Interrupted at version 3."})

@@ -231,6 +231,18 @@ def test_each_table_may_have_limits_and_a_dtype_of_rows_of_its_own() -> None:
         servers.fit(model, ids, np.ones((40, 1)), verbose=0)
 
 
+@pytest.mark.parametrize("updates", deep_but(["async", "local"], "local"))
+def test_batch_whose_ids_a_table_cannot_hold_fails_the_job_at_its_first_try(updates: str) -> None:
+    model = model_of(Embedding(4, max_rows=5, name="small"), keras.optimizers.SGD())
+    with (
+        cluster(embedding=tables(), updates=updates) as servers,
+        pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or choose another") as caught,
+    ):
+        servers.fit(model, np.arange(40).reshape(10, 4), np.ones((10, 1)), batch_size=8, verbose=0)
+    assert "trying again can't help" in str(caught.value)
+    assert "It was tried" not in str(caught.value)
+
+
 class SlowTable(keras.optimizers.Adagrad):
     """The learning rate of a table of rows of 3 is a quarter of the others'."""
 

@@ -131,6 +131,45 @@ def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(tr
     assert run(sys.executable, "-c", code, "--version", cwd=trap).startswith("elasticcb, version")
 
 
+# All else that the processes of a job import, Keras or the program's own process does, too: there the file would do
+# harm without any job.
+@pytest.mark.parametrize("forked", deep_but([True, False], True))
+def test_a_file_beside_a_program_takes_no_place_of_what_only_the_processes_of_its_job_need(tmp_path, forked):
+    for name in ("click", "rich_click"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name}.py of the user was imported')\n")
+    (tmp_path / "mine.py").write_text("UNITS = 3\n")
+    write_model_file(
+        tmp_path,
+        """
+        import sys
+
+        import keras
+        import numpy as np
+
+        import elasticcb
+        from elasticcb.cluster.local import backend
+
+        if __name__ == "__main__":
+            if sys.argv[2] == "False":
+                backend.can_fork = lambda: False
+            import mine
+
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(mine.UNITS)])
+            model.compile("sgd", "mse")
+
+            def units():
+                import mine
+                return mine.UNITS
+
+            with elasticcb.Cluster(num_workers=1, num_ps=1, job_dir=sys.argv[1]) as cluster:
+                cluster.fit(model, np.ones((16, 2)), np.ones((16, 3)), verbose=0)
+                assert cluster.schedule(units).fetch() == 3
+        """,
+        "program",
+    )
+    run(sys.executable, tmp_path / "program.py", tmp_path / "job", str(forked), cwd=tmp_path)
+
+
 def test_workers_have_the_import_path_of_a_program_in_its_order(tmp_path, trap):
     write_model_file(
         tmp_path,

@@ -3,12 +3,14 @@
 import re
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from elasticcb.cli import local_job
 from elasticcb.cli.main import main
+from elasticcb.clients.running_master import is_starting
 from elasticcb.process import signals
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 
@@ -63,6 +65,16 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert main(["logs", "latest", "--ps=7"]) == 2
     assert "no log of ps-7; there are: master, ps-0, worker-0, worker-1" in capsys.readouterr().err
+
+    resumed = start_job("resume", first[1])
+    while not is_starting(Path(first[1])):
+        time.sleep(0.01)
+    assert main(["stop", "latest"]) == 0
+    captured = capsys.readouterr()
+    assert "is starting" in captured.err
+    assert "interrupted" in captured.out
+    assert resumed.finish() == 130, resumed.output
+    resumed.assert_no_orphans()
 
 
 def test_a_job_that_does_not_end_in_time_is_told_and_ends_all_the_same(data, started, capsys, monkeypatch):

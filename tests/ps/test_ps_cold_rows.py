@@ -10,7 +10,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
-from elasticcb.ps import cold_rows, embedding_table, table_calls, table_snapshot
+from elasticcb.ps import cold_rows, stored_table, table_calls, table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import RowsDtype, WhenFull
@@ -59,7 +59,7 @@ def full(store):
 def small_pieces(monkeypatch):
     monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)
     monkeypatch.setattr(cold_rows, "_AT_ONCE", 7)
-    monkeypatch.setattr(embedding_table, "_MOVED_AT_ONCE", 5)
+    monkeypatch.setattr(stored_table, "_MOVED_AT_ONCE", 5)
 
 
 def some_ids(random, most=40):

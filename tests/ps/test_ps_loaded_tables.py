@@ -9,7 +9,7 @@ from elasticcb.checkpoint import saved_table
 from elasticcb.checkpoint.parts import load_slices, save_part
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.checkpoint.versions import begin_version, finish_version
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
@@ -56,6 +56,18 @@ def test_each_server_has_the_rows_of_its_ids(tmp_path, state, before, now):
     whole = joined([table.export() for table in tables])
     for name in ("ids", "rows", "hits", "used"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(state, name))
+
+
+@pytest.mark.parametrize("now", [1, 2, 3])
+def test_an_id_in_the_files_of_two_servers_is_refused(tmp_path, state, now, monkeypatch):
+    twice = state.part(1, even(2)).ids[7]
+    own = state.part(0, even(2)).ids.tolist()
+    parts = [state.select(np.isin(state.ids, [*own, twice])), state.part(1, even(2))]
+    monkeypatch.setattr(TableState, "part", lambda self, index, buckets: parts[index])
+    folder = checkpoint(tmp_path, state, 2)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=rf"server-00000-of-00002.* row of the id {twice}, .*file of server 1"):
+        loaded(folder, now, 0, TableLimits())
 
 
 @pytest.mark.parametrize("when_full", list(WhenFull))

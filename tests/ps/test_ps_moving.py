@@ -21,6 +21,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN
 from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
+from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
@@ -29,8 +30,9 @@ from helpers_ps import RowNorms, alone, server_settings
 from helpers_ps_lost import OUTER
 
 IDS = 400
+AGED = TableSpec(None, '"zeros"', 1, TableOptions(max_age="7d"))
 SPECS = (
-    VariableSpec("users/embeddings", (0, 4), "float32", True, table=TableSpec(None, '"zeros"', 1).to_json()),
+    VariableSpec("users/embeddings", (0, 4), "float32", True, table=AGED.to_json()),
     VariableSpec("dense/kernel", (300, 64), "float32", True),
     VariableSpec("dense/bias", (64,), "float32", True),
     VariableSpec("norm/moving_mean", (64,), "float32", False),
@@ -210,6 +212,8 @@ def test_slots_and_counts_of_rows_move_along(start, make):
         np.testing.assert_array_equal(mine.optimizer.slots[key], slot)
     for name, value in other.optimizer.shared.items():
         np.testing.assert_array_equal(mine.optimizer.shared[name], value)
+    kept, new = (each._servicer.holder.model.parameters.tables.ages()[0] for each in servers.servers)
+    np.testing.assert_array_equal(kept[0], new[0])  # since when the model had its first version
 
 
 def test_rows_on_disk_move_along(start, tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.ps import table_limits
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
@@ -114,6 +115,34 @@ def test_evicting_costs_one_look_at_all_rows_for_many_new_ones():
     train(table, [9999], 16)
     assert len(table) == 1501
     assert ids_of(table)[0] == 100
+
+
+def test_rows_that_are_to_go_go_piece_by_piece_unless_they_are_trained_meanwhile(monkeypatch):
+    monkeypatch.setattr(table_limits, "_EVICTED_AT_ONCE", 20)
+    table = make_table(TableLimits(memory_bytes=1600 * ROW_BYTES, when_full=WhenFull.EVICT))
+    for version in range(16):
+        train(table, range(version * 100, version * 100 + 100), version)
+    train(table, [9999], 16)  # of the hundred oldest, which are chosen
+    assert ids_of(table)[0] == 20
+    train(table, range(20, 30), 17)
+    train(table, range(2000, 2020), 18)  # 19 had room
+    assert ids_of(table)[:11] == [*range(20, 30), 50]
+    train(table, range(3000, 3060), 19)  # more than are still chosen of these
+    assert set(range(20, 30)) <= set(ids_of(table))
+    assert min(set(ids_of(table)) - set(range(20, 30))) in range(90, 121)
+    assert len(table) <= 1600
+
+
+def test_rows_that_were_chosen_to_go_and_trained_since_do_not_keep_others_from_their_room(monkeypatch):
+    monkeypatch.setattr(table_limits, "_EVICTED_AT_ONCE", 1)
+    limits = TableLimits(memory_bytes=1600 * ROW_BYTES, when_full=WhenFull.EVICT)
+    table = make_table(limits)
+    train(table, range(1600), 1)
+    train(table, [9999], 2)
+    train(table, range(1, 1600), 3)  # all that were chosen
+    train(table, range(5000, 5050), 4)
+    assert set(range(5000, 5050)) <= set(ids_of(table))
+    assert len(table) == 1600
 
 
 def test_id_gets_a_row_from_its_third_time_on():

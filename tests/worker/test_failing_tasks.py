@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticcb.errors import DataError, NonFiniteError
+from elasticcb.errors import DataError, ElasticCBError, NonFiniteError, TableError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.worker.task_input import TaskStarted
 from elasticcb.worker.task_progress import Tally
@@ -42,6 +42,19 @@ def test_a_worker_ends_with_a_fatal_error_only_when_the_task_was_its_own(accepte
     failing.fail(NonFiniteError("the loss is NaN"))
     assert failing.gave_up is gave_up
     assert failing.is_left
+
+
+@pytest.mark.parametrize(
+    ("error", "fatal"),
+    [
+        (TableError("the table is full"), True),
+        (ElasticCBError("there is no snapshot of this round any more"), False),
+    ],
+)
+def test_an_error_of_a_server_that_would_come_again_is_not_tried_again(error: ElasticCBError, fatal: bool) -> None:
+    failing = run(Told(accepted=True))
+    failing.fail(error)
+    assert failing.gave_up is fatal
 
 
 def test_progress_is_sent_before_a_failure_and_the_lease_kept_until_the_report_is_answered() -> None:

@@ -1,0 +1,287 @@
+"""Where the rows of an embedding table are, in memory and on disk, and all that is done with them as a whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elasticcb.errors import ElasticCBError
+from elasticcb.ps import table_snapshot
+from elasticcb.ps.cold_rows import ColdRows
+from elasticcb.ps.table_limits import Newest
+from elasticcb.ps.table_rows import TableRows
+from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.table_source import TableSource
+from elasticcb.sharding.table_state import TableState, joined
+
+if TYPE_CHECKING:
+    from elasticcb.storage.cold_store import ColdStore
+
+_MOVED_AT_ONCE = 1 << 15  # rows, to disk
+
+
+class StoredTable:
+    """Rows by id. What trains them, and says how many there may be, is an `EmbeddingTable`.
+
+    Args:
+        rows: in memory, none yet.
+        store: for rows on disk; None: there are none.
+        name: for messages.
+    """
+
+    def __init__(self, rows: TableRows, store: ColdStore | None, name: str) -> None:
+        self.name = name
+        self._rows, self._store = rows, store
+        self._version = 0  # of the model
+        self._left = 0  # rows that have left memory, or got other places in it
+        self._cold = self._no_rows_on_disk()
+
+    def _room_at_start(self, rows: int) -> int:
+        """How many of `rows` rows fit into memory, of a table that is empty. Raises `ElasticCBError` when that is not
+        all, and none may be left out."""
+        raise NotImplementedError
+
+    def _begin_anew(self, version: int) -> None:
+        """All rows are about to be others, those of `version`."""
+        self._version = version
+
+    def __len__(self) -> int:
+        """In memory and on disk."""
+        return len(self._rows) + (len(self._cold) if self._cold is not None else 0)
+
+    def places(self, ids: Array) -> Array:
+        """Where the rows of `ids` (int64 [n]) are in memory now, -1 where there is none: int64 [n]."""
+        return self._rows.index.find(ids)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows.row_bytes
+
+    @property
+    def used(self) -> Array:
+        return self._rows.used
+
+    @property
+    def value_bytes(self) -> int:
+        """What the values of one row take."""
+        return self._rows.dim * self._rows.held_dtype.itemsize
+
+    @property
+    def slots(self) -> Collection[str]:
+        """The names of the optimizer's slots."""
+        return self._rows.initial_slots.keys()
+
+    # -------------------------------------------------------------- to disk, and away
+
+    def _no_rows_on_disk(self) -> ColdRows | None:
+        """None where they may not go there."""
+        return None if self._store is None else ColdRows(self._store, self._rows.slice(0, 0))
+
+    def _move_to_disk(self, places: Array) -> None:
+        """Moves the rows at `places` (int64 [n])."""
+        assert self._cold is not None
+        places = np.sort(places)[::-1]  # the last ones first, so that the others stay where they are meanwhile
+        for first in range(0, len(places), _MOVED_AT_ONCE):
+            moving = places[first : first + _MOVED_AT_ONCE]
+            self._cold.put(self._rows.at(moving))
+            self._remove(moving)
+
+    def _remove(self, places: Array) -> None:
+        self._left += len(places)
+        self._rows.remove(places)
+
+    # -------------------------------------------------------------- all rows
+
+    def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> HeldTable:
+        """What `export` gives, to be read in pieces while training goes on. Release it after use.
+
+        Args:
+            lock: that is held at each call of this table; it must not be when the pieces are read.
+        """
+        cold = self._cold.hold(since) if self._cold else None
+        return HeldTable(TableSnapshot(self._rows, since=since, held_cold=cold), self._rows.row_bytes, lock)
+
+    def export(self, since: int | None = None) -> TableState:
+        """Everything, or what was trained after version `since`, as arrays that are never written again."""
+        if since is None:
+            state = self._rows.slice(0, len(self._rows))
+        else:
+            state = self._rows.at(np.flatnonzero(self._rows.used > since))
+        if self._cold:
+            cold = self._cold.hold(since)
+            state = joined([state, cold.read(0, len(cold))])
+        return state
+
+    def ids(self, since: int = -1) -> Array:
+        """Of all rows that were made or trained from version `since` on, int64 [n]."""
+        ids = self._rows.index.ids[self._rows.used >= since]
+        return np.concatenate([ids, self._cold.ids(since)]) if self._cold else ids
+
+    def select(self, ids: Array) -> TableState:
+        """The rows of those of `ids` (int64 [n], unique) that have one."""
+        places = self.places(ids)
+        state = self._rows.at(places[places >= 0])
+        return joined([state, self._cold.read(ids[places < 0])[1]]) if self._cold else state
+
+    def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
+        """(ids, hits, used), int64 [n] each, of rows [start, start + count) of all: how often each was looked up in
+        training, and at which version last trained."""
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            assert state.hits is not None
+            assert state.used is not None
+            return state.ids, state.hits, state.used
+        return self._rows.counts(start, count)
+
+    def rows(self, start: int, count: int) -> tuple[Array, Array]:
+        """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end, and
+        where they are large.
+
+        In no order, which is the same from call to call as long as the table is not trained.
+        """
+        most = max(1, table_snapshot.CHUNK_BYTES // self._rows.row_bytes)
+        count = max(0, min(count, most))
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            return state.ids, state.rows
+        return self._rows.rows(start, count)
+
+    def put(self, state: TableState) -> None:
+        """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count,
+        unless rows may go to disk.
+
+        Raises `ElasticCBError` when shapes or slots are others.
+        """
+        state = self._checked(state)
+        if self._cold is not None:
+            self._cold.remove(self._cold.read(state.ids)[1])
+            new = np.flatnonzero(self.places(state.ids) < 0)
+            rest = new[self._room_at_start(len(new)) :]
+            self._put_on_disk(state, rest)
+            state = state.select(np.delete(np.arange(len(state.ids)), rest))
+        self._rows.put(state)
+
+    def _put_on_disk(self, state: TableState, chosen: Array) -> None:
+        """Puts the rows `chosen` (int64 [n]) of `state` on disk. None of them is there, or here."""
+        assert self._cold is not None
+        for first in range(0, len(chosen), _MOVED_AT_ONCE):
+            part = state.select(chosen[first : first + _MOVED_AT_ONCE])
+            nothing = np.empty(0, np.int64)
+            self._cold.put(self._rows.completed(part, nothing, nothing, self._version))
+
+    def keep(self, ids: Array) -> None:
+        """Removes all rows but those of `ids`, which are all here: int64 [n], unique."""
+        if len(ids) < len(self):
+            self._rows.remove(np.flatnonzero(~np.isin(self._rows.index.ids, ids)))
+        if self._cold:
+            self._cold.keep(lambda found: np.isin(found, ids))
+
+    def _take_rows(self, before: StoredTable, keeps: Callable[[Array], Array]) -> None:
+        """Adds to its rows those of `before`, which is of no use any more.
+
+        Args:
+            before: of the same dimension and slots.
+            keeps: tells which ids (int64 [n]) of it come, of none of which a row is here: bool [n].
+        """
+        own, own_cold = self._rows, self._cold
+        self._cold = before._cold
+        self._rows, self._version = before._rows, before._version
+        leaving = np.flatnonzero(~keeps(self._rows.index.ids))
+        if len(leaving):
+            self._rows.remove(leaving)
+        self._rows.fill(own.slice(0, len(own)))
+        self._left += 1  # they have other places
+        if self._cold is not None and own_cold is not None:
+            self._cold.keep(keeps)
+            for piece in own_cold.pieces():
+                self._cold.put(piece)
+
+    def load(self, source: TableSource, version: int) -> None:
+        """Replaces all rows by those of `source`, piece by piece. What it lacks (slots, counts) stays as it was for ids
+        that stay, and begins anew for others.
+
+        Args:
+            version: of the model. Rows of which nobody knows when they were trained count as trained at it.
+
+        Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
+        """
+        before, cold_before = self._rows, self._cold
+
+        def completed(piece: TableState) -> TableState:
+            return _completed(piece, before, cold_before, version)
+
+        pieces = (completed(self._checked(piece)) for piece in source.pieces())
+        first = next(pieces)  # what can't be taken over is found before anything changes
+        # Snapshots have the rows before, which nobody changes any more.
+        self._rows = TableRows(before.dim, before.dtype, before.initial_slots, before.held_dtype)
+        self._begin_anew(version)
+        self._cold = self._no_rows_on_disk()
+        self._left += 1  # rows have other places
+        rows = len(source)
+        room = self._room_at_start(rows)
+        newest = Newest(_ages(source, completed, version), room) if room < rows else None
+        for piece in itertools.chain([first], pieces):
+            if newest is not None:
+                assert piece.used is not None
+                stays = newest.choose(piece.used)
+                if self._cold is not None:
+                    self._cold.put(piece.select(~stays))
+                piece = piece.select(stays)
+            self._rows.fill(piece)
+
+    def _checked(self, state: TableState) -> TableState:
+        """`state`, with rows as they are held, also of those that go to disk."""
+        own = {"rows": (self._rows.dim,)} | {name: row.shape for name, row in self._rows.initial_slots.items()}
+        given = {"rows": state.rows, **state.slots}
+        wrong = [
+            f"{name}, {array.dtype.name}{list(array.shape)}"
+            for name, array in given.items()
+            if array.shape != (len(state.ids), *own.get(name, array.shape[1:]))
+            or not np.can_cast(array.dtype, self._rows.dtype, "same_kind")
+        ]
+        wrong += [f"the slot {name}" for name in sorted(given.keys() - own.keys())]
+        if wrong:
+            slots = [f"{name} {list(shape)}" for name, shape in sorted(own.items()) if name != "rows"]
+            raise ElasticCBError(
+                f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
+                f"{', '.join(slots) or '(none)'}. Train on with the same model and optimizer."
+            )
+        return replace(state, rows=self._rows.as_held(state.rows))
+
+
+def _completed(state: TableState, rows: TableRows, cold_rows: ColdRows | None, version: int) -> TableState:
+    """`state`, with what it lacks as it is in these rows. Others begin anew, trained at `version`."""
+    places = rows.index.find(state.ids)
+    here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+    completed = rows.completed(state, here, places[here], version)
+    assert completed.used is not None
+    lacking = completed.slots.keys() - state.slots.keys()
+    if cold_rows and (lacking or state.hits is None or state.used is None):
+        found, cold = cold_rows.read(state.ids[elsewhere])
+        known = elsewhere[found]
+        for name in lacking:
+            completed.slots[name][known] = cold.slots[name]
+        for given, counts, count in (
+            (state.hits, completed.hits, cold.hits),
+            (state.used, completed.used, cold.used),
+        ):
+            if given is None:
+                assert counts is not None
+                counts[known] = count
+    # Versions may count anew, as with a fresh optimizer.
+    return replace(completed, used=np.minimum(completed.used, version))
+
+
+def _ages(source: TableSource, completed: Callable[[TableState], TableState], version: int) -> Iterator[Array]:
+    """The versions at which the rows of `source` count as trained, in pieces."""
+    for ids, used in source.ages():
+        if used is None:
+            used = completed(TableState(ids, np.empty((len(ids), 0)))).used
+            assert used is not None
+        yield np.minimum(used, version)
