@@ -12,6 +12,7 @@ from elasticcb.cli.follow import FollowSettings, follow
 from elasticcb.cli.from_flags import values_of
 from elasticcb.cli.job import build_settings, run_job, show_header
 from elasticcb.clients.running_master import command_runs
+from elasticcb.dashboard.beside import page_beside
 from elasticcb.settings import Command
 
 
@@ -36,5 +37,6 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
     settings = build_settings(Command.EVALUATE, given)
     show_header(settings)
-    with command_runs(Path(settings.directory)):
+    directory = settings.directory
+    with command_runs(Path(directory)), page_beside(directory, settings.cluster.dashboard):
         follow(settings, limits)

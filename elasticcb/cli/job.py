@@ -21,6 +21,7 @@ from elasticcb.cli.validation import validate
 from elasticcb.clients.running_master import command_runs
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
+from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.logs import may_reach_nobody, print_line
@@ -69,8 +70,9 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
         _run_master(settings, goes_on, None, since)
 
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
+    folder = settings.directory
     try:
-        with command_runs(Path(settings.directory)):
+        with command_runs(Path(folder)), page_beside(folder, settings.cluster.dashboard):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from elasticcb.cli import local_job
 from elasticcb.cli.job_folders import is_job
-from elasticcb.cli.local_job import how_it_ended
 from elasticcb.cli.main import main
+from elasticcb.clients import local_job
+from elasticcb.clients.local_job import how_it_ended
 from elasticcb.clients.running_master import (
     MASTER_FILE,
     RunningMaster,

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticcb.cli import local_job
 from elasticcb.cli.main import main
+from elasticcb.clients import local_job
 from elasticcb.clients.running_master import is_starting
 from elasticcb.process import signals
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
