@@ -13,11 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
+from elasticcb.compute.clipping import Clipping, clippings
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.assignments import refused_assignments
 from elasticcb.compute.tensorflow.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
-from elasticcb.compute.tensorflow.gradients import Clipping, clippings, sort_gradients
+from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import to_number
@@ -95,7 +96,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
         logs, found, usable = self._steps.model_step(batch, rows, positions)
-        states = self._metrics.state_tensors()
+        states = self._metric_states()
         self._check_updated(found)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)

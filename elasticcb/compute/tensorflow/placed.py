@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from elasticcb.compute.backend import Applied, Exchange, PlacedComputation
-from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
+from elasticcb.compute.clipping import clippings
+from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import LossScale
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import model_optimizers
