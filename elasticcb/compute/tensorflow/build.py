@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.tensorflow.capture import unchanged, updated_variables
+from elasticcb.compute.capture import unchanged
+from elasticcb.compute.tensorflow.capture import updated_variables
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
