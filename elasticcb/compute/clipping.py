@@ -51,7 +51,7 @@ def _check_one_server(optimizer: keras.optimizers.Optimizer, num_ps: int) -> Non
 
 
 def check_local_clipping(optimizers: Sequence[Any]) -> None:
-    """Of a model with tables. Raises `ModelFileError` for what clips what a worker and what a server applies together."""
+    """Of a model with tables. Raises `ModelFileError` for clipping what a worker and what a server applies together."""
     for optimizer in map(unwrapped, optimizers):
         if optimizer.global_clipnorm:
             raise ModelFileError(
