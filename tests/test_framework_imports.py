@@ -11,7 +11,7 @@ TENSORFLOW = {
     "compute.tensorflow": "is a backend",
     # The model, as it is traced and run.
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
-    "model.metrics": "takes a step out of its tf.function; makes the means of logs outside of the one that is traced",
+    "model.metrics": "takes a step out of its tf.function",
     "optimizers.state": "shares the memory of a slot with what it is restored from",
     # Data: `feed` and `fit` give and take datasets.
     "api.data": "draws the seed of a shuffle as Keras does",

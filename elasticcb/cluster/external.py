@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
 from elasticcb.cluster.role import RoleProcess
+from elasticcb.compute.registry import OF_SERVERS, VARIABLE, backend_of_role
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.storage import durable
 
@@ -45,7 +46,9 @@ class ExternalCluster(ClusterBackend):
         if not self._told:
             self._told = True
             self._tell_what_to_copy()
-        self._say(f"Waiting for: {TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}")
+        chosen = backend_of_role(role, process.keras_backend)
+        keras = "" if chosen == OF_SERVERS else f"{VARIABLE}={chosen} "
+        self._say(f"Waiting for: {keras}{TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}")
 
     def _tell_what_to_copy(self) -> None:
         files = [self._file] if self._written else []

@@ -236,6 +236,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        """What the `predict_step` of a built model gives for a batch of the input pipeline, as it is now."""
+
+    @abstractmethod
     def find_tables(
         self,
         model: keras.Model,

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients: what a worker does of it."""
+"""What a worker clips of the gradients of a step."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elasticcb.compute.registry import chosen_backend
 from elasticcb.errors import (
     ClusterLostError,
     ConnectionLostError,
@@ -71,7 +72,7 @@ class Job:
         memory = journal.memory if journal is not None and journal.memory.queue is not None else None
         kept = None if memory is None else memory.callback_arrays
         self._order = Order(
-            settings=settings,
+            settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
             display=display,
             started=time.monotonic(),

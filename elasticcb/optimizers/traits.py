@@ -98,11 +98,12 @@ def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether the optimizer's weight decay, if it has any, concerns `variable`.
 
-    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. That is the name of
-    the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
+    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. On TensorFlow that is
+    the name of the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
     """
     own = type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
-    return bool(optimizer._use_weight_decay(variable if own else variable.value))
+    is_variable = hasattr(variable.value, "assign")  # as of TensorFlow; other values are arrays
+    return bool(optimizer._use_weight_decay(variable.value if is_variable and not own else variable))
 
 
 def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:

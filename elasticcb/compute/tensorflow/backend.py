@@ -35,6 +35,9 @@ class TensorFlowBackend(Backend):
     ) -> dict[int, int] | None:
         return build(spec, model, batch, mode, local)
 
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        return model.predict_step(batch)
+
     def find_tables(
         self,
         model: keras.Model,

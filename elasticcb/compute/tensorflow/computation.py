@@ -167,6 +167,11 @@ class TensorFlowComputation(Computation):
                 self._model.compute_metrics = inner
         return self._model.test_step(batch), outputs
 
+    def _metric_states(self) -> dict[str, list[Any]]:
+        """The present states of all metrics, as tensors."""
+        units = self._metrics.units().items()
+        return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
+
     def _assign_blocks(self, blocks: Any) -> None:
         parts: dict[int, list[tuple[int, Any]]] = {}
         for server, slices in enumerate(self._partition):

@@ -88,7 +88,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
         logs, found, usable = self._steps.model_step(batch, rows, positions)
-        states = self._metrics.state_tensors()
+        states = self._metric_states()
         self._check_updated(found)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)

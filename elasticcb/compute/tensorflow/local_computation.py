@@ -65,7 +65,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._metrics.reset()
         logs, found = self._steps.model_step(batch, rows, places)
         _, _, served = sort_gradients(found, self._specs, (), rows)
-        return shared, logs, self._metrics.state_tensors(), served
+        return shared, logs, self._metric_states(), served
 
     def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, dict[int, Any]]:
         with self._served.serving(rows, places), self._averages.counted():
