@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 
 from elasticcb.errors import ModelFileError
-from elasticcb.optimizers.traits import clips_on_server
+from elasticcb.optimizers.traits import clips_on_server, unwrapped
 from elasticcb.optimizers.variables import leaves
 from elasticcb.sharding.partition import VariableSpec
 
@@ -47,3 +48,14 @@ def _check_one_server(optimizer: keras.optimizers.Optimizer, num_ps: int) -> Non
             f"that of all accumulated gradients, and each of the {num_ps} parameter servers holds only a part of them. "
             "Use one parameter server (--num_ps=1), or clipnorm or clipvalue instead of global_clipnorm."
         )
+
+
+def check_local_clipping(optimizers: Sequence[Any]) -> None:
+    """Of a model with tables. Raises `ModelFileError` for clipping what a worker and what a server applies together."""
+    for optimizer in map(unwrapped, optimizers):
+        if optimizer.global_clipnorm:
+            raise ModelFileError(
+                f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
+                "servers. With --updates=local a worker applies all gradients but those of their rows, so it can't "
+                "clip them together. Use clipnorm or clipvalue, keras.layers.Embedding, or --updates=async."
+            )

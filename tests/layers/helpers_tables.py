@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.lookups import serve_tables
 from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.layers import Embedding
@@ -177,7 +177,7 @@ class Served:
 
 def gradients(model, run):
     """What `run(step)` gives for the training step: by variable, gradients as they are."""
-    capture = OptimizerCapture(model)
+    capture = TensorFlowCapture(model)
     try:
         return run(lambda batch: {index: update.gradient for index, update in capture.train_step(batch)[1].items()})
     finally:

@@ -16,7 +16,7 @@ from elasticcb.compute.backend import (
     PlacedComputation,
 )
 from elasticcb.compute.tensorflow.build import build
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
 from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
 from elasticcb.compute.tensorflow.movable import movable
@@ -50,7 +50,7 @@ class TensorFlowBackend(Backend):
         if mode is not Mode.TRAINING:
             step = model.test_step if mode is Mode.EVALUATION else model.predict_step
             return movable(model, step, batch, threshold_bytes, allowed)
-        capture = OptimizerCapture(model, refuses=not local)
+        capture = TensorFlowCapture(model, refuses=not local)
         try:
             return movable(model, capture.train_step, batch, threshold_bytes, allowed)
         finally:

@@ -10,8 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from elasticcb.compute.capture import unchanged
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.tensorflow.capture import unchanged, updated_variables
+from elasticcb.compute.tensorflow.capture import updated_variables
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.step_logs import is_overridden

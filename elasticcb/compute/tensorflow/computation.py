@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import serve_tables
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in

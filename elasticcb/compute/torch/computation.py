@@ -1,0 +1,86 @@
+"""The model's own `train_step` and friends, which PyTorch runs as they are written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import torch
+
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
+from elasticcb.compute.capture import OptimizerCapture
+from elasticcb.compute.torch.arrays import as_array, assign_weights
+from elasticcb.compute.torch.batches import batch_tensors
+from elasticcb.model.input_pipeline import records_in
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+
+
+class TorchComputation(Computation):
+    """Runs batches of one model.
+
+    Args:
+        held: the model.
+        capture: of its optimizers.
+    """
+
+    def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
+        self._model, self._metrics, self._specs, self._partition = held
+        self._capture = capture
+
+    def prepare(self, data: Any, mode: Mode) -> Prepared:
+        return Prepared(batch_tensors(data), records_in(data))
+
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        with self._mode(training=False), torch.no_grad(), self._kept_outputs() as outputs:
+            logs = self._model.test_step(batch.data)
+        return numbers(logs), keras.tree.map_structure(as_array, tuple(outputs))
+
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        with self._mode(training=False), torch.no_grad():
+            return keras.tree.map_structure(as_array, self._model.predict_step(batch.data))
+
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        assign_weights(self._model, self._specs, weights)
+
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        assert not list(tables)
+
+    @contextlib.contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """What layers of PyTorch's own see as theirs; Keras's are told by their calls."""
+        if self._model.training is not training:
+            self._model.train(training)
+        yield
+
+    @contextlib.contextmanager
+    def _kept_outputs(self) -> Iterator[list[Any]]:
+        """What a metric needs that is updated elsewhere: labels, predictions and perhaps weights, of a step in it."""
+        outputs: list[Any] = []
+        if MetricTransport.OUTPUTS not in self._metrics.transports().values():
+            yield outputs
+            return
+        inner = self._model.compute_metrics
+
+        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            outputs[:] = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
+            return inner(x, y, y_pred, sample_weight)
+
+        self._model.compute_metrics = keep
+        try:
+            yield outputs
+        finally:
+            self._model.compute_metrics = inner
+
+    def _states(self) -> States:
+        units = self._metrics.units().items()
+        return {name: [as_array(variable.value) for variable in metric.variables] for name, metric in units}
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_number(as_array(value)) for name, value in logs.items()}
