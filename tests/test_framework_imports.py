@@ -9,6 +9,7 @@ from test_layering import FILES, imports_of
 TENSORFLOW = {
     "tf": "is TensorFlow's own",
     "compute.tensorflow": "is a backend",
+    "compute.jax": "leaves the devices to JAX, and says when a model file calls TensorFlow",
     # The model, as it is traced and run.
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
     "model.metrics": "takes a step out of its tf.function",

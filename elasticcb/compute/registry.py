@@ -66,7 +66,7 @@ def check_is_of_servers() -> None:
     if found != OF_SERVERS:
         raise UsageError(
             f"Keras runs on {found!r} in this process, and parameter servers need {OF_SERVERS!r}: they can't be "
-            "threads of it, as with the cluster 'inprocess'. Use processes (--cluster=local, Cluster(kind='local')), or "
+            "threads of it, as with the cluster 'inprocess'. Use processes (--cluster=local, Cluster(kind='local')) or "
             f"{VARIABLE}={OF_SERVERS}."
         )
 
@@ -77,7 +77,7 @@ def check_chosen_backend() -> None:
     if name not in BACKENDS:
         known = " or ".join(map(repr, BACKENDS))
         raise UsageError(f"Keras runs on {name!r} here. Expected {known}: set the environment variable {VARIABLE}.")
-    if find_spec(name) is None:
+    if "keras" not in sys.modules and find_spec(name) is None:
         raise UsageError(
             f"Keras is to run on {name!r} here ({VARIABLE}, or keras.json), and the package {name!r} is not installed. "
             f"Install it (pip install 'elasticcb[{name}]'), or set {VARIABLE}={OF_SERVERS}."

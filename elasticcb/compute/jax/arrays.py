@@ -1,0 +1,50 @@
+"""Batches of tf.data as arrays that JAX takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from elasticcb.errors import ModelFileError
+from elasticcb.rpc.tensors import Array
+
+
+def arrays_of(batch: Any) -> Any:
+    """A batch of the input pipeline, with NumPy arrays for tensors. Raises `ModelFileError` for what JAX has not."""
+    return keras.tree.map_structure(_array, batch)
+
+
+def records_in(batch: Any) -> int:
+    """How many records a batch of arrays holds."""
+    return len(next(array for array in keras.tree.flatten(batch) if array is not None))
+
+
+def repeated(batch: Any, size: int) -> Any:
+    """A batch of `size` records, made of those of `batch`."""
+    places = np.arange(size) % records_in(batch)
+    return keras.tree.map_structure(lambda array: None if array is None else array[places], batch)
+
+
+def _array(leaf: Any) -> Array | None:
+    if leaf is None:
+        return None
+    for attribute, kind, instead in _NOT_OF_JAX:
+        if hasattr(leaf, attribute):
+            raise ModelFileError(
+                f"A batch holds a {kind} tensor, which JAX has not. Give dense tensors: {instead} in `feed`."
+            )
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSU":
+        raise ModelFileError(
+            "A batch holds strings, which JAX has not. Turn them into numbers in `feed`: "
+            "tf.strings.to_hash_bucket_fast, or keras.layers.StringLookup within dataset.map."
+        )
+    return array
+
+
+_NOT_OF_JAX = (
+    ("nested_row_splits", "ragged", "tensor.to_tensor(), or dataset.padded_batch,"),
+    ("dense_shape", "sparse", "tf.sparse.to_dense(tensor)"),
+)

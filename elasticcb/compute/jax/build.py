@@ -1,0 +1,117 @@
+"""Builds what Keras builds lazily, with one real batch, which is traced and not run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
+from elasticcb.compute.jax.arrays import arrays_of, repeated
+from elasticcb.compute.jax.capture import OptimizerCapture, one_optimizer
+from elasticcb.compute.jax.explain import explain
+from elasticcb.errors import ModelFileError
+from elasticcb.model.model_file import building
+from elasticcb.model.spec import Spec
+from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.settings import Mode
+
+
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
+    """For arguments, result and errors see `Backend.build`."""
+    check_batch(spec, model, batch, mode)
+    with told_with_batch(spec, batch, mode, explain), building:
+        data = sized(model, arrays_of(batch))
+        if mode is Mode.PREDICTION:
+            _build_layers(model, data)
+            trace(model.predict_step, values(model.trainable_variables, model.non_trainable_variables), data)
+            return None
+        if mode is Mode.TRAINING:
+            _check_optimizer(model, local)
+        _build_all(model, data)
+        if mode is Mode.EVALUATION:
+            trace(model.test_step, test_state(model), data)
+            return None
+        _trace_training(model, data)
+        with contextlib.suppress(Exception):  # a model that can't be evaluated may train
+            trace(model.test_step, test_state(model), data)
+        if not is_overridden(model, "train_step"):
+            return None
+        return {index: 0 for index, variable in enumerate(model.weights) if variable.trainable}
+
+
+def sized(model: keras.Model, data: Any) -> Any:
+    """The arrays of a batch, of the size that the model takes."""
+    size = fixed_batch_size(model)
+    return data if size is None else repeated(data, size)
+
+
+def trace(step: Callable[[Any, Any], Any], state: Any, data: Any) -> Any:
+    """The shapes of what a step gives."""
+    with keras.StatelessScope():  # what is made in the step gets its value after it, and none that is traced
+        return jax.eval_shape(step, state, data)
+
+
+def values(*groups: Sequence[keras.Variable]) -> tuple[list[Any], ...]:
+    """Of the state of a step: the values of its variables, by kind."""
+    return tuple([variable.value for variable in group] for group in groups)
+
+
+def test_state(model: keras.Model) -> tuple[list[Any], ...]:
+    return values(model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
+
+
+def _check_optimizer(model: keras.Model, local: bool) -> None:
+    optimizer = one_optimizer(model)
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    if not local:
+        raise ModelFileError(
+            f"The optimizer {optimizer.name!r} scales the loss, as of mixed_float16. On JAX that needs "
+            "--updates=local. Or use mixed_bfloat16, which needs no scale."
+        )
+    if not optimizer.built:  # its scale is a variable
+        optimizer.build(model.trainable_variables)
+
+
+def _trace_training(model: keras.Model, data: Any) -> None:
+    capture = OptimizerCapture(model)
+
+    def step(state: Any, data: Any) -> Any:
+        capture.begin()
+        return model.train_step(state, data), capture.gradients()
+
+    try:
+        trained, others, metrics = test_state(model)
+        optimizer = one_optimizer(model)
+        trace(step, (trained, others, *values(optimizer.variables), metrics), data)
+    finally:
+        capture.release()
+
+
+def _build_layers(model: keras.Model, data: Any) -> None:
+    if not all(layer.built for layer in model._flatten_layers()):
+        features = keras.utils.unpack_x_y_sample_weight(data)[0]
+        with keras.StatelessScope():
+            model(features)
+
+
+def _build_all(model: keras.Model, data: Any) -> None:
+    """Layers, loss and metrics, as `fit` does it; the optimizer is left, which has memory of the model's size."""
+    with _left_out(getattr(model, "optimizer", None)):
+        model._symbolic_build(data_batch=data)
+
+
+@contextlib.contextmanager
+def _left_out(optimizer: Any) -> Iterator[None]:
+    if optimizer is None or optimizer.built:
+        yield
+        return
+    optimizer.built = True
+    try:
+        yield
+    finally:
+        optimizer.built = False
