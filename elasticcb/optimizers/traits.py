@@ -41,7 +41,7 @@ _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
 
 
 def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
-    """The class that users know: where Keras has one of its own for a framework (PyTorch), that which this one is of."""
+    """The class that users know. On PyTorch, Keras has classes of its own below some."""
     return next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend."))
 
 
