@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "tensorflow": ("elasticcb.compute.tensorflow.backend", "TensorFlowBackend"),
     "jax": ("elasticcb.compute.jax.backend", "JAXBackend"),
+    "torch": ("elasticcb.compute.torch.backend", "TorchBackend"),
 }
 VARIABLE = "KERAS_BACKEND"
 OF_SERVERS = "tensorflow"

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
 from elasticcb.compute.capture import OptimizerCapture
-from elasticcb.compute.tensorflow.lookups import serve_tables
+from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metrics import MetricTransport, to_number
@@ -61,7 +61,7 @@ class TensorFlowComputation(Computation):
         self._capture = capture
         self._assign: Callable[[Any], Any] | None = None
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
-        self._served = serve_tables(held.model, tables)
+        self._served = TensorFlowTables(held.model, tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
             Mode.EVALUATION: held.model.test_step,

@@ -19,13 +19,13 @@ class TorchCapture(OptimizerCapture):
     """For the arguments see `OptimizerCapture`."""
 
     def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
-        super().__init__(model, LateReads(), variables, refuses)
+        super().__init__(model, WatchedReads(), variables, refuses)
 
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         return plain_gradient(optimizer, gradient)
 
 
-class LateReads:
+class WatchedReads:
     """For what it does see `ReadWatch`. Watching costs time, and steps are alike, so it watches the first step only."""
 
     def __init__(self) -> None:

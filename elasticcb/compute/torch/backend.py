@@ -1,0 +1,64 @@
+"""PyTorch as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from elasticcb.compute.backend import (
+    Backend,
+    Exchange,
+    GradientComputation,
+    HeldModel,
+    LocalComputation,
+    PlacedComputation,
+)
+from elasticcb.compute.torch.arrays import as_array
+from elasticcb.compute.torch.batches import batch_tensors
+from elasticcb.compute.torch.build import build
+from elasticcb.compute.torch.gradient_computation import TorchGradients
+from elasticcb.compute.torch.local_computation import TorchLocal
+from elasticcb.compute.torch.placed import TorchPlaced
+from elasticcb.model.spec import Spec
+from elasticcb.settings import Mode
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_spec import TableSpec
+
+
+class TorchBackend(Backend):
+    """Keras on PyTorch."""
+
+    def build(
+        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
+    ) -> dict[int, int] | None:
+        return build(spec, model, batch, mode, local)
+
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        model.eval()
+        with torch.no_grad():
+            return keras.tree.map_structure(as_array, model.predict_step(batch_tensors(batch)))
+
+    def find_tables(
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        threshold_bytes: int,
+        allowed: Callable[[int], bool],
+        local: bool = False,
+    ) -> dict[int, TableSpec]:
+        return {}
+
+    def computation(self, held: HeldModel) -> GradientComputation:
+        return TorchGradients(held)
+
+    def local_computation(self, held: HeldModel) -> LocalComputation:
+        return TorchLocal(held)
+
+    def placed(
+        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
+    ) -> PlacedComputation:
+        return TorchPlaced(model, specs, num_ps, exchange)
