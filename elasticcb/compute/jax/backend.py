@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,15 @@ from elasticcb.compute.backend import (
     PlacedComputation,
 )
 from elasticcb.compute.jax.arrays import arrays_of
-from elasticcb.compute.jax.build import build, sized, values
+from elasticcb.compute.jax.build import build, sized
+from elasticcb.compute.jax.capture import OptimizerCapture
 from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
+from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
+from elasticcb.compute.jax.tables import problems_of
+from elasticcb.compute.movable import movable
 from elasticcb.errors import UsageError
+from elasticcb.layers.table_layers import TableLayer
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
@@ -56,7 +61,20 @@ class JAXBackend(Backend):
         allowed: Callable[[int], bool],
         local: bool = False,
     ) -> dict[int, TableSpec]:
-        return {}
+        capture = OptimizerCapture(model) if mode is Mode.TRAINING else None
+        steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
+
+        def found(step: Any, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+            return problems_of(model, steps.get(step, step), data, layers)
+
+        step: Any = model.test_step if mode is Mode.EVALUATION else model.predict_step
+        try:
+            if capture is not None:
+                step = train_step(model, capture)
+            return movable(model, step, sized(model, arrays_of(batch)), threshold_bytes, allowed, found)
+        finally:
+            if capture is not None:
+                capture.release()
 
     def computation(self, held: HeldModel) -> GradientComputation:
         return JAXGradients(held)
