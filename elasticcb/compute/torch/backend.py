@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from elasticcb.compute.backend import (
     LocalComputation,
     PlacedComputation,
 )
+from elasticcb.compute.movable import movable
 from elasticcb.compute.torch.arrays import as_array
 from elasticcb.compute.torch.batches import batch_tensors
 from elasticcb.compute.torch.build import build
 from elasticcb.compute.torch.gradient_computation import TorchGradients
 from elasticcb.compute.torch.local_computation import TorchLocal
+from elasticcb.compute.torch.lookups import problems_of
 from elasticcb.compute.torch.placed import TorchPlaced
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
@@ -50,7 +53,9 @@ class TorchBackend(Backend):
         allowed: Callable[[int], bool],
         local: bool = False,
     ) -> dict[int, TableSpec]:
-        return {}
+        step = {Mode.TRAINING: model.train_step, Mode.EVALUATION: model.test_step}.get(mode, model.predict_step)
+        problems = functools.partial(problems_of, model)
+        return movable(model, step, batch_tensors(batch), threshold_bytes, allowed, problems)
 
     def computation(self, held: HeldModel) -> GradientComputation:
         return TorchGradients(held)
