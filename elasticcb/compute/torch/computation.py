@@ -11,11 +11,10 @@ import torch
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
 from elasticcb.compute.capture import OptimizerCapture
-from elasticcb.compute.torch.arrays import as_array, assign_weights
-from elasticcb.compute.torch.batches import batch_tensors
+from elasticcb.compute.dense_batches import records_in
+from elasticcb.compute.torch.arrays import as_array, assign_weights, tensors_of
 from elasticcb.compute.torch.lookups import TorchTables
 from elasticcb.layers.install import install
-from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import MetricTransport, to_number
 from elasticcb.optimizers.step_logs import flat_logs
@@ -46,10 +45,10 @@ class TorchComputation(Computation):
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
 
     def prepare(self, data: Any, mode: Mode) -> Prepared:
-        tensors = batch_tensors(data)
+        tensors = tensors_of(data)
         wanted = self._lookups[mode](tensors)
         ids = {table: found for table, (found, _) in wanted.items()}
-        return Prepared(tensors, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})
+        return Prepared(tensors, records_in(tensors), ids, {table: places for table, (_, places) in wanted.items()})
 
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
         with self._step_of(batch, rows, training=False), torch.no_grad(), self._kept_outputs() as outputs:

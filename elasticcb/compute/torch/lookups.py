@@ -11,7 +11,7 @@ import torch
 from elasticcb.compute.movable import Step
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.torch.arrays import array_of, tensor_of
-from elasticcb.compute.torch.recording import Recording, Uses
+from elasticcb.compute.torch.recording import IdRecording, Uses
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering
 from elasticcb.rpc.tensors import Array
 
@@ -45,7 +45,7 @@ class TorchTables(ServedTables):
                 if kind not in known:
                     known[kind] = self._calls(step, batch)
                 calls = known[kind]
-                recording = Recording(self._layers, calls)
+                recording = IdRecording(self._layers, calls)
                 if calls:
                     with self._answered_by(recording):
                         recording.run(self._model, step, batch)

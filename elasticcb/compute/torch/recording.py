@@ -22,7 +22,7 @@ class _Done(BaseException):
     """The last lookup was made. No Exception, which Keras would add to."""
 
 
-class Recording:
+class IdRecording:
     """Writes down what layers are asked for while a step runs, and answers with rows that mean nothing.
 
     Args:
@@ -51,7 +51,7 @@ class Recording:
             step(batch)
 
 
-class Uses(Recording):
+class Uses(IdRecording):
     """One that also finds out why rows can't be known beforehand, in a step that it runs to its end."""
 
     def __init__(self, model: keras.Model, layers: Mapping[int, TableLayer]) -> None:
