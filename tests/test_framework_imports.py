@@ -10,6 +10,7 @@ TENSORFLOW = {
     "tf": "is TensorFlow's own",
     "compute.tensorflow": "is a backend",
     "compute.jax": "leaves the devices to JAX, and says when a model file calls TensorFlow",
+    "compute.torch.backend": "leaves the GPUs to PyTorch",
     # The model, as it is traced and run.
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
     "model.metrics": "takes a step out of its tf.function",
@@ -65,3 +66,9 @@ def test_modules_that_import_tensorflow_are_those_of_the_list():
 
 def test_rooms_that_are_without_tensorflow_stay_so():
     assert not WITHOUT & {entry.split(".")[0] for entry in TENSORFLOW}
+
+
+def test_pytorch_is_known_to_its_backend_alone():
+    found = {module for module in FILES if any(f"{name}.".startswith("torch.") for name in imports_of(module))}
+    assert found
+    assert {module.startswith("elasticcb.compute.torch.") for module in found} == {True}

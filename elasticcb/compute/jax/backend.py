@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
-import tensorflow as tf
 
 from elasticcb.compute.backend import (
     Backend,
@@ -19,7 +17,7 @@ from elasticcb.compute.backend import (
     LocalComputation,
     PlacedComputation,
 )
-from elasticcb.compute.jax.arrays import arrays_of
+from elasticcb.compute.dense_batches import arrays_of
 from elasticcb.compute.jax.build import build, sized
 from elasticcb.compute.jax.capture import OptimizerCapture
 from elasticcb.compute.jax.gradient_computation import JAXGradients
@@ -33,14 +31,14 @@ from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.tf.devices import leave_gpus
 
 
 class JAXBackend(Backend):
-    """Keras on JAX. TensorFlow, which reads the data, leaves the GPUs of this process to it."""
+    """Keras on JAX."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has computed already, in the caller's program
-            tf.config.set_visible_devices([], "GPU")
+        leave_gpus()
 
     def build(
         self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False

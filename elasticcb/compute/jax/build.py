@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.jax.arrays import arrays_of, repeated
 from elasticcb.compute.jax.capture import OptimizerCapture, one_optimizer
 from elasticcb.compute.jax.explain import explain
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step

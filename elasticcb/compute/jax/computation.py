@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, TableRows
-from elasticcb.compute.jax.arrays import arrays_of, records_in
+from elasticcb.compute.dense_batches import arrays_of, records_in
 from elasticcb.compute.jax.capture import OptimizerCapture
 from elasticcb.compute.jax.explain import explained
 from elasticcb.compute.jax.steps import step_of

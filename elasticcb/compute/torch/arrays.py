@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from elasticcb.compute.dense_batches import arrays_of
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks
@@ -29,6 +30,11 @@ def tensor_of(array: Array) -> torch.Tensor:
     """A copy of an array, on the device that Keras uses."""
     tensor: torch.Tensor = keras.ops.convert_to_tensor(array)
     return tensor
+
+
+def tensors_of(batch: Any) -> Any:
+    """A batch, copied: layers of PyTorch may write to what they are given. Raises as `arrays_of`."""
+    return keras.tree.map_structure(tensor_of, arrays_of(batch), none_is_leaf=False)
 
 
 def as_array(value: Any) -> Array:

@@ -12,8 +12,9 @@ import torch
 from keras.src.backend import compute_output_spec
 
 from elasticcb.compute.capture import unchanged
+from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.torch.batches import batch_tensors
+from elasticcb.compute.torch.arrays import tensors_of
 from elasticcb.compute.torch.capture import updated_variables
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
@@ -27,9 +28,9 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
     check_batch(spec, model, batch, mode)
     name_publicly(model_optimizers(model))
     with told_with_batch(spec, batch, mode), building:
-        tensors = batch_tensors(batch)
-        _make_variables(model, tensors)
-        tensors = _of_fixed_size(model, tensors)
+        _make_variables(model, tensors_of(batch))
+        size = fixed_batch_size(model)
+        tensors = tensors_of(batch if size is None else repeated(arrays_of(batch), size))
         if mode is Mode.TRAINING:
             return _prime_training(model, tensors, local)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, tensors)
@@ -61,18 +62,6 @@ def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -
     model.eval()
     with unchanged([*model.non_trainable_variables, *_rnn_states(model)]), torch.no_grad():
         step(batch)
-
-
-def _of_fixed_size(model: keras.Model, batch: Any) -> Any:
-    """The batch; its records repeated where the model takes batches of one size only."""
-    size = fixed_batch_size(model)
-    if size is None:
-        return batch
-
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[torch.arange(size, device=tensor.device) % len(tensor)]
-
-    return keras.tree.map_structure(repeated, batch, none_is_leaf=False)
 
 
 def _rnn_states(model: keras.Model) -> list[keras.Variable]:

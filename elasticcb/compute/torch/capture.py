@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import keras
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elasticcb.compute.capture import OptimizerCapture, unchanged
 from elasticcb.compute.refusals import assignment, late_read
 from elasticcb.compute.torch.loss_scale import plain_gradient
+from elasticcb.compute.torch.operations import Operations, is_view, memory_of, tells_nothing
 
 
 class TorchCapture(OptimizerCapture):
@@ -49,34 +49,15 @@ class WatchedReads:
         if not self._watches:
             return
         if not self._given:
-            self._running.enter_context(_Operations(self._note))
+            self._running.enter_context(Operations(self._note))
         for variable in variables:
             value = getattr(variable, "_value", variable)
             path = str(getattr(variable, "path", None) or variable.name)
-            self._given[value.untyped_storage().data_ptr()] = path, optimizer
+            self._given[memory_of(value)] = path, optimizer
 
-    def _note(self, function: Any, tensors: Iterable[torch.Tensor]) -> None:
-        if function in _NO_READS:
-            return
-        places = (tensor.untyped_storage().data_ptr() for tensor in tensors)
-        self._found += [self._given[place] for place in places if place in self._given]
-
-
-# What tells nothing of a value that it is given: `detach` gives another name to it. Reads of that are seen themselves.
-_NO_READS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
-
-
-class _Operations(TorchDispatchMode):
-    """Tells of each operation that runs in the context, and of the tensors that it is given."""
-
-    def __init__(self, note: Any) -> None:
-        super().__init__()
-        self._note_operation = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
-        self._note_operation(func, [value for value in given if isinstance(value, torch.Tensor)])
-        return func(*args, **(kwargs or {}))
+    def _note(self, operation: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        if not is_view(operation) and not tells_nothing(operation):
+            self._found += [self._given[place] for place in map(memory_of, given) if place in self._given]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ class TorchGradients(TorchComputation, GradientComputation):
         self._scales = [TorchScale(optimizer) for optimizer in self._capture.optimizers]
         self._averages = MovingAverages(held.model)
         pairs = zip(held.model.weights, held.specs, strict=True)
-        self._trainable = [variable for variable, spec in pairs if spec.trainable]
+        self._trainable = [variable for variable, spec in pairs if spec.trainable and not spec.table]
 
     def _clip_for(self, servers: int) -> None:
         self._servers = servers
@@ -43,7 +43,7 @@ class TorchGradients(TorchComputation, GradientComputation):
         for optimizer in self._capture.optimizers:
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
-        with self._mode(training=True), self._averages.counted(), refused_assignments(self._trainable):
+        with self._step_of(batch, rows, training=True), self._averages.counted(), refused_assignments(self._trainable):
             logs, updates = self._capture.train_step(batch.data)
         found, usable = self._unscaled(updates)
         dense, pairs = sort_gradients(found, self._specs, self._clipped, batch.ids)

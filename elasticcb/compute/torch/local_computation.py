@@ -44,7 +44,7 @@ class TorchLocal(TorchComputation, LocalComputation):
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         shared = _copied(self._shared)
         self._metrics.reset()
-        with self._mode(training=True), self._averages.counted():
+        with self._step_of(batch, rows, training=True), self._averages.counted():
             logs, updates = self._capture.train_step(batch.data)
         found = {index: update.gradient for index, update in updates.items() if index in batch.ids}
         _, pairs = sort_gradients(found, self._specs, (), batch.ids)
