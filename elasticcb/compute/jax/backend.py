@@ -37,6 +37,11 @@ from elasticcb.tf.devices import leave_gpus
 class JAXBackend(Backend):
     """Keras on JAX."""
 
+    not_placed = (
+        "Cluster.place needs Keras on TensorFlow or PyTorch, whose optimizers can be called from any code; on JAX a "
+        "step is a pure function of its state. Use Cluster.fit, whose workers run the model's train_step."
+    )
+
     def __init__(self) -> None:
         leave_gpus()
 
@@ -83,8 +88,4 @@ class JAXBackend(Backend):
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
     ) -> PlacedComputation:
-        raise UsageError(
-            "Cluster.place needs Keras on TensorFlow, whose optimizers can be called from any code; on JAX a step is a "
-            "pure function of its state. Use Cluster.fit, whose workers run the model's train_step, or "
-            "KERAS_BACKEND=tensorflow."
-        )
+        raise UsageError(self.not_placed)
