@@ -22,7 +22,7 @@ from elasticcb.layers.table_layers import TableLayer
 from elasticcb.rpc.tensors import Array
 
 # Older releases have it as an experiment.
-_enable_x64: Any = getattr(jax, "enable_x64", None) or vars(jax.experimental)["enable_x64"]
+_enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 _LOOP = (
     "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
     "that runs another one step by step, as TimeDistributed), where its ids can't be known before the step runs. Call "
