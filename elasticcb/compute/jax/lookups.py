@@ -30,7 +30,7 @@ _LOOP = (
 )
 
 
-class Recording:
+class StepRecording:
     """Writes down what layers are asked for in a step that is traced, and answers with rows that mean nothing."""
 
     def __init__(self, layers: Mapping[int, TableLayer]) -> None:
@@ -62,7 +62,7 @@ class TracedIds:
         tables: of each lookup of the step, in order.
     """
 
-    def __init__(self, step: StatelessStep, recording: Recording, data: Any) -> None:
+    def __init__(self, step: StatelessStep, recording: StepRecording, data: Any) -> None:
         self._variables = [variable for group in step.variables() for variable in group]
         state = keras.tree.map_structure(_shape_of, tuple(map(list, step.variables())))
 
