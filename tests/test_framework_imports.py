@@ -9,9 +9,11 @@ from test_layering import FILES, imports_of
 TENSORFLOW = {
     "tf": "is TensorFlow's own",
     "compute.tensorflow": "is a backend",
+    "compute.jax": "leaves the devices to JAX, and says when a model file calls TensorFlow",
+    "compute.torch.backend": "leaves the GPUs to PyTorch",
     # The model, as it is traced and run.
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
-    "model.metrics": "takes a step out of its tf.function; makes the means of logs outside of the one that is traced",
+    "model.metrics": "takes a step out of its tf.function",
     "optimizers.state": "shares the memory of a slot with what it is restored from",
     # Data: `feed` and `fit` give and take datasets.
     "api.data": "draws the seed of a shuffle as Keras does",
@@ -64,3 +66,9 @@ def test_modules_that_import_tensorflow_are_those_of_the_list():
 
 def test_rooms_that_are_without_tensorflow_stay_so():
     assert not WITHOUT & {entry.split(".")[0] for entry in TENSORFLOW}
+
+
+def test_pytorch_is_known_to_its_backend_alone():
+    found = {module for module in FILES if any(f"{name}.".startswith("torch.") for name in imports_of(module))}
+    assert found
+    assert {module.startswith("elasticcb.compute.torch.") for module in found} == {True}

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
+from elasticcb.compute.registry import backend
 from elasticcb.data.batches import BatchSource
 from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
@@ -27,7 +28,7 @@ def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[in
         lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
         next(iter(source.batches(0, 0, 1))),
     )
-    return keras.tree.pack_sequence_as(model.predict_step(first), wholes)
+    return keras.tree.pack_sequence_as(backend().outputs(model, first), wholes)
 
 
 def _joined(leaves: Sequence[Any]) -> Any:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
 from elasticcb.cluster.role import Place, RoleProcess
+from elasticcb.compute.registry import check_is_of_servers
+from elasticcb.errors import UsageError
 from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import ClusterSettings
 
@@ -39,6 +41,13 @@ class InProcessCluster(ClusterBackend):
     @classmethod
     def make(cls, context: BackendContext) -> InProcessCluster:
         return cls(context.run_role, context.settings)
+
+    @classmethod
+    def missing(cls, cluster: ClusterSettings) -> Iterator[str]:
+        try:
+            check_is_of_servers()
+        except UsageError as error:
+            yield str(error)
 
     @property
     def host(self) -> str:

@@ -17,6 +17,7 @@ from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.kubernetes.backend import KubernetesCluster
 from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.ray.backend import RayCluster
+from elasticcb.compute.registry import check_chosen_backend
 from elasticcb.dashboard.beside import missing_libraries
 from elasticcb.errors import UsageError, describe
 from elasticcb.security.credentials import Access, token_of_environment
@@ -85,6 +86,10 @@ def missing_for(cluster: ClusterSettings) -> Iterator[str]:
         yield str(error)
     if cluster.dashboard and (missing := missing_libraries()):
         yield missing
+    try:
+        check_chosen_backend()
+    except UsageError as error:
+        yield str(error)
     if cluster.kind in backends():
         yield from backends()[cluster.kind].missing(cluster)
 
@@ -94,6 +99,7 @@ def make_backend(context: BackendContext) -> ClusterBackend:
 
     Raises `UsageError` when the backend, or TLS, is asked for and can't be had.
     """
+    check_chosen_backend()
     backend = backend_of(context.settings.kind).make(context)
     if backend.taken_over:
         with contextlib.suppress(UsageError):

@@ -4,8 +4,9 @@ it, and which the commands `elasticcb worker` and `elasticcb ps` read again."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elasticcb.compute.registry import VARIABLE, backend_of_role, chosen_backend
 from elasticcb.process.logs import FORMAT_VARIABLE, quiet_environment
 from elasticcb.security.credentials import OPEN, TOKEN_VARIABLE, Access
 from elasticcb.security.socket_folder import is_folder
@@ -33,7 +34,7 @@ def common_environment(log_level: str) -> dict[str, str]:
         log_level: of the process.
     """
     logs = {FORMAT_VARIABLE: os.environ[FORMAT_VARIABLE]} if FORMAT_VARIABLE in os.environ else {}
-    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1"} | quiet_environment(log_level) | logs
+    return _ALLOCATOR | {"PYTHONUNBUFFERED": "1", VARIABLE: chosen_backend()} | quiet_environment(log_level) | logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class RoleProcess:
         index: the place to take, counted from 0; -1: the master chooses.
         access: to the job; the token goes by the environment, the files of TLS by flags.
         parent_pid: with whose end this process ends.
+        keras_backend: of the job.
     """
 
     role: str
@@ -56,6 +58,7 @@ class RoleProcess:
     port: int = 0  # 0: any free one
     health_port: int | None = None
     parent_pid: int | None = None
+    keras_backend: str = field(default_factory=chosen_backend)
 
     @property
     def place(self) -> Place:
@@ -75,4 +78,5 @@ class RoleProcess:
 
     def environment(self, log_level: str) -> dict[str, str]:
         """What it must have in its environment, the token of the job included."""
-        return common_environment(log_level) | {TOKEN_VARIABLE: self.access.token}
+        chosen = {VARIABLE: backend_of_role(self.role, self.keras_backend)}
+        return common_environment(log_level) | chosen | {TOKEN_VARIABLE: self.access.token}

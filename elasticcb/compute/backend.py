@@ -212,7 +212,13 @@ class HeldModel(NamedTuple):
 
 
 class Backend(ABC):
-    """A framework."""
+    """A framework.
+
+    Attributes:
+        not_placed: why it has no `placed`, and what to do; "" where it has.
+    """
+
+    not_placed = ""
 
     @abstractmethod
     def build(
@@ -234,6 +240,10 @@ class Backend(ABC):
         Raises:
             ModelFileError: the model, its loss or its metrics can't take the batch.
         """
+
+    @abstractmethod
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        """What the `predict_step` of a built model gives for a batch of the input pipeline, as it is now."""
 
     @abstractmethod
     def find_tables(

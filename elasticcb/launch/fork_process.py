@@ -1,4 +1,4 @@
-"""A process that imports TensorFlow once, and then forks the workers and parameter servers of a job.
+"""A process that imports TensorFlow, and what Keras runs on, once, and then forks the processes of a job.
 
 An import takes seconds, a fork some milliseconds, and what was imported is in memory once. TensorFlow and gRPC
 outlive a fork only as long as they have done nothing: this process runs no operation, opens no channel and has no
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticcb.cluster.local.fork_server import Forked, ForkServer
+from elasticcb.compute.registry import VARIABLE, backend_class, chosen_backend
+from elasticcb.launch import fresh_process
 from elasticcb.process.import_path import follow_caller
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_file
@@ -53,6 +55,8 @@ def main() -> int:
     if request is None:
         os._exit(0)
     # From here on this is a child.
+    if request.get("environment", {}).get(VARIABLE, chosen_backend()) != chosen_backend():
+        fresh_process.begin(watch, request["arguments"])
     from elasticcb.cli.main import main as command_line
 
     if service.handed_over is None:
@@ -76,6 +80,8 @@ def import_roles() -> None:
     import elasticcb.roles.worker
     import elasticcb.worker.functions
     import elasticcb.worker.worker  # noqa: F401
+
+    backend_class()
 
 
 class _Child(NamedTuple):

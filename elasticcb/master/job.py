@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elasticcb.compute.registry import chosen_backend
 from elasticcb.errors import (
     ClusterLostError,
     ConnectionLostError,
@@ -72,7 +73,7 @@ class Job:
         kept = None if memory is None else memory.callback_arrays
         display = KeptDisplay(display, master.desk.happened)
         self._order = Order(
-            settings=settings,
+            settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
             display=display,
             started=time.monotonic(),

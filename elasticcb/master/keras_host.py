@@ -137,7 +137,7 @@ class ModelHost:
                 "order, when `mode` is Mode.PREDICTION; or take the predictions in a callback."
             )
         for column in columns_of(
-            flatten_outputs(self.model.predict_step(pipeline.first_batch())), names_of_outputs(self.model)
+            flatten_outputs(backend().outputs(self.model, pipeline.first_batch())), names_of_outputs(self.model)
         ):
             check(column, settings.output_format)
 

@@ -7,15 +7,17 @@ of per-batch results would not. How a metric travels is its `MetricTransport`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError, user_traceback
@@ -85,6 +87,7 @@ class ModelMetrics:
         # By step and key of its logs: a unit, and the key in its result where that is a dict.
         self._logs: dict[str, dict[str, tuple[str, str | None]]] = {}
         self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
+        self._carried: dict[str, list[Any]] | None = None
         for step in self._logged:
             if is_overridden(model, f"{step}_step"):
                 setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
@@ -106,14 +109,46 @@ class ModelMetrics:
                 direction = directions.get(callback.monitor.removeprefix("val_"), "")
                 callback.mode = {"up": "max", "down": "min"}.get(direction, "auto")
 
-    def _observed(self, step: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(data: Any) -> Any:
+    def _observed(self, step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            """As the model's: of `data`; or of a state and `data`, which gives the logs and the next state."""
             with recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
-                logs = function(data)
-            self._note_logs(step, flat_logs(logs), recorded)
-            return logs
+                result = function(*given)
+            self._note_logs(step, flat_logs(result if len(given) == 1 else result[0]), recorded)
+            return result
 
         return run
+
+    @contextlib.contextmanager
+    def carried(self, states: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, list[Any]]]:
+        """For a step that is given its state, instead of changing variables: the metrics that Keras does not count as
+        the model's start in it from `states`; it gives what they come to.
+
+        Args:
+            states: of the units of `carried_units`, tensors.
+        """
+        self._carried = {name: list(values) for name, values in states.items()}
+        try:
+            yield self._carried
+        finally:
+            self._carried = None
+
+    def carried_units(self) -> dict[str, keras.metrics.Metric]:
+        """Those: of `eval_metrics_fn`, and the means of logs."""
+        return {unit.name: unit.metric for unit in self._units() if not unit.by_model or unit.logged_by}
+
+    def _updated(self, metric: keras.metrics.Metric, update: Callable[[], None]) -> Any:
+        """The result of a metric after an update, where the step's state has it."""
+        if self._carried is None:
+            update()
+            return metric.result()
+        name = next(unit.name for unit in self._units() if unit.metric is metric)
+        before = self._carried.get(name) or [variable.value for variable in metric.variables]
+        with keras.StatelessScope(list(zip(metric.variables, before, strict=True))) as scope:
+            update()
+            result = metric.result()
+            self._carried[name] = [scope.get_current_value(variable) for variable in metric.variables]
+        return result
 
     def _note_logs(self, step: str, logs: Mapping[str, Any], recorded: list[tuple[Any, Any, str | None]]) -> None:
         """Finds out what the logs of a step are, from the results that metrics gave while it ran."""
@@ -129,17 +164,16 @@ class ModelMetrics:
             if key not in found:
                 mean = self._logged[step].get(key)
                 if mean is None:
-                    with tf.init_scope():
-                        mean = self._logged[step][key] = keras.metrics.Mean(name=key)
-                mean.update_state(value)
+                    mean = self._logged[step][key] = _outside_of_traces(functools.partial(keras.metrics.Mean, key))
+                self._updated(mean, functools.partial(mean.update_state, value))
                 found[key] = f"{step}/{key}", None
         self._logs[step] = found
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
         for key, metric, output in self._selected:
-            self._update(metric, output, y, y_pred, sample_weight)
-            results[key] = metric.result()
+            update = functools.partial(self._update, metric, output, y, y_pred, sample_weight)
+            results[key] = self._updated(metric, update)
         return results
 
     def _update(self, metric: Any, output: str | None, y: Any, y_pred: Any, sample_weight: Any) -> None:
@@ -197,10 +231,6 @@ class ModelMetrics:
         """Back to no records; works inside a `tf.function`."""
         for metric in self.units().values():
             metric.reset_state()
-
-    def state_tensors(self) -> dict[str, list[Any]]:
-        """The present states of all units, as tensors; works inside a `tf.function`."""
-        return {unit.name: [tf.convert_to_tensor(v.value) for v in unit.metric.variables] for unit in self._units()}
 
     def states(self) -> dict[str, list[np.ndarray]]:
         """The present states of all units that do not send outputs."""
@@ -303,7 +333,17 @@ class ModelMetrics:
 def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
     inner = getattr(step, "python_function", None)
-    return step if inner is None else tf.autograph.to_graph(inner)
+    if inner is None:
+        return step
+    import tensorflow as tf
+
+    return tf.autograph.to_graph(inner)
+
+
+def _outside_of_traces(make: Callable[[], Any]) -> Any:
+    """What `make` gives, not as a part of the step that is traced: each thread has traces, and scopes, of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def to_number(value: Any) -> Any:

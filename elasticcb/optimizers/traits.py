@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 
 from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
@@ -39,11 +40,25 @@ _MOMENTUM = ("momentum", "beta_1")
 _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
 
 
+def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
+    """The class that users know. On PyTorch, Keras has classes of its own below some."""
+    return next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend."))
+
+
+def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
+    """Lets Keras write optimizers down by their `public_class`, so that they can be read on another framework."""
+    for optimizer in map(unwrapped, optimizers):
+        for each in (optimizer, *(getattr(optimizer, "optimizers", None) or ())):
+            name = REGISTERED_OBJS_TO_NAMES.get(public_class(each))
+            if name is not None:
+                REGISTERED_OBJS_TO_NAMES.setdefault(type(each), name)
+
+
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer updates each element on its own. A user's class says so itself, with a
     class attribute `elementwise = True`."""
     optimizer = unwrapped(optimizer)
-    return type(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
+    return public_class(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
 
 
 def reduces_rows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -61,14 +76,14 @@ def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return all(map(may_split, optimizer.optimizers))
-    rowwise = _is_rowwise(optimizer) or type(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
+    rowwise = _is_rowwise(optimizer) or public_class(optimizer) in _ELEMENTWISE_BUT_NOT_LAZY
     return rowwise and optimizer.clipnorm is None
 
 
 def may_join(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether several variables may be updated as one: a user's class may look at a variable's path or shape."""
     optimizer = unwrapped(optimizer)
-    return type(optimizer) in _ELEMENTWISE | _ELEMENTWISE_BUT_NOT_LAZY and optimizer.clipnorm is None
+    return public_class(optimizer) in _ELEMENTWISE | _ELEMENTWISE_BUT_NOT_LAZY and optimizer.clipnorm is None
 
 
 def may_join_rows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -98,11 +113,12 @@ def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether the optimizer's weight decay, if it has any, concerns `variable`.
 
-    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. That is the name of
-    the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
+    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. On TensorFlow that is
+    the name of the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
     """
     own = type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
-    return bool(optimizer._use_weight_decay(variable if own else variable.value))
+    is_variable = hasattr(variable.value, "assign")  # as of TensorFlow; other values are arrays
+    return bool(optimizer._use_weight_decay(variable.value if is_variable and not own else variable))
 
 
 def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cluster.role import RoleProcess
+from elasticcb.compute.registry import use_backend_of_servers
 from elasticcb.errors import ElasticCBError, JobOverError, LeaveRequestedError
 from elasticcb.process.signals import end_as_by_sigterm, on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -31,6 +32,7 @@ def run_ps(server: RoleProcess) -> None:
     Raises `ConnectionLostError` when a port is taken.
     """
     process.begin(server)
+    use_backend_of_servers()
     role = _ServerRole(server)
     health = None
     if server.health_port is not None:

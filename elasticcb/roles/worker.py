@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from elasticcb.cluster.role import RoleProcess
+from elasticcb.compute.registry import backend, check_backend_of_job
 from elasticcb.errors import JobOverError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles import process
@@ -23,11 +24,13 @@ def run_worker(worker: RoleProcess) -> None:
     from elasticcb.worker.functions import FunctionWorker
     from elasticcb.worker.worker import Worker
 
+    backend()  # before anything else computes: it may have to keep TensorFlow from the devices
     logger.info("TensorFlow is imported")
     client = MasterClient(worker.master, access=worker.access)
     with process.Farewell(client, pb.WORKER, worker.index):
         for settings in client.jobs():
             process.begin_job(settings)
+            check_backend_of_job(settings.keras_backend)
             kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
             with contextlib.suppress(JobOverError), client.joining():
                 kind(settings, client, worker.index, process.open_spec(settings, client)).run()

@@ -24,6 +24,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
 from elasticcb.errors import UsageError
+from elasticcb.optimizers.traits import name_publicly
 from elasticcb.serialization import layer_state
 
 _KERAS_TYPES = (
@@ -64,6 +65,7 @@ def write(root: Any, *beside: Any) -> Written:
     written = Written(None)
     with contextlib.ExitStack() as stack:
         reachable = list(_reachable([root, *beside]))
+        name_publicly(item for item in reachable if isinstance(item, keras.optimizers.Optimizer))
         for item in reachable:
             if isinstance(item, (types.FunctionType, type)):
                 _name(item, written, stack)

@@ -269,6 +269,7 @@ class JobSettings(Section):
         3, "Older log files to keep of each process, as NAME.log.1 and so on.", unit="FILES", minimum=1
     )
     callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
+    keras_backend: str = ""  # what Keras runs on in master and workers; the master says it
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=_plain)

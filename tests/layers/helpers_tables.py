@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
-from elasticcb.compute.tensorflow.lookups import serve_tables
-from elasticcb.compute.tensorflow.movable import movable
+from elasticcb.compute.movable import movable
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
+from elasticcb.compute.tensorflow.lookups import TensorFlowTables
+from elasticcb.compute.tensorflow.table_uses import problems_of
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import is_own
 
@@ -137,8 +140,13 @@ def compiled(name: str, kind: str):
     return model, batch
 
 
+def found_tables(model, step, batch, threshold_bytes=0, allowed=lambda index: True):
+    """`movable`, on TensorFlow."""
+    return movable(model, step, batch, threshold_bytes, allowed, functools.partial(problems_of, model))
+
+
 def tables_of(model, batch):
-    return movable(model, model.train_step, batch, 0, lambda index: True)
+    return found_tables(model, model.train_step, batch)
 
 
 def all_rows(model, tables):
@@ -160,7 +168,7 @@ class Served:
     def __init__(self, model, tables):
         self.model = model
         self.rows = all_rows(model, tables)
-        self.tables = serve_tables(model, tables)
+        self.tables = TensorFlowTables(model, tables)
 
     def run(self, step, batch):
         """`step(batch)`, compiled, on rows that were fetched before."""
@@ -177,7 +185,7 @@ class Served:
 
 def gradients(model, run):
     """What `run(step)` gives for the training step: by variable, gradients as they are."""
-    capture = OptimizerCapture(model)
+    capture = TensorFlowCapture(model)
     try:
         return run(lambda batch: {index: update.gradient for index, update in capture.train_step(batch)[1].items()})
     finally:

@@ -6,9 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers_tables import DIM, ROWS, embedding, tables_of
+from helpers_tables import DIM, ROWS, embedding, found_tables, tables_of
 
-from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.layers import Embedding
 from elasticcb.layers.install import held_ids, install
 from elasticcb.layers.table_layers import NotServableError
@@ -44,7 +43,7 @@ def build(layer, call=None, **compiling):
 
 def layers_of(model, **kwargs):
     """The names of the layers that may be moved."""
-    tables = movable(model, model.train_step, BATCH, **{"threshold_bytes": 0, "allowed": lambda index: True, **kwargs})
+    tables = found_tables(model, model.train_step, BATCH, **kwargs)
     return {model.weights[index].path.split("/")[-2] for index in tables}
 
 

@@ -6,11 +6,22 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers_tables import DIM, MODELS, ROWS, Served, all_rows, compiled, dense, features, gradients, tables_of
+from helpers_tables import (
+    DIM,
+    MODELS,
+    ROWS,
+    Served,
+    all_rows,
+    compiled,
+    dense,
+    features,
+    found_tables,
+    gradients,
+    tables_of,
+)
 
 from deep_cases import deep_but
-from elasticcb.compute.tensorflow.lookups import serve_tables
-from elasticcb.compute.tensorflow.movable import movable
+from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.errors import ModelFileError
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import NotServableError
@@ -90,7 +101,7 @@ def test_released_layers_are_native_again(kind):
     model, batch = compiled("nested", kind)
     tables = tables_of(model, batch)
     shapes = [variable.shape for variable in model.weights]
-    serve_tables(model, tables).release()
+    TensorFlowTables(model, tables).release()
     assert [variable.shape for variable in model.weights] == shapes
     model.test_step(batch)
     assert not np.any(model.weights[next(iter(tables))].numpy())
@@ -106,21 +117,21 @@ def small(layer, length=4):
 @pytest.mark.parametrize("wrong", [-1, ROWS])
 def test_id_out_of_range_is_told_with_its_layer(wrong):
     model, batch = small(Embedding(DIM, ROWS, name="words"))
-    lookups = serve_tables(model, tables_of(model, batch)).lookups(model.train_step)
+    lookups = TensorFlowTables(model, tables_of(model, batch)).lookups(model.train_step)
     with pytest.raises(ModelFileError, match=rf"'words' was asked for the id {wrong}.*below its input_dim={ROWS}"):
         lookups((tf.constant([[0, 1, wrong, 3]]), batch[1]))
 
 
 def test_negative_ids_count_from_the_end_as_for_keras():
     model, batch = small(keras.layers.Embedding(ROWS, DIM))
-    lookups = serve_tables(model, tables_of(model, batch)).lookups(model.train_step)
+    lookups = TensorFlowTables(model, tables_of(model, batch)).lookups(model.train_step)
     ((ids, _),) = lookups((tf.constant([[0, -1, 39, -40]]), batch[1])).values()
     assert sorted(ids.numpy()) == [0, 39]
 
 
 def test_large_ids_are_not_cut_off():
     model, batch = small(Embedding(DIM))
-    lookups = serve_tables(model, tables_of(model, batch)).lookups(model.train_step)
+    lookups = TensorFlowTables(model, tables_of(model, batch)).lookups(model.train_step)
     ((ids, _),) = lookups((tf.constant([[2**62, 5, 2**33, 5]]), batch[1])).values()
     assert list(ids.numpy()) == [2**62, 5, 2**33]
 
@@ -138,7 +149,7 @@ def test_batches_of_other_lengths_need_one_more_trace_and_no_more():
 
     model = Model()
     model(tf.constant([[1, 2]]))
-    served = serve_tables(model, {0: model.embedding.table_spec()})
+    served = TensorFlowTables(model, {0: model.embedding.table_spec()})
     lookups = served.lookups(model)
     model.traces = 0
     for length in (2, 3, 4, 5, 2):
@@ -150,21 +161,21 @@ def test_tables_that_are_asked_for_the_same_ids_share_them():
     ids = keras.Input((4,), dtype="int32")
     both = [keras.layers.Flatten()(layer(ids)) for layer in (keras.layers.Embedding(ROWS, dim) for dim in (1, DIM))]
     model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Concatenate()(both)))
-    served = serve_tables(model, movable(model, model, tf.ones([2, 4], tf.int32), 0, lambda index: True))
+    served = TensorFlowTables(model, found_tables(model, model, tf.ones([2, 4], tf.int32)))
     one, other = served.lookups(model)(tf.constant([[3, 3, 1, 2]], tf.int32)).values()
     assert one[0] is other[0]
 
 
 def test_a_model_called_outside_a_step_says_where_its_rows_are():
     model, batch = small(Embedding(DIM, name="words"))
-    serve_tables(model, tables_of(model, batch))
+    TensorFlowTables(model, tables_of(model, batch))
     with pytest.raises(ModelFileError, match="outside a step of the job, and with it the embedding layer 'words'"):
         model(batch[0])
 
 
 def test_a_step_that_calls_a_layer_more_often_than_expected_is_refused():
     model, (x, _) = small(Embedding(DIM, name="words"))
-    served = serve_tables(model, {0: model.layers[1].table_spec()})
+    served = TensorFlowTables(model, {0: model.layers[1].table_spec()})
     ids, places = served.lookups(model)(x)[0]
     with (
         pytest.raises(NotServableError, match="'words' more often than the 1 times"),
@@ -176,4 +187,4 @@ def test_a_step_that_calls_a_layer_more_often_than_expected_is_refused():
 def test_model_in_other_processes_must_have_the_same_layers():
     model, _ = small(Embedding(DIM))
     with pytest.raises(ModelFileError, match="same model in every process"):
-        serve_tables(model, {1: model.layers[1].table_spec()})
+        TensorFlowTables(model, {1: model.layers[1].table_spec()})

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.tensorflow.loss_scale import LossScale
+from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
 
 
 def make(growth):
@@ -13,7 +13,7 @@ def make(growth):
 
 def test_dynamic_scale_follows_that_of_keras():
     keras_own, ours = make(2), make(2)
-    weight, scale = keras.Variable([0.0, 0.0]), LossScale(ours)
+    weight, scale = keras.Variable([0.0, 0.0]), TensorFlowScale(ours)
     for value in (1.0, 2.0, np.inf, 3.0, np.nan, np.nan, 1.0, 1.0, 1.0, 1.0):
         gradient = tf.constant([value, 1.0])
         keras_own.apply([gradient], [weight])
@@ -27,7 +27,7 @@ def test_dynamic_scale_follows_that_of_keras():
 
 
 def test_rows_are_unscaled_and_looked_at_too():
-    scale = LossScale(make(10))
+    scale = TensorFlowScale(make(10))
     rows = tf.IndexedSlices(tf.constant([[16.0], [8.0]]), tf.constant([3, 5]), tf.constant([9, 1]))
     unscaled, usable = scale.unscale({4: rows})
     assert bool(usable)
@@ -37,7 +37,7 @@ def test_rows_are_unscaled_and_looked_at_too():
 
 def test_scale_above_what_float16_holds_does_not_lose_its_gradients():
     optimizer = make(10)
-    scale = LossScale(optimizer)
+    scale = TensorFlowScale(optimizer)
     optimizer.dynamic_scale.assign(2.0**18)
     unscaled, usable = scale.unscale({0: tf.constant([2.0], tf.float16)})
     assert bool(usable)

@@ -158,7 +158,7 @@ class KubernetesCluster(ClusterBackend):
             before = self._places.get(place)
             number = self._numbers.get(place, 0)
             self._numbers[place] = number + 1
-            ports = {} if self._plan.shares_network else {"port": PORT, "health_port": HEALTH_PORT}
+            ports: dict[str, Any] = {} if self._plan.shares_network else {"port": PORT, "health_port": HEALTH_PORT}
             process = RoleProcess(
                 role=role,
                 master=self._address or master_address,

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from elasticcb.errors import ModelFileError
+from elasticcb.compute.refusals import assignment
 
 _ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # how the ops' names begin
 
@@ -36,10 +36,4 @@ def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
     for operation in graph.get_operations()[before:]:
         path = inside.get(id(operation.inputs[0])) if operation.type.startswith(_ASSIGN) else None
         if path is not None:
-            raise ModelFileError(
-                f"The model's step assigns a value to {path!r}, which an optimizer updates as well: as "
-                "keras.layers.SpectralNormalization does with the kernel of its layer. Servers update the weights from "
-                "before the step, so the value would be lost. Only non-trainable variables, and those "
-                "that no optimizer is given, can be assigned to: use a constraint of the variable, which the servers "
-                "apply after each update, or compute the changed weight in the layer's call."
-            )
+            raise assignment(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from elasticcb.compute.backend import (
     LocalComputation,
     PlacedComputation,
 )
+from elasticcb.compute.movable import movable
 from elasticcb.compute.tensorflow.build import build
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
 from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
-from elasticcb.compute.tensorflow.movable import movable
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
+from elasticcb.compute.tensorflow.table_uses import problems_of
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
@@ -35,6 +37,9 @@ class TensorFlowBackend(Backend):
     ) -> dict[int, int] | None:
         return build(spec, model, batch, mode, local)
 
+    def outputs(self, model: keras.Model, batch: Any) -> Any:
+        return model.predict_step(batch)
+
     def find_tables(
         self,
         model: keras.Model,
@@ -44,12 +49,13 @@ class TensorFlowBackend(Backend):
         allowed: Callable[[int], bool],
         local: bool = False,
     ) -> dict[int, TableSpec]:
+        problems = functools.partial(problems_of, model)
         if mode is not Mode.TRAINING:
             step = model.test_step if mode is Mode.EVALUATION else model.predict_step
-            return movable(model, step, batch, threshold_bytes, allowed)
-        capture = OptimizerCapture(model, refuses=not local)
+            return movable(model, step, batch, threshold_bytes, allowed, problems)
+        capture = TensorFlowCapture(model, refuses=not local)
         try:
-            return movable(model, capture.train_step, batch, threshold_bytes, allowed)
+            return movable(model, capture.train_step, batch, threshold_bytes, allowed, problems)
         finally:
             capture.release()
 

@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
-from elasticcb.compute.tensorflow.lookups import serve_tables
+from elasticcb.compute.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metrics import MetricTransport, to_number
@@ -61,7 +61,7 @@ class TensorFlowComputation(Computation):
         self._capture = capture
         self._assign: Callable[[Any], Any] | None = None
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
-        self._served = serve_tables(held.model, tables)
+        self._served = TensorFlowTables(held.model, tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
             Mode.EVALUATION: held.model.test_step,
@@ -166,6 +166,11 @@ class TensorFlowComputation(Computation):
             finally:
                 self._model.compute_metrics = inner
         return self._model.test_step(batch), outputs
+
+    def _metric_states(self) -> dict[str, list[Any]]:
+        """The present states of all metrics, as tensors."""
+        units = self._metrics.units().items()
+        return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
 
     def _assign_blocks(self, blocks: Any) -> None:
         parts: dict[int, list[tuple[int, Any]]] = {}

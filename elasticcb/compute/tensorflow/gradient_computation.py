@@ -13,12 +13,14 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
+from elasticcb.compute.clipping import Clipping, clippings
+from elasticcb.compute.loss_scale import explain_overflow
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.assignments import refused_assignments
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
-from elasticcb.compute.tensorflow.gradients import Clipping, clippings, sort_gradients
-from elasticcb.compute.tensorflow.loss_scale import LossScale
+from elasticcb.compute.tensorflow.gradients import sort_gradients
+from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import not_cached, unwrapped
@@ -30,9 +32,9 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
     """For the arguments see `Backend.computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        super().__init__(held, OptimizerCapture(held.model))
+        super().__init__(held, TensorFlowCapture(held.model))
         self._clipped = self._clippings()
-        self._scales = [LossScale(optimizer) for optimizer in self._capture.optimizers]
+        self._scales = [TensorFlowScale(optimizer) for optimizer in self._capture.optimizers]
         self._averages = MovingAverages(held.model)
 
     def _clippings(self) -> list[Clipping]:
@@ -59,16 +61,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             | {index: (batch.ids[index], array_of(values)) for index, values in served.items()},
             state=to_arrays(state),
             decays=self._averages.decays,
-            overflow=self._explain_overflow(usable.numpy()),
-        )
-
-    def _explain_overflow(self, usable: Any) -> str:
-        if usable.all():
-            return ""
-        return ", ".join(
-            f"gradients of the scaled loss are not finite; {optimizer.name!r} lowers its scale to {scale.value:g}"
-            for optimizer, scale, fits in zip(self._capture.optimizers, self._scales, usable, strict=True)
-            if not fits
+            overflow=explain_overflow(zip(self._scales, usable.numpy(), strict=True)),
         )
 
     def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
@@ -95,7 +88,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             unwrapped(optimizer)._iterations.assign(version)
         self._metrics.reset()
         logs, found, usable = self._steps.model_step(batch, rows, positions)
-        states = self._metrics.state_tensors()
+        states = self._metric_states()
         self._check_updated(found)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks  # no public name tells of each operation that runs
 
-from elasticcb.errors import ModelFileError
+from elasticcb.compute.refusals import late_read
 
 # Of those that take a variable: what tells nothing of its value. compute/tensorflow/assignments.py has what assigns.
 _NO_READS = ("VariableShape", "VarIsInitializedOp", "Assign", "ResourceScatter", "ResourceStridedSliceAssign")
@@ -41,7 +41,7 @@ class LateReads:
             yield
         found = self._found if tf.executing_eagerly() else self._traced()
         if found:
-            raise _error(found)
+            raise late_read(found)
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
         """The optimizer of that name was given gradients of these: Keras's variables, or tf.Variables."""
@@ -84,16 +84,3 @@ class LateReads:
                     if number >= before:
                         found.append((path, name))
         return found
-
-
-def _error(found: Sequence[tuple[str, str]]) -> ModelFileError:
-    (path, optimizer), others = found[0], {path for path, _ in found} - {found[0][0]}
-    more = f" (and {len(others)} more variable{'s' if len(others) > 1 else ''})" if others else ""
-    return ModelFileError(
-        f"The model's train_step reads {path!r}{more} after it has given the optimizer {optimizer!r} its gradient. In "
-        "Keras it would read the updated value; here parameter servers apply gradients after the step, so it would "
-        "read the value from before, and train another model. Compute all losses before the first optimizer is "
-        "given gradients, and a moving average of weights at the beginning of the step. To train with several updates "
-        "that build on each other, write the loop with Cluster.place, which makes each update at once, or use Keras's "
-        "own fit."
-    )

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import HeldModel, LocalComputation, Prepared, StepResult, TableRows
+from elasticcb.compute.clipping import check_local_clipping
 from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.compute.tensorflow.capture import OptimizerCapture
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays
 from elasticcb.compute.tensorflow.gradients import sort_gradients
-from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.optimizers.traits import unwrapped
@@ -31,9 +31,9 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
     def __init__(self, held: HeldModel) -> None:
         model, specs = held.model, held.specs
         tables = [index for index, spec in enumerate(specs) if spec.table]
-        capture = OptimizerCapture(model, tables, refuses=False)
+        capture = TensorFlowCapture(model, tables, refuses=False)
         if tables:
-            _check_clipping(capture.optimizers)
+            check_local_clipping(capture.optimizers)
         super().__init__(held, capture)
         self._averages = MovingAverages(model)
         variables = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
@@ -65,7 +65,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._metrics.reset()
         logs, found = self._steps.model_step(batch, rows, places)
         _, _, served = sort_gradients(found, self._specs, (), rows)
-        return shared, logs, self._metrics.state_tensors(), served
+        return shared, logs, self._metric_states(), served
 
     def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, dict[int, Any]]:
         with self._served.serving(rows, places), self._averages.counted():
@@ -130,13 +130,3 @@ def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
     """Reads all of the variables at once, as arrays that do not change later."""
     read = quick_call(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()], [])
     return lambda: dict(zip(variables, map(array_of, read([])), strict=True))
-
-
-def _check_clipping(optimizers: Sequence[Any]) -> None:
-    for optimizer in map(unwrapped, optimizers):
-        if optimizer.global_clipnorm:
-            raise ModelFileError(
-                f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
-                "servers. With --updates=local a worker applies all gradients but those of their rows, so it can't "
-                "clip them together. Use clipnorm or clipvalue, keras.layers.Embedding, or --updates=async."
-            )

@@ -1,8 +1,4 @@
-"""Loss scaling, as Keras's optimizers do it: a fixed factor, or the dynamic scale of `LossScaleOptimizer`.
-
-Each worker scales its own loss, so the dynamic scale is its own too: it is neither shared with other workers nor
-part of a checkpoint, and a worker that starts begins with `initial_scale`. Servers get gradients of the plain loss.
-"""
+"""Loss scaling, on tensors of a traced step."""
 
 from __future__ import annotations
 
@@ -11,29 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from elasticcb.compute.loss_scale import LossScale
 
-class LossScale:
-    """The scale of one optimizer's loss.
 
-    Args:
-        optimizer: of the model; its `scale_loss` is what the model's `train_step` calls.
-    """
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if self.dynamic and not optimizer.built:
-            # What `build` makes, without the inner optimizer's slots, which only servers need.
-            optimizer.step_counter = keras.Variable(0, dtype="int64", trainable=False, name="step_counter")
-            optimizer.dynamic_scale = keras.Variable(
-                optimizer.initial_scale, dtype="float32", trainable=False, name="dynamic_scale"
-            )
-            optimizer.built = True
-
-    @property
-    def value(self) -> float:
-        """The dynamic scale."""
-        return float(self._optimizer.dynamic_scale.numpy())
+class TensorFlowScale(LossScale):
+    """For the arguments see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
         """Gradients of the plain loss, and whether they can be used: a bool tensor, true without a dynamic scale.
@@ -42,15 +20,15 @@ class LossScale:
         they could it is doubled.
         """
         if not self.dynamic:
-            factor = self._optimizer.loss_scale_factor
+            factor = self.optimizer.loss_scale_factor
             if factor is None:
                 return gradients, tf.constant(True)
             return {index: _divided(gradient, factor) for index, gradient in gradients.items()}, tf.constant(True)
-        scale, counter = self._optimizer.dynamic_scale, self._optimizer.step_counter
+        scale, counter = self.optimizer.dynamic_scale, self.optimizer.step_counter
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(g))) for g in gradients.values()])
         old = tf.convert_to_tensor(scale.value)
         unscaled = {index: _divided(gradient, old) for index, gradient in gradients.items()}
-        grows = tf.equal(counter.value, self._optimizer.dynamic_growth_steps - 1)
+        grows = tf.equal(counter.value, self.optimizer.dynamic_growth_steps - 1)
         scale.assign(tf.where(finite, tf.where(grows, old * 2.0, old), old * 0.5))
         counter.assign(tf.where(finite & ~grows, counter.value + 1, 0))
         return unscaled, finite

@@ -10,8 +10,9 @@ import keras
 import tensorflow as tf
 
 from elasticcb.compute.backend import Applied, Exchange, PlacedComputation
-from elasticcb.compute.tensorflow.gradients import clippings, sort_gradients
-from elasticcb.compute.tensorflow.loss_scale import LossScale
+from elasticcb.compute.clipping import clippings
+from elasticcb.compute.tensorflow.gradients import sort_gradients
+from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.rpc.tensors import Array
@@ -28,7 +29,7 @@ class TensorFlowPlaced(PlacedComputation):
         optimizers = model_optimizers(model)
         self._clipped = clippings(model, specs, optimizers, num_ps)
         for optimizer in optimizers:
-            apply = functools.partial(self._apply, optimizer, LossScale(optimizer))
+            apply = functools.partial(self._apply, optimizer, TensorFlowScale(optimizer))
             # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
             object.__setattr__(optimizer, "apply", apply)
 
@@ -37,7 +38,11 @@ class TensorFlowPlaced(PlacedComputation):
             variable.assign(tf.ensure_shape(value, spec.shape))
 
     def _apply(
-        self, optimizer: Any, scale: LossScale, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+        self,
+        optimizer: Any,
+        scale: TensorFlowScale,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
     ) -> None:
         if trainable_variables is None:
             trainable_variables = getattr(optimizer, "_trainable_variables", None) or self._model.trainable_weights

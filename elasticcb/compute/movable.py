@@ -8,30 +8,38 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from elasticcb.compute.tensorflow.id_graph import Recording, id_function
-from elasticcb.compute.tensorflow.lookups import Step, not_servable
+from elasticcb.compute.served_tables import not_servable
 from elasticcb.errors import describe
-from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering, table_layers
+from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
+from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.tf.batch_signatures import specs_of
 
 logger = logging.getLogger(__name__)
 
+Step = Callable[[Any], Any]
+# Of a step, a batch and layers by variable: why rows can't be known before the step, by variable.
+FindProblems = Callable[[Step, Any, Mapping[int, TableLayer]], dict[int, str]]
+
 
 def movable(
-    model: keras.Model, step: Step, batch: Any, threshold_bytes: int, allowed: Callable[[int], bool]
+    model: keras.Model,
+    step: Step,
+    batch: Any,
+    threshold_bytes: int,
+    allowed: Callable[[int], bool],
+    problems_of: FindProblems,
 ) -> dict[int, TableSpec]:
     """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is large enough
     and whose results do not change when servers hold its rows.
 
     Args:
         model: built, and compiled for training.
-        step: its training step, which takes a batch. It is traced, not run.
+        step: its training step, which takes a batch.
         batch: `(features, labels[, sample_weight])`.
         threshold_bytes: size from which a keras.layers.Embedding is one.
         allowed: whether one may be moved, by index in `model.weights`.
+        problems_of: finds out how a step uses the variables of layers.
 
     Raises:
         NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all of its rows, or its ids can't
@@ -46,7 +54,7 @@ def movable(
     if not layers:
         return {}
     try:
-        problems = _problems(model, step, batch, layers)
+        problems = _problems(model, step, batch, layers, problems_of)
     except Exception as error:  # what is wrong with the step itself is told where it runs
         why = f"the step can't be traced, as it must be to know the ids beforehand: {describe(error)}"
         problems = dict.fromkeys(layers, why)
@@ -65,7 +73,7 @@ def movable(
 
 def _bytes(layer: TableLayer) -> int:
     variable = layer._embeddings
-    return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+    return int(np.prod(variable.shape)) * dtype_of(variable.dtype).itemsize
 
 
 def _is_plain(layer: Any) -> bool:
@@ -81,36 +89,15 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-def _problems(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    specs = specs_of(batch)
+def _problems(
+    model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer], problems_of: FindProblems
+) -> dict[int, str]:
     features = (batch[0],) if isinstance(batch, tuple) else (batch,)
-    problems = _problems_of(model, step, specs, layers)
+    problems = problems_of(step, batch, layers)
     # Evaluation may use a variable in other ways than training: a model that ranks all items multiplies with the table.
-    for other, given in ((model.test_step, specs), (model.predict_step, specs_of(features))):
+    for other, given in ((model.test_step, batch), (model.predict_step, features)):
         try:
-            problems = {**_problems_of(model, other, given, layers), **problems}
+            problems = {**problems_of(other, given, layers), **problems}
         except Exception as error:
             logger.debug("%s can't be traced: %s", other, describe(error))
     return problems
-
-
-def _problems_of(model: keras.Model, step: Step, specs: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    recording: Recording
-
-    def recorded(batch: Any) -> Recording:
-        nonlocal recording
-        recording = Recording(layers)
-        step(batch)
-        return recording
-
-    def asked(index: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        return lambda ids: recording.lookup(index, ids)
-
-    for index, layer in layers.items():
-        answer(layer, asked(index))
-    try:
-        id_function(model, recorded, specs)
-    finally:
-        for layer in layers.values():
-            stop_answering(layer)
-    return recording.problems()

@@ -1,0 +1,105 @@
+"""What a model's `train_step` hands to its optimizer: kept, instead of applied."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+
+from elasticcb.errors import ModelFileError
+from elasticcb.optimizers.traits import model_optimizers
+
+
+class StatelessCapture:
+    """Makes the optimizer of a model keep what its `stateless_apply` is given, from now on.
+
+    Args:
+        model: whose optimizer this is.
+        kept: indices in `model.weights` of the variables whose gradients are kept; the optimizer applies the others
+            as ever. None: all are kept.
+
+    Attributes:
+        optimizer: of the model.
+    """
+
+    def __init__(self, model: keras.Model, kept: Collection[int] | None = None) -> None:
+        self._model = model
+        self.optimizer = one_optimizer(model)
+        indices = {id(variable): index for index, variable in enumerate(model.weights)}
+        self._indices = [indices[id(variable)] for variable in model.trainable_variables]
+        self._kept = set(self._indices) if kept is None else set(kept)
+        self._given: dict[int, Any] | None = None
+        if self._kept:
+            # Around Keras's __setattr__, which tracks what it is given.
+            object.__setattr__(self.optimizer, "stateless_apply", self._stateless_apply)
+
+    def begin(self) -> None:
+        """A step is traced from here on."""
+        self._given = None
+
+    def gradients(self) -> dict[int, Any]:
+        """The gradients that the step gave, by index in `model.weights`. Raises `ModelFileError` when it gave none."""
+        if not self._kept:
+            return {}
+        if self._given is None:
+            raise ModelFileError(
+                "The model's train_step gave the optimizer no gradients. On JAX it takes them by "
+                "`self.optimizer.stateless_apply(optimizer_variables, gradients, trainable_variables)`."
+            )
+        given, self._given = self._given, None
+        return given
+
+    def release(self) -> None:
+        """Gives the optimizer its own method back."""
+        vars(self.optimizer).pop("stateless_apply", None)
+
+    def _stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        name = self.optimizer.name
+        if self._given is not None:
+            raise ModelFileError(
+                f"The model's train_step gives the optimizer {name!r} gradients twice. A step runs on weights that "
+                "were pulled before it, and servers apply its gradients after it. Add them up and apply them once."
+            )
+        if len(grads) != len(self._indices):
+            raise ModelFileError(
+                f"The optimizer {name!r} was given {len(grads)} gradients for the {len(self._indices)} trainable "
+                "variables of the model; there must be one for each, in their order."
+            )
+        self._given = {
+            index: gradient
+            for index, gradient in zip(self._indices, grads, strict=True)
+            if index in self._kept and gradient is not None
+        }
+        others = [place for place, index in enumerate(self._indices) if index not in self._kept]
+        if not others:
+            return list(trainable_variables), list(optimizer_variables)
+        return self._apply(others, optimizer_variables, grads, trainable_variables)
+
+    def _apply(
+        self, places: Sequence[int], state: Sequence[Any], grads: Sequence[Any], values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """As Keras's own, of the trainable variables at these places."""
+        optimizer, variables = self.optimizer, self._model.trainable_variables
+        mapping = [(variables[place], values[place]) for place in places]
+        with keras.StatelessScope([*mapping, *zip(optimizer.variables, state, strict=True)]) as scope:
+            optimizer.apply([grads[place] for place in places], [variables[place] for place in places])
+            after = list(values)
+            for place in places:
+                after[place] = scope.get_current_value(variables[place])
+            return after, [scope.get_current_value(variable) for variable in optimizer.variables]
+
+
+def one_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
+    """The model's. Raises `ModelFileError` when it holds several."""
+    found = model_optimizers(model)
+    if len(found) != 1:
+        names = ", ".join(repr(optimizer.name) for optimizer in found) or "none"
+        raise ModelFileError(
+            f"The model holds {len(found)} optimizers ({names}). On JAX a step is given the state of one, that of "
+            "`compile(optimizer=...)`: use one (keras.optimizers.MultiOptimizer has several inside), or "
+            "KERAS_BACKEND=tensorflow."
+        )
+    return found[0]

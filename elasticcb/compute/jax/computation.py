@@ -1,0 +1,228 @@
+"""What the steps of a mode have in common: the state that they are given, from Keras's variables and back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, TableRows
+from elasticcb.compute.dense_batches import arrays_of, records_in
+from elasticcb.compute.jax.capture import StatelessCapture
+from elasticcb.compute.jax.explain import explained
+from elasticcb.compute.jax.steps import step_of
+from elasticcb.compute.jax.tables import JAXTables
+from elasticcb.layers.install import install
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.optimizers.step_logs import flat_logs
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
+from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
+from elasticcb.sharding.table_spec import TableSpec
+
+Step = Callable[..., Any]
+
+
+class Metrics(NamedTuple):
+    """Values of the variables of metrics: those that Keras counts as the model's, and the others by unit."""
+
+    of_model: list[Any]
+    carried: dict[str, list[Any]]
+
+
+class JAXComputation(Computation):
+    """Runs batches of one model.
+
+    Its Keras variables hold what the last step has come to; each step is given that, and its results are put back.
+
+    Args:
+        held: the model.
+        capture: of its optimizer; None where nothing is trained.
+    """
+
+    def __init__(self, held: HeldModel, capture: StatelessCapture | None) -> None:
+        self._model, self._metrics, self._specs, self._partition = held
+        self._capture = capture
+        self._trained: Sequence[keras.Variable] = held.model.trainable_variables
+        self._others: Sequence[keras.Variable] = held.model.non_trainable_variables
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
+        self._served = JAXTables(held.model, tables)
+        self._lookups = {mode: self._served.lookups(step_of(held.model, mode, capture)) for mode in Mode}
+        indices = {id(variable): index for index, variable in enumerate(held.model.weights)}
+        self._trained_places = [indices[id(variable)] for variable in self._trained]  # in `model.weights`
+        pairs = zip(self._trained, self._trained_places, strict=True)
+        self._dense = [variable for variable, index in pairs if index not in tables]
+        self._test, self._predict = self._compiled(self._test_step), self._compiled(self._predict_step)
+        self._fresh: Metrics | None = None  # states of no batch
+        self._has_traced = False
+
+    def _compiled(self, step: Step, donated: Sequence[int] = ()) -> Step:
+        """A step, compiled unless the model is not to be.
+
+        Args:
+            donated: which arguments are of no use after it.
+        """
+        model = self._model
+        compiled = not model.run_eagerly and model.jit_compile
+        inner = jax.jit(step, donate_argnums=donated) if compiled else step
+
+        def run(*args: Any) -> Any:
+            # What a layer makes in the step gets its value after it, and none that is traced.
+            with explained(), keras.StatelessScope():
+                return inner(*args)
+
+        return run
+
+    def prepare(self, data: Any, mode: Mode) -> Prepared:
+        arrays = arrays_of(data)
+        wanted = self._lookups[mode](arrays)
+        ids = {table: found for table, (found, _) in wanted.items()}
+        places = {table: found for table, (_, found) in wanted.items()}
+        return Prepared(jax.device_put(arrays), records_in(arrays), ids, places)
+
+    def _with_rows(self, rows: TableRows) -> list[Any]:
+        """The values of the trained variables in a step: of tables, the rows of its batch."""
+        padded = self._served.padded(rows)
+        return [
+            padded.get(index, variable.value)
+            for index, variable in zip(self._trained_places, self._trained, strict=True)
+        ]
+
+    def _rows_in(self, trained: Sequence[Any]) -> dict[int, Any]:
+        """The rows of tables among the values of the trained variables."""
+        found = dict(zip(self._trained_places, trained, strict=True))
+        return {index: found[index] for index, spec in enumerate(self._specs) if spec.table and index in found}
+
+    def _put_trained(self, found: Sequence[Any]) -> None:
+        own = [value for index, value in zip(self._trained_places, found, strict=True) if not self._specs[index].table]
+        put(self._dense, own)
+
+    # ------------------------------------------------------------ evaluation and prediction
+
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        model_metrics, carried = self._model.metrics_variables, self._metrics.carried_units()
+        before = Metrics(
+            [variable.value for variable in model_metrics],
+            {name: [variable.value for variable in unit.variables] for name, unit in carried.items()},
+        )
+        others = [variable.value for variable in self._others]
+        logs, outputs, others, after = self._test(self._with_rows(rows), others, before, batch.places, batch.data)
+        put(self._others, others)
+        put(model_metrics, after.of_model)
+        for name, unit in self._metrics.carried_units().items():
+            put(unit.variables, after.carried.get(name, ()))
+        return {name: to_number(value) for name, value in logs.items()}, jax.tree.map(np.asarray, outputs)
+
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        others = [variable.value for variable in self._others]
+        outputs, others = self._predict(self._with_rows(rows), others, batch.places, batch.data)
+        put(self._others, others)
+        return jax.tree.map(np.asarray, outputs)
+
+    def _predict_step(self, trained: Any, others: Any, places: Any, data: Any) -> Any:
+        with self._served.serving(self._rows_in(trained), places):
+            return self._model.predict_step((trained, others), data)
+
+    def _test_step(self, trained: Any, others: Any, metrics: Metrics, places: Any, data: Any) -> Any:
+        with self._served.serving(self._rows_in(trained), places):
+            return self._tested(trained, others, metrics, data)
+
+    def _tested(self, trained: Any, others: Any, metrics: Metrics, data: Any) -> Any:
+        outputs: Any = ()
+        inner = self._model.compute_metrics
+
+        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            nonlocal outputs
+            outputs = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
+            return inner(x, y, y_pred, sample_weight)
+
+        travels = MetricTransport.OUTPUTS in self._metrics.transports().values()
+        self._model.compute_metrics = keep if travels else inner
+        try:
+            with self._metrics.carried(metrics.carried) as carried:
+                logs, (_, others, of_model) = self._model.test_step((trained, others, metrics.of_model), data)
+        finally:
+            self._model.compute_metrics = inner
+        return flat_logs(logs), outputs, others, Metrics(of_model, carried)
+
+    # ------------------------------------------------------------ training
+
+    def _traced_train_step(self, state: Any, metrics: Metrics, places: Any, data: Any) -> Any:
+        """The model's own, which is traced.
+
+        Args:
+            state: values of the variables that are trained, of the others, and of the optimizer's.
+
+        Returns:
+            Its logs, the state after it, states of metrics by unit, and the gradients that were kept.
+        """
+        assert self._capture is not None
+        with self._served.serving(self._rows_in(state[0]), places), self._metrics.carried(metrics.carried) as carried:
+            self._has_traced = True
+            self._capture.begin()
+            logs, (*state, of_model) = self._model.train_step((*state, metrics.of_model), data)
+            return flat_logs(logs), state, self._by_unit(of_model, carried), self._capture.gradients()
+
+    def _by_unit(self, of_model: Sequence[Any], carried: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        found = {id(variable): value for variable, value in zip(self._model.metrics_variables, of_model, strict=True)}
+        for name, unit in self._metrics.carried_units().items():
+            found |= {
+                id(variable): value for variable, value in zip(unit.variables, carried.get(name, ()), strict=False)
+            }
+        return {
+            name: [found.get(id(variable), variable.value) for variable in unit.variables]
+            for name, unit in self._metrics.units().items()
+        }
+
+    def _fresh_metrics(self) -> Metrics:
+        """The states with which a training step begins."""
+        if self._fresh is None or self._has_traced:  # a step may have logs that were not there before
+            self._has_traced = False
+            self._metrics.reset()
+            carried = {
+                name: [variable.value for variable in unit.variables]
+                for name, unit in self._metrics.carried_units().items()
+            }
+            self._fresh = Metrics([variable.value for variable in self._model.metrics_variables], carried)
+        return self._fresh
+
+    # ------------------------------------------------------------ weights
+
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        arrays = unpack_weights(weights, self._specs, weights.partition)
+        for variable, spec, array in zip(self._model.weights, self._specs, arrays, strict=True):
+            if not spec.table:
+                # A copy: JAX may take the memory of an array as it is, which the next pull changes.
+                variable.assign(np.array(array))
+
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
+
+
+def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
+    """Makes variables hold what a step has given, as Keras's own `fit` does at the end of an epoch.
+
+    Around `assign`, which takes longer than a small step for all variables of a model.
+    """
+    for variable, value in zip(variables, found, strict=False):
+        variable._value = value
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Logs that were fetched, as Python's numbers."""
+    return {name: to_number(value) for name, value in logs.items()}
+
+
+def states_of(fetched: Mapping[str, Sequence[Any]]) -> States:
+    return {name: [np.asarray(value) for value in found] for name, found in fetched.items()}
+
+
+def rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:
+    """Gradients of padded rows as those of the rows of `ids`, by table."""
+    return {index: (ids[index], gradient[: len(ids[index])]) for index, gradient in gradients.items() if index in ids}

@@ -1,0 +1,166 @@
+"""The rows of embedding tables come from elsewhere, for each step those of its batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from elasticcb.errors import ModelFileError
+from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
+from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.table_spec import TableSpec
+
+
+class ServedTables(ABC):
+    """The tables of a model, whose rows come from elsewhere for each step.
+
+    Args:
+        model: built.
+        tables: by index in `model.weights`.
+
+    Raises:
+        ModelFileError: an index is not that of an embedding layer's variable.
+    """
+
+    def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
+        self._model = model
+        self._layers = layers = _layers_of(model, tables)
+        # One thread may look for the ids of the next batch while another one is in a step.
+        self._answering = threading.local()
+        # The model is traced, or run, by one thread at a time.
+        self.tracing = threading.RLock()
+        self._sizes = {index: tuple(layer._embeddings.shape) for index, layer in layers.items()}
+        for index, layer in layers.items():
+            self._empty(layer)
+            answer(layer, self._answer(index, layer))
+
+    def _answer(self, index: int, layer: TableLayer) -> Callable[[Any], Any]:
+        def lookup(ids: Any) -> Any:
+            source = getattr(self._answering, "source", None)
+            if source is None:
+                raise ModelFileError(
+                    f"The model was called outside a step of the job, and with it the embedding layer {layer.name!r}, "
+                    "whose rows are on the parameter servers. Call the model in train_step, test_step or predict_step; "
+                    "a callback can do so in a hook that runs on the master."
+                )
+            return source.lookup(index, ids)
+
+        return lookup
+
+    @contextlib.contextmanager
+    def _answered_by(self, source: Any) -> Iterator[None]:
+        before = getattr(self._answering, "source", None)
+        self._answering.source = source
+        try:
+            yield
+        finally:
+            self._answering.source = before
+
+    def check_range(self, index: int, ids: Array) -> None:
+        """Raises `ModelFileError` when an id is out of range.
+
+        Args:
+            ids: of one table, int64.
+        """
+        layer = self._layers[index]
+        limit = np.inf if layer.input_dim is None else layer.input_dim
+        outside = ids[(ids < 0) | (ids >= limit)]
+        if len(outside):
+            below = "" if layer.input_dim is None else f", below its input_dim={layer.input_dim}"
+            raise ModelFileError(
+                f"The embedding layer {layer.name!r} was asked for the id {outside[0]}. Expected ids from 0 on"
+                f"{below}. Check `feed`; a larger input_dim, or keras.layers.Hashing or IntegerLookup before the "
+                "layer, takes ids of any size."
+            )
+
+    @contextlib.contextmanager
+    def serving(self, rows: Mapping[int, Any], positions: Mapping[int, Sequence[Any]]) -> Iterator[None]:
+        """Within it, layers take their rows from what was fetched for the batch. For one step.
+
+        Args:
+            rows: by table, of its unique ids, [n, dim].
+            positions: by table, as `lookups` gives them.
+        """
+        with self.tracing:
+            for index, value in rows.items():
+                self._hold(self._layers[index], value)
+            serving = _Serving(self._layers, positions, self._gather)
+            with self._answered_by(serving):
+                yield
+            serving.check()
+
+    def release(self) -> None:
+        """Makes the layers native again: without rows (elasticcb.layers), or with all rows zero (Keras's)."""
+        for index, layer in self._layers.items():
+            stop_answering(layer)
+            self._restore(layer, self._sizes[index])
+
+    @abstractmethod
+    def _empty(self, layer: TableLayer) -> None:
+        """Lets a layer hold no rows, and any number of them from now on."""
+
+    @abstractmethod
+    def _hold(self, layer: TableLayer, rows: Any) -> None:
+        """Gives a layer the rows of a step, [n, dim]."""
+
+    @abstractmethod
+    def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
+        """The rows, [..., dim], at `places` [...] among those that a layer was given; `ids` are what it asked for."""
+
+    @abstractmethod
+    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
+        """Makes a layer native again, as `release` says; the shape is what its variable had before."""
+
+
+class _Serving:
+    """Answers the lookups of one step."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, TableLayer],
+        positions: Mapping[int, Sequence[Any]],
+        gather: Callable[[TableLayer, Any, Any], Any],
+    ) -> None:
+        self._layers, self._gather = layers, gather
+        self._positions = positions
+        self._calls = dict.fromkeys(positions, 0)
+
+    def lookup(self, index: int, ids: Any) -> Any:
+        layer, call = self._layers[index], self._calls.get(index, 0)
+        given = self._positions.get(index, ())
+        if call >= len(given):
+            raise NotServableError(
+                f"The step calls the embedding layer {layer.name!r} more often than the {len(given)} times for which "
+                "rows were fetched. How often a step calls a layer must not change."
+            )
+        self._calls[index] = call + 1
+        return self._gather(layer, given[call], ids)
+
+    def check(self) -> None:
+        for index, given in self._positions.items():
+            if self._calls[index] < len(given):
+                raise NotServableError(
+                    f"The step calls the embedding layer {self._layers[index].name!r} {self._calls[index]} times, and "
+                    f"rows were fetched for {len(given)} calls. How often a step calls a layer must not change."
+                )
+
+
+def not_servable(layer: TableLayer, problem: str) -> NotServableError:
+    return NotServableError(f"Parameter servers can't hold the rows of the embedding layer {layer.name!r}: {problem}")
+
+
+def _layers_of(model: keras.Model, tables: Mapping[int, TableSpec]) -> dict[int, TableLayer]:
+    layers = table_layers(model)
+    unknown = [model.weights[index].path for index in tables if index not in layers]
+    if unknown:
+        raise ModelFileError(
+            f"{', '.join(map(repr, unknown))} should be held as embedding tables, and are not variables of embedding "
+            "layers in this process's model. custom_model() must give the same model in every process."
+        )
+    return {index: layers[index][0] for index in tables}

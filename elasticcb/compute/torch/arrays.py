@@ -1,0 +1,67 @@
+"""Tensors as arrays, of the same memory where that can be, and weights from and to what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import torch
+
+from elasticcb.compute.dense_batches import arrays_of
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.partition import VariableSpec, unpack
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """The tensor's array, of its memory on the CPU: it changes with the tensor, and the other way round."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:  # NumPy itself has none
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: Array = tensor.numpy()
+    return array
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """A copy of an array, on the device that Keras uses."""
+    tensor: torch.Tensor = keras.ops.convert_to_tensor(array)
+    return tensor
+
+
+def tensors_of(batch: Any) -> Any:
+    """A batch, copied: layers of PyTorch may write to what they are given. Raises as `arrays_of`."""
+    return keras.tree.map_structure(tensor_of, arrays_of(batch), none_is_leaf=False)
+
+
+def as_array(value: Any) -> Array:
+    """A copy of a tensor, or of what NumPy takes."""
+    array: Array = keras.ops.convert_to_numpy(value)
+    return array
+
+
+def assign_weights(model: keras.Model, specs: Sequence[VariableSpec], weights: PlacedBlocks) -> None:
+    """Makes the model hold `weights`: without copies between, where its variables are in the memory of the CPU."""
+    apart: dict[int, Array] = {}
+    targets: list[Array] = []
+    for index, (variable, spec) in enumerate(zip(model.weights, specs, strict=True)):
+        value, dtype = variable.value, dtype_of(spec.dtype)
+        target = array_of(value) if value.device.type == "cpu" and value.is_contiguous() else None
+        if target is None or target.dtype != dtype:
+            target = apart[index] = np.empty(() if spec.table else spec.shape, dtype)
+        targets.append(target)
+    for server, slices in zip(weights, weights.partition, strict=True):
+        unpack(of_kind(WEIGHTS, server), specs, slices, True, targets)
+        unpack(of_kind(STATE, server), specs, slices, False, targets)
+    for index, array in apart.items():
+        if not specs[index].table:
+            model.weights[index].assign(array)
+
+
+def held_arrays(model: keras.Model, specs: Sequence[VariableSpec], trainable: bool) -> dict[int, Array]:
+    """What those of its variables hold, by index: as `array_of`, so that they are to be copied."""
+    pairs = enumerate(zip(model.weights, specs, strict=True))
+    return {i: array_of(variable.value) for i, (variable, spec) in pairs if spec.trainable is trainable}

@@ -1,0 +1,92 @@
+"""What a model's `train_step` hands to its optimizers, while PyTorch runs it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from elasticcb.compute.capture import OptimizerCapture, unchanged
+from elasticcb.compute.refusals import assignment, late_read
+from elasticcb.compute.torch.loss_scale import plain_gradient
+from elasticcb.compute.torch.operations import Operations, is_view, memory_of, tells_nothing
+
+
+class TorchCapture(OptimizerCapture):
+    """For the arguments see `OptimizerCapture`."""
+
+    def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
+        super().__init__(model, WatchedReads(), variables, refuses)
+
+    def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
+        return plain_gradient(optimizer, gradient)
+
+
+class WatchedReads:
+    """For what it does see `ReadWatch`. Watching costs time, and steps are alike, so it watches the first step only."""
+
+    def __init__(self) -> None:
+        self._watches = True
+        self._given: dict[int, tuple[str, str]] = {}  # (variable, optimizer) by where the variable's memory is
+        self._found: list[tuple[str, str]] = []
+        self._running = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        self._given.clear()
+        self._found.clear()
+        with self._running:
+            yield
+        if self._given:
+            self._watches = False
+        if self._found:
+            raise late_read(self._found)
+
+    def given(self, variables: Sequence[Any], optimizer: str) -> None:
+        if not self._watches:
+            return
+        if not self._given:
+            self._running.enter_context(Operations(self._note))
+        for variable in variables:
+            value = getattr(variable, "_value", variable)
+            path = str(getattr(variable, "path", None) or variable.name)
+            self._given[memory_of(value)] = path, optimizer
+
+    def _note(self, operation: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        if not is_view(operation) and not tells_nothing(operation):
+            self._found += [self._given[place] for place in map(memory_of, given) if place in self._given]
+
+
+@contextlib.contextmanager
+def refused_assignments(trainable: Sequence[keras.Variable]) -> Iterator[None]:
+    """Refuses a step in the context that assigns to variables that servers update with gradients.
+
+    Raises:
+        ModelFileError: it assigns to one of them.
+    """
+    # PyTorch counts how often the memory of a tensor was written to.
+    before = [variable.value._version for variable in trainable]
+    yield
+    for variable, version in zip(trainable, before, strict=True):
+        if variable.value._version != version:
+            raise assignment(variable.path)
+
+
+def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
+    """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
+
+    The step is run, and leaves the model as it was.
+
+    Args:
+        refuses: as of `OptimizerCapture`.
+    """
+    capture = TorchCapture(model, refuses=refuses)
+    try:
+        with unchanged(model.variables):
+            _, updates = capture.train_step(batch)
+    finally:
+        capture.release()
+    return {index: update.optimizer for index, update in updates.items()}

@@ -1,0 +1,103 @@
+"""The model's own `train_step` and friends, which PyTorch runs as they are written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import torch
+
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
+from elasticcb.compute.capture import OptimizerCapture
+from elasticcb.compute.dense_batches import records_in
+from elasticcb.compute.torch.arrays import as_array, assign_weights, tensors_of
+from elasticcb.compute.torch.lookups import TorchTables
+from elasticcb.layers.install import install
+from elasticcb.model.metric_messages import States
+from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.optimizers.step_logs import flat_logs
+from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.table_spec import TableSpec
+
+
+class TorchComputation(Computation):
+    """Runs batches of one model.
+
+    Args:
+        held: the model.
+        capture: of its optimizers.
+    """
+
+    def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
+        self._model, self._metrics, self._specs, self._partition = held
+        self._capture = capture
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
+        self._served = TorchTables(held.model, tables)
+        steps = {
+            Mode.TRAINING: held.model.train_step,
+            Mode.EVALUATION: held.model.test_step,
+            Mode.PREDICTION: held.model.predict_step,
+        }
+        self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
+
+    def prepare(self, data: Any, mode: Mode) -> Prepared:
+        tensors = tensors_of(data)
+        wanted = self._lookups[mode](tensors)
+        ids = {table: found for table, (found, _) in wanted.items()}
+        return Prepared(tensors, records_in(tensors), ids, {table: places for table, (_, places) in wanted.items()})
+
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        with self._step_of(batch, rows, training=False), torch.no_grad(), self._kept_outputs() as outputs:
+            logs = self._model.test_step(batch.data)
+        return numbers(flat_logs(logs)), keras.tree.map_structure(as_array, tuple(outputs))
+
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        with self._step_of(batch, rows, training=False), torch.no_grad():
+            return keras.tree.map_structure(as_array, self._model.predict_step(batch.data))
+
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        assign_weights(self._model, self._specs, weights)
+
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
+
+    @contextlib.contextmanager
+    def _step_of(self, batch: Prepared, rows: TableRows, training: bool) -> Iterator[None]:
+        """A step of the model in it finds the rows of the batch."""
+        with self._served.serving(rows, batch.places):
+            if self._model.training is not training:  # what layers of PyTorch's own go by; Keras's are told by calls
+                self._model.train(training)
+            yield
+
+    @contextlib.contextmanager
+    def _kept_outputs(self) -> Iterator[list[Any]]:
+        """What a metric needs that is updated elsewhere: labels, predictions and perhaps weights, of a step in it."""
+        outputs: list[Any] = []
+        if MetricTransport.OUTPUTS not in self._metrics.transports().values():
+            yield outputs
+            return
+        inner = self._model.compute_metrics
+
+        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            outputs[:] = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
+            return inner(x, y, y_pred, sample_weight)
+
+        self._model.compute_metrics = keep
+        try:
+            yield outputs
+        finally:
+            self._model.compute_metrics = inner
+
+    def _states(self) -> States:
+        units = self._metrics.units().items()
+        return {name: [as_array(variable.value) for variable in metric.variables] for name, metric in units}
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_number(as_array(value)) for name, value in logs.items()}

@@ -1,0 +1,77 @@
+"""Training steps whose gradients go to servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
+from elasticcb.compute.capture import Update
+from elasticcb.compute.clipping import clippings
+from elasticcb.compute.loss_scale import explain_overflow
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.torch.arrays import held_arrays
+from elasticcb.compute.torch.capture import TorchCapture, refused_assignments
+from elasticcb.compute.torch.computation import TorchComputation, numbers
+from elasticcb.compute.torch.gradients import sort_gradients
+from elasticcb.compute.torch.loss_scale import TorchScale
+from elasticcb.errors import ModelFileError
+from elasticcb.optimizers.traits import unwrapped
+from elasticcb.sharding.flat_blocks import PlacedBlocks
+from elasticcb.sharding.partition import pack
+
+
+class TorchGradients(TorchComputation, GradientComputation):
+    """For the arguments see `Backend.computation`."""
+
+    def __init__(self, held: HeldModel) -> None:
+        super().__init__(held, TorchCapture(held.model))
+        self._clip_for(len(held.partition))
+        self._scales = [TorchScale(optimizer) for optimizer in self._capture.optimizers]
+        self._averages = MovingAverages(held.model)
+        pairs = zip(held.model.weights, held.specs, strict=True)
+        self._trainable = [variable for variable, spec in pairs if spec.trainable and not spec.table]
+
+    def _clip_for(self, servers: int) -> None:
+        self._servers = servers
+        self._clipped = clippings(self._model, self._specs, self._capture.optimizers, servers)
+
+    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> GradientResult:
+        if len(weights.partition) != self._servers:
+            self._clip_for(len(weights.partition))
+        self.set_weights(weights)
+        for optimizer in self._capture.optimizers:
+            unwrapped(optimizer)._iterations.assign(version)
+        self._metrics.reset()
+        with self._step_of(batch, rows, training=True), self._averages.counted(), refused_assignments(self._trainable):
+            logs, updates = self._capture.train_step(batch.data)
+        found, usable = self._unscaled(updates)
+        dense, pairs = sort_gradients(found, self._specs, self._clipped, batch.ids)
+        state = held_arrays(self._model, self._specs, trainable=False)
+        return GradientResult(
+            logs=numbers(logs),
+            states=self._states(),
+            gradients=[pack(dense, self._specs, slices, True, dense) for slices in weights.partition],
+            dense_variables=tuple(dense),
+            rows=pairs,
+            state=[pack(state, self._specs, slices, False) for slices in weights.partition],
+            decays=self._averages.decays,
+            overflow=explain_overflow(zip(self._scales, usable, strict=True)),
+        )
+
+    def _unscaled(self, updates: Mapping[int, Update]) -> tuple[dict[int, Any], list[bool]]:
+        """Gradients of the plain loss, by variable; by optimizer whether to use them."""
+        unexpected = [self._specs[index].path for index in updates if not self._specs[index].trainable]
+        if unexpected:
+            raise ModelFileError(
+                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
+                "it did not when the job started. Which variables a step updates must be the same for every batch."
+            )
+        gradients: dict[int, Any] = {}
+        usable = []
+        for number, scale in enumerate(self._scales):
+            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
+            plain, fits = scale.unscale(own)
+            gradients |= plain
+            usable.append(fits)
+        return gradients, usable

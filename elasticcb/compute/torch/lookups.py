@@ -1,0 +1,129 @@
+"""Which rows a batch needs, before it is computed; and the step on these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import torch
+
+from elasticcb.compute.movable import Step
+from elasticcb.compute.served_tables import ServedTables, not_servable
+from elasticcb.compute.torch.arrays import array_of, tensor_of
+from elasticcb.compute.torch.recording import IdRecording, Uses
+from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering
+from elasticcb.rpc.tensors import Array
+
+# By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int64 of their shape.
+Wanted = dict[int, tuple[Array, list[torch.Tensor]]]
+
+
+class TorchTables(ServedTables):
+    """For the arguments see `ServedTables`."""
+
+    def lookups(self, step: Step) -> Callable[[Any], Wanted]:
+        """A function that tells what `step`, of the same batch, looks up.
+
+        It may be called in another thread than the step.
+
+        Args:
+            step: takes a batch, of any structure. It is run to its end once for each structure and kind of batch, and
+                up to its last lookup for each batch; nothing changes by that.
+
+        The function raises:
+            NotServableError: ids depend on rows, weights or randomness.
+            ModelFileError: an id is out of range.
+        """
+        if not self._layers:
+            return lambda batch: {}
+        known: dict[Any, dict[int, int]] = {}  # by kind of batch, how often each table is asked
+
+        def look_up(batch: Any) -> Wanted:
+            kind = _kind(batch)
+            with self.tracing:
+                if kind not in known:
+                    known[kind] = self._calls(step, batch)
+                calls = known[kind]
+                recording = IdRecording(self._layers, calls)
+                if calls:
+                    with self._answered_by(recording):
+                        recording.run(self._model, step, batch)
+            if {index: len(asked) for index, asked in recording.asked.items()} != calls:
+                raise NotServableError(
+                    "The step does not call embedding layers as often as it did before. How often a step calls a "
+                    "layer must not change."
+                )
+            wanted = {index: _unique(recording.asked[index]) for index in sorted(calls)}
+            for index, (ids, _) in wanted.items():
+                self.check_range(index, ids)
+            return wanted
+
+        return look_up
+
+    def _calls(self, step: Step, batch: Any) -> dict[int, int]:
+        uses = Uses(self._model, self._layers)
+        with self._answered_by(uses):
+            uses.run(self._model, step, batch)
+        for index, problem in uses.problems().items():
+            raise not_servable(self._layers[index], problem)
+        return {index: len(asked) for index, asked in uses.asked.items()}
+
+    def _empty(self, layer: TableLayer) -> None:
+        if is_own(layer):
+            layer.set_rows([])
+        else:
+            set_rows(self._model, layer, torch.zeros(0, layer.output_dim, dtype=layer._embeddings.value.dtype))
+
+    def _hold(self, layer: TableLayer, rows: Array) -> None:
+        variable: Any = layer._embeddings
+        variable._value = torch.nn.Parameter(tensor_of(rows), requires_grad=variable.trainable)
+
+    def _gather(self, layer: TableLayer, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(places, layer._embeddings._value)
+
+    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
+        if is_own(layer):
+            layer.set_rows([])
+        else:
+            set_rows(self._model, layer, torch.zeros(shape, dtype=layer._embeddings.value.dtype))
+
+
+def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+    """Why rows can't be known before a step of `batch`, which is run, by variable; as `FindProblems`."""
+    uses = Uses(model, layers)
+    for index, layer in layers.items():
+        answer(layer, lambda ids, index=index: uses.lookup(index, ids))  # type: ignore[misc]
+    try:
+        uses.run(model, step, batch)
+    except Exception:
+        if not uses.problems():  # else they are why it fails, on stand-ins for rows
+            raise
+    finally:
+        for layer in layers.values():
+            stop_answering(layer)
+    return uses.problems()
+
+
+def set_rows(model: keras.Model, layer: TableLayer, rows: torch.Tensor) -> None:
+    """Gives the variable of an embedding layer another number of rows."""
+    variable: Any = layer._embeddings
+    variable._value = torch.nn.Parameter(rows, requires_grad=variable.trainable)
+    variable._shape = tuple(rows.shape)
+    for holder in model._flatten_layers(include_self=True, recursive=True):
+        # Keras lists them for PyTorch, and would keep the old one.
+        if variable.path in getattr(holder, "_torch_params", ()):
+            holder._torch_params[variable.path] = variable._value
+
+
+def _unique(asked: list[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
+    flat = torch.cat([ids.reshape(-1).to(torch.int64) for ids in asked])
+    unique, places = torch.unique(flat, return_inverse=True)
+    parts = places.split([ids.numel() for ids in asked])
+    return array_of(unique), [part.reshape(ids.shape) for part, ids in zip(parts, asked, strict=True)]
+
+
+def _kind(batch: Any) -> Any:
+    """What tells batches apart whose steps may call other layers."""
+    leaves, structure = torch.utils._pytree.tree_flatten(batch)
+    return str(structure), tuple((leaf.dtype, leaf.ndim) for leaf in leaves if leaf is not None)

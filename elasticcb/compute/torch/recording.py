@@ -1,0 +1,169 @@
+"""Which ids a step looks up, before it is computed: it is run up to its last lookup, and changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from elasticcb.compute.torch.operations import Operations, is_random, is_view, memory_of, tells_nothing
+from elasticcb.layers.table_layers import TableLayer
+from elasticcb.optimizers.traits import model_optimizers
+
+Step = Callable[[Any], Any]
+_ROWS, _RANDOM = "rows", "random"  # what a tensor depends on; else the path of a variable
+
+
+class _Done(BaseException):
+    """The last lookup was made. No Exception, which Keras would add to."""
+
+
+class IdRecording:
+    """Writes down what layers are asked for while a step runs, and answers with rows that mean nothing.
+
+    Args:
+        layers: by index in `model.weights`.
+        calls: how often each is asked, after which the step ends; None: it runs to its end.
+    """
+
+    def __init__(self, layers: Mapping[int, TableLayer], calls: Mapping[int, int] | None = None) -> None:
+        self._layers = layers
+        self.asked: dict[int, list[torch.Tensor]] = {}
+        self._left = -1 if calls is None else sum(calls.values())
+
+    def lookup(self, index: int, ids: torch.Tensor) -> torch.Tensor:
+        """A stand-in for the rows of `ids`."""
+        self.asked.setdefault(index, []).append(ids.detach())
+        self._left -= 1
+        if not self._left:
+            raise _Done
+        return self._stand_in(self._layers[index], ids)
+
+    def _stand_in(self, layer: TableLayer, ids: torch.Tensor) -> torch.Tensor:
+        return layer._embeddings.value.new_zeros(()).expand(*ids.shape, layer.output_dim)
+
+    def run(self, model: keras.Model, step: Step, batch: Any) -> None:
+        with unaffected(model), contextlib.suppress(_Done), torch.no_grad():
+            step(batch)
+
+
+class Uses(IdRecording):
+    """One that also finds out why rows can't be known beforehand, in a step that it runs to its end."""
+
+    def __init__(self, model: keras.Model, layers: Mapping[int, TableLayer]) -> None:
+        super().__init__(layers)
+        self._model = model
+        self._depends: Any = WeakTensorKeyDictionary()  # tensor -> what its values depend on
+        self._ids_depend: dict[int, frozenset[str]] = {}  # by table
+        self._other_uses: set[int] = set()
+        self._answers = False
+        self._changed: set[str] = set()  # paths of variables
+
+    def lookup(self, index: int, ids: torch.Tensor) -> torch.Tensor:
+        self._ids_depend[index] = self._ids_depend.get(index, frozenset()) | self._depends.get(ids, frozenset())
+        return super().lookup(index, ids)
+
+    def _stand_in(self, layer: TableLayer, ids: torch.Tensor) -> torch.Tensor:
+        self._answers = True
+        # By which gradients reach the layer's variable.
+        rows = (layer._embeddings.value.sum() * 0).expand(*ids.shape, layer.output_dim)
+        self._answers = False
+        self._depends[rows] = frozenset({_ROWS})
+        return rows
+
+    def run(self, model: keras.Model, step: Step, batch: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers.values():
+                stack.enter_context(_one_row(layer))
+            scope = stack.enter_context(unaffected(model))
+            tables = {id(layer._embeddings): index for index, layer in self._layers.items()}
+            self._sources: dict[int, int | str] = {}
+            for variable in model.variables:
+                self._sources[memory_of(variable.value)] = tables.get(id(variable), variable.path)
+            stack.enter_context(Operations(self._note))
+            step(batch)
+            self._changed = {
+                variable.path for variable in model.variables if scope.get_current_value(variable) is not None
+            }
+
+    def _note(self, operation: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        if tells_nothing(operation) or self._answers:
+            return
+        found = frozenset({_RANDOM} if is_random(operation) else ())
+        for tensor in given:
+            source = self._sources.get(memory_of(tensor))
+            if isinstance(source, str):
+                found |= {source}
+            elif source is not None and not is_view(operation):
+                self._other_uses.add(source)
+            found |= self._depends.get(tensor, frozenset())
+        if found:
+            for tensor in results:
+                self._depends[tensor] = self._depends.get(tensor, frozenset()) | found
+
+    def problems(self) -> dict[int, str]:
+        """Why rows can't be known beforehand, by table."""
+        found = {}
+        trainable = {variable.path for variable in self._model.trainable_variables}
+        for index in self._layers:
+            depends = self._ids_depend.get(index, frozenset())
+            if index in self._other_uses:
+                found[index] = (
+                    "the step uses its variable in other ways than by calling the layer (as the weights of an output "
+                    "layer, in a loss, in an assignment), for which all rows are needed."
+                )
+            elif _ROWS in depends:
+                found[index] = (
+                    "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
+                    "Compute ids from the features alone."
+                )
+            elif _RANDOM in depends:
+                found[index] = (
+                    "its ids depend on random numbers, which may be others when the step runs. Compute ids from the "
+                    "features alone; draw random ids in `feed`."
+                )
+            elif depends & trainable:
+                found[index] = (
+                    f"its ids depend on the weights {min(depends & trainable)!r}, which change from step to step. "
+                    "Compute ids from the features alone."
+                )
+            elif depends & self._changed:
+                found[index] = (
+                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids from the "
+                    "features alone; draw random ids in `feed`."
+                )
+        return found
+
+
+@contextlib.contextmanager
+def unaffected(model: keras.Model) -> Iterator[keras.StatelessScope]:
+    """What a step in the context does to variables and random numbers is undone after it. Optimizers do nothing."""
+    before = {optimizer: vars(optimizer).get("apply") for optimizer in model_optimizers(model)}
+    for optimizer in before:
+        vars(optimizer)["apply"] = lambda *args, **kwargs: None
+    try:
+        with torch.random.fork_rng(devices=()), keras.StatelessScope() as scope:
+            yield scope
+    finally:
+        for optimizer, apply in before.items():
+            if apply is None:
+                del vars(optimizer)["apply"]
+            else:
+                vars(optimizer)["apply"] = apply
+        model.zero_grad()
+
+
+@contextlib.contextmanager
+def _one_row(layer: TableLayer) -> Iterator[None]:
+    """The layer's variable has a single row: gradients of it need little memory."""
+    variable: Any = layer._embeddings
+    before = variable._value
+    variable._value = torch.nn.Parameter(before.new_zeros((1, layer.output_dim)), requires_grad=variable.trainable)
+    try:
+        yield
+    finally:
+        variable._value = before

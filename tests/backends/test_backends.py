@@ -1,0 +1,64 @@
+"""What holds on every backend, shown on each: the files of `conformance/` run in a process whose Keras is on it.
+
+One of them by hand: `KERAS_BACKEND=jax python -m pytest tests/backends/conformance/check_steps.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+CONFORMANCE = Path(__file__).parent / "conformance"
+BACKENDS = ("jax", "torch")
+
+
+def run(backend: str, file: str, *options: str) -> None:
+    """Runs the checks of a file, and shows what fails."""
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend!r} is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    environment = os.environ | {"KERAS_BACKEND": backend}
+    done = subprocess.run(
+        [*command, str(CONFORMANCE / file)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_are_those_of_keras(backend):
+    run(backend, "check_steps.py")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_comes_to_what_fit_comes_to(backend):
+    run(backend, "check_jobs.py")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_embedding_tables_come_with_each_step(backend):
+    run(backend, "check_tables.py")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_that_holds_on_every_backend(backend):
+    run(backend, "", "-m", "deep")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_the_checks_hold_on_tensorflow_too():
+    run("tensorflow", "check_steps.py")
