@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from elasticcb.process.import_path import follow_caller, python_code
+from elasticcb.process.import_path import python_code
 from elasticcb.process.parent import follow_file
 
 
@@ -25,9 +25,6 @@ def begin(watch: int, arguments: Sequence[str]) -> None:
 def main() -> int:
     """What it begins with."""
     follow_file(int(sys.argv.pop(1)))
-    import elasticcb.ps.server
-    import elasticcb.roles.ps  # noqa: F401
     from elasticcb.cli.main import main as command_line
 
-    follow_caller()
     return command_line(sys.argv[1:])
