@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
+from keras import ops
 
 COMBINERS = (None, "sum", "mean", "sqrtn")
 
-Lookup = Callable[[tf.Tensor], tf.Tensor]  # rows [..., dim] of int ids [...]
+Lookup = Callable[[Any], Any]  # rows [..., dim] of int ids [...]
 
 
 def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool, weights: Any = None) -> Any:
@@ -31,20 +33,21 @@ def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool, wei
     return rows if combiner is None else _of_dense(ids, rows, combiner, mask_zero, weights)
 
 
-def _of_dense(ids: tf.Tensor, rows: tf.Tensor, combiner: str, mask_zero: bool, weights: Any) -> tf.Tensor:
+def _of_dense(ids: Any, rows: Any, combiner: str, mask_zero: bool, weights: Any) -> Any:
     counted, rows = _weighted(ids, rows, mask_zero, weights)
-    return _scaled(tf.reduce_sum(rows, -2), counted, combiner, lambda values: tf.reduce_sum(values, -1))
+    return _scaled(ops.sum(rows, -2), counted, combiner, lambda values: ops.sum(values, -1))
 
 
-def _weighted(ids: tf.Tensor, rows: tf.Tensor, mask_zero: bool, weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def _weighted(ids: Any, rows: Any, mask_zero: bool, weights: Any) -> tuple[Any, Any]:
     """How much each id counts, of the shape of `ids`, and the rows as they count."""
-    counted = tf.ones_like(ids, rows.dtype)
+    dtype = keras.backend.standardize_dtype(rows.dtype)
+    counted = ops.ones_like(ids, dtype=dtype)
     if weights is None and not mask_zero:
         return counted, rows
     if weights is not None:
-        counted *= tf.cast(weights, rows.dtype)
+        counted = counted * ops.cast(weights, dtype)
     if mask_zero:
-        counted *= tf.cast(ids != 0, rows.dtype)
+        counted = counted * ops.cast(ops.not_equal(ids, 0), dtype)
     return counted, rows * counted[..., None]
 
 
@@ -86,8 +89,8 @@ def _of_segments(
     return _scaled(total(rows), counted, combiner, total)
 
 
-def _scaled(sums: tf.Tensor, counted: tf.Tensor, combiner: str, total: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+def _scaled(sums: Any, counted: Any, combiner: str, total: Callable[[Any], Any]) -> Any:
     if combiner == "sum":
         return sums
-    by = total(counted) if combiner == "mean" else tf.sqrt(total(tf.square(counted)))
-    return tf.math.divide_no_nan(sums, by[..., None])
+    by = total(counted) if combiner == "mean" else ops.sqrt(total(ops.square(counted)))
+    return ops.divide_no_nan(sums, by[..., None])

@@ -20,7 +20,7 @@ from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.tf.row_variables import RowVariable, fill
+from elasticcb.tf.row_variables import OF_TENSORFLOW, RowVariable, fill
 
 
 @keras.saving.register_keras_serializable(package="elasticcb")
@@ -112,7 +112,7 @@ class Embedding(keras.layers.Layer):
         self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
         self.autocast = False
         self.supports_masking = mask_zero and combiner is None
-        self.supports_jit = False  # XLA can't search
+        self.supports_jit = not OF_TENSORFLOW  # whose search XLA can't compile
         # The version at which each of `rows` was last trained by a job, int64 [n]; None: nobody knows.
         self.used: Array | None = None
         self._embeddings: Any = None  # made by `build`, as `_ids`
@@ -159,7 +159,7 @@ class Embedding(keras.layers.Layer):
 
     def rows(self) -> tuple[Array, Array]:
         """The ids in order, int64 [n], and their rows, [n, output_dim]."""
-        return self.ids.numpy(), self.embeddings.value.numpy()
+        return self.ids.numpy(), self.embeddings.numpy()
 
     def set_rows(self, ids: Any, rows: Any = None) -> None:
         """Gives the layer the rows of these ids, and no others.
@@ -220,13 +220,13 @@ class Embedding(keras.layers.Layer):
             )
         special = (tf.RaggedTensor, tf.SparseTensor)
         if not isinstance(weights, special):
-            weights = tf.convert_to_tensor(weights)
+            weights = keras.ops.convert_to_tensor(weights)
         if [isinstance(ids, kind) for kind in special] != [isinstance(weights, kind) for kind in special]:
             raise ModelFileError(
                 f"The embedding layer {self.name!r} was given a {type(ids).__name__} of ids and a "
                 f"{type(weights).__name__} of weights. Both must be of the same kind and shape."
             )
-        if not ids.shape.is_compatible_with(weights.shape):
+        if not tf.TensorShape(ids.shape).is_compatible_with(weights.shape):
             raise ModelFileError(
                 f"The embedding layer {self.name!r} was given ids of shape {ids.shape} and weights of shape "
                 f"{weights.shape}. Both must have the same shape."
@@ -235,6 +235,11 @@ class Embedding(keras.layers.Layer):
 
     def _regularized_lookup(self, ids: tf.Tensor) -> tf.Tensor:
         """`_lookup`, which adds what the regularizer says of the rows to the loss."""
+        if not OF_TENSORFLOW:
+            raise ModelFileError(
+                f"The embedding layer {self.name!r} has an embeddings_regularizer, which needs Keras on TensorFlow "
+                "(KERAS_BACKEND=tensorflow). Leave it out, or let the optimizer decay weights."
+            )
         rows = self._lookup(ids)
         unique, places = tf.unique(tf.reshape(ids, [-1]))
         one_of_each = tf.math.unsorted_segment_min(tf.range(tf.size(places)), places, tf.size(unique))
@@ -245,6 +250,8 @@ class Embedding(keras.layers.Layer):
 
     def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
         """Rows [..., output_dim] of integer `ids` [...]; those of a job's parameter servers, in a job."""
+        if not OF_TENSORFLOW:
+            return self._held_rows(ids)
         flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
         with tf.control_dependencies(self._in_range(flat)):
             flat = tf.identity(flat)
@@ -265,6 +272,24 @@ class Embedding(keras.layers.Layer):
         rows = tf.reshape(rows, shape)
         rows.set_shape([*ids.shape, self.output_dim] if ids.shape.rank is not None else None)
         return rows
+
+    def _held_rows(self, ids: Any) -> Any:
+        """The same, on other frameworks: initial values are drawn by TensorFlow, so an id without a row gets zeros."""
+        held = self._ids.numpy()
+        if len(held) and held[-1] > np.iinfo(keras.backend.standardize_dtype(ids.dtype)).max:
+            raise ModelFileError(
+                f"The embedding layer {self.name!r} holds rows of ids up to {held[-1]}, and is asked for ids of dtype "
+                f"{keras.backend.standardize_dtype(ids.dtype)}: outside of a job it can't tell them apart. Hash ids "
+                "to a smaller range in `feed`, or use the model with KERAS_BACKEND=tensorflow."
+            )
+        if not len(held):
+            return keras.ops.zeros((*ids.shape, self.output_dim), dtype=self.variable_dtype)
+        sorted_ids = keras.ops.convert_to_tensor(held, dtype=ids.dtype)
+        places = keras.ops.minimum(keras.ops.searchsorted(sorted_ids, keras.ops.reshape(ids, -1)), len(held) - 1)
+        places = keras.ops.reshape(places, ids.shape)
+        found = keras.ops.equal(keras.ops.take(sorted_ids, places), ids)
+        rows = keras.ops.take(self._embeddings.value, places, axis=0)
+        return keras.ops.where(found[..., None], rows, keras.ops.zeros_like(rows))
 
     def _in_range(self, ids: tf.Tensor) -> list[Any]:
         limit = "" if self.input_dim is None else f", below input_dim={self.input_dim}"

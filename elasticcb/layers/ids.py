@@ -22,10 +22,11 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
     Raises `ModelFileError` for what can't be ids.
     """
     if not isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
-        inputs = tf.convert_to_tensor(inputs)
-    if inputs.dtype.is_integer:
+        inputs = keras.ops.convert_to_tensor(inputs)
+    dtype = keras.backend.standardize_dtype(inputs.dtype)
+    if "int" in dtype:
         return inputs
-    if inputs.dtype == tf.string:
+    if dtype == "string":
         if input_dim is None:
             return _of_strings(inputs, mask_zero)
         raise ModelFileError(
@@ -34,12 +35,12 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
             "or keras.layers.StringLookup."
         )
     # Keras makes floats of what a Sequential model is given that does not begin with an Input.
-    exact = 2 ** {tf.float16: 11, tf.bfloat16: 8, tf.float32: 24, tf.float64: 53}.get(inputs.dtype, 0)
+    exact = 2 ** {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}.get(dtype, 0)
     if exact > 1 and input_dim is not None and input_dim <= exact:
-        return tf.cast(inputs, tf.int64)
-    limit = f"{inputs.dtype.name} tells only ids up to {exact} apart." if exact > 1 else "It takes integers or strings."
+        return tf.cast(inputs, tf.int64) if tf.is_tensor(inputs) else keras.ops.cast(inputs, "int32")
+    limit = f"{dtype} tells only ids up to {exact} apart." if exact > 1 else "It takes integers or strings."
     raise ModelFileError(
-        f"The embedding layer {name!r} was given {inputs.dtype.name} of shape {inputs.shape}. {limit} Turn numbers "
+        f"The embedding layer {name!r} was given {dtype} of shape {inputs.shape}. {limit} Turn numbers "
         "into ids with keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
         'keras.Input(..., dtype="int64") or dtype="string", without which Keras makes floats of ids.'
     )

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.embedding import Embedding
+from elasticcb.tf.row_variables import OF_TENSORFLOW
 
 
 class NotServableError(ModelFileError):
@@ -72,15 +73,17 @@ def _keras_call(layer: Any, lookup: Lookup) -> Callable[[Any], Any]:
     """`keras.layers.Embedding.call`, with the same results."""
 
     def rows(ids: Any) -> Any:
-        ids = keras.ops.cast(ids, "int64")
         # To Keras, -1 is the last row.
         return keras.ops.cast(lookup(keras.ops.where(ids < 0, ids + layer.input_dim, ids)), layer.compute_dtype)
 
     def call(inputs: Any) -> Any:
+        if not OF_TENSORFLOW:
+            ids = keras.ops.convert_to_tensor(inputs)
+            return rows(ids if "int" in keras.backend.standardize_dtype(ids.dtype) else keras.ops.cast(ids, "int32"))
         if isinstance(inputs, tf.RaggedTensor):
-            return inputs.with_flat_values(rows(inputs.flat_values))
+            return inputs.with_flat_values(rows(tf.cast(inputs.flat_values, tf.int64)))
         if isinstance(inputs, tf.SparseTensor):  # what is absent is row 0
             inputs = tf.sparse.to_dense(tf.sparse.reorder(inputs))
-        return rows(keras.ops.convert_to_tensor(inputs))
+        return rows(tf.cast(inputs, tf.int64))
 
     return call

@@ -150,7 +150,7 @@ def has_free_rows(variable: Any) -> bool:
     """Whether a variable can get another number of rows, as that of an embedding layer; its slots are made for the
     number that it had then."""
     shape = getattr(getattr(variable, "_value", None), "shape", ())
-    return tuple(shape)[:1] == (None,)
+    return tuple(shape)[:1] == (None,) or getattr(variable, "free_rows", False)
 
 
 def _listed(optimizer: Any, built_on: list[int | None]) -> Iterator[tuple[int, tuple[int | None, str]]]:

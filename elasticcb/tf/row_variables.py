@@ -10,20 +10,31 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.rpc.tensors import Array, aligned
+from elasticcb.rpc.tensors import Array, aligned, dtype_of
 from elasticcb.tf.convert import tensor_of
+
+# Else they hold arrays of another framework, which other arrays can take the place of.
+OF_TENSORFLOW = issubclass(keras.Variable, tf.__internal__.types.Tensor)
 
 
 class RowVariable(keras.Variable):
     """Has any number of rows, whatever `shape` says."""
 
+    free_rows = True
+
     def _initialize(self, value: Any) -> None:  # of Keras's
+        if not OF_TENSORFLOW:
+            super()._initialize(value)
+            return
         with tf.init_scope(), tf.device("/CPU:0"):
             self._value = _free(value() if callable(value) else value, self)
 
 
 def make_free_rows(variable: keras.Variable) -> None:
     """Empties a variable and lets it have any number of rows from now on."""
+    if not OF_TENSORFLOW:
+        _exchange(variable, np.zeros((0, *variable.shape[1:]), dtype_of(variable.dtype)))
+        return
     with tf.init_scope(), tf.device("/CPU:0"):
         _replace(variable, _free(tf.zeros([0, *variable.shape[1:]], variable.dtype), variable))
 
@@ -43,14 +54,29 @@ def _free(value: Any, variable: keras.Variable) -> tf.Variable:
     )
 
 
+def _exchange(variable: keras.Variable, rows: Array) -> None:
+    variable._shape = tuple(rows.shape)
+    tensor = keras.ops.convert_to_tensor(rows, dtype=variable.dtype)
+    if hasattr(variable._value, "requires_grad"):  # PyTorch's, which layers list: it stays, and so it is listed
+        variable._value.data, variable._value.grad = tensor, None
+    else:
+        variable._initialize(tensor)
+
+
 def fill(variable: keras.Variable, rows: Array) -> None:
     """Gives a variable with free rows these rows. Shares their memory: they may not be changed afterwards."""
+    if not OF_TENSORFLOW:
+        _exchange(variable, rows)
+        return
     variable._value.assign(tensor_of(rows))
     variable._shape = tuple(rows.shape)
 
 
 def make_whole(variable: keras.Variable, rows: Array) -> None:
     """Gives a variable the shape and value of `rows`. Shares their memory: they may not be changed afterwards."""
+    if not OF_TENSORFLOW:
+        _exchange(variable, rows)
+        return
     with tf.init_scope(), tf.device("/CPU:0"):
         _replace(
             variable,

@@ -1,10 +1,8 @@
 """Whole jobs of `Cluster`, whose workers compute on the backend of this process and whose servers on TensorFlow."""
 
-import numpy as np
 import pytest
 
 import elasticcb
-
 from check_steps import assert_same
 from compiled_models import BATCH, X, Y, dense, fit
 
@@ -19,7 +17,8 @@ def assert_trains_as_fit(updates, tmp_path):
     assert_same(found, expected, 1e-4)
     assert_same([each.numpy() for each in model.weights], [each.numpy() for each in reference.weights])
     state = [
-        (each.numpy(), other.numpy()) for each, other in zip(model.optimizer.variables, reference.optimizer.variables)
+        (each.numpy(), other.numpy())
+        for each, other in zip(model.optimizer.variables, reference.optimizer.variables, strict=True)
     ]
     assert_same([one for one, _ in state], [other for _, other in state])
 
