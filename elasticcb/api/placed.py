@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 
+from elasticcb.compute.registry import backend
 from elasticcb.errors import UsageError
 from elasticcb.layers import Embedding
 from elasticcb.master.initial_model import InitialModel
@@ -21,12 +22,14 @@ class PlacedWeights:
 
     Raises:
         UsageError: it is not, or one optimizer of several does not know what it trains; or it has embedding layers
-            of ElasticCB's own.
+            of ElasticCB's own; or the backend has it not.
     """
 
     def __init__(self, model: keras.Model) -> None:
         if not isinstance(model, keras.Model):
             raise UsageError(f"`place` takes a keras.Model. Received: {model!r} (of type {type(model).__name__})")
+        if backend().not_placed:
+            raise UsageError(backend().not_placed)
         optimizers = model_optimizers(model)
         if not model.built or not optimizers:
             missing = "has no optimizer: call its compile()" if model.built else "is not built: call it on a batch"

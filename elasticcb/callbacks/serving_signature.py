@@ -32,7 +32,9 @@ def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any) -
     def serve(features: Any) -> dict[str, Any]:
         return _named_outputs(model, model(features, training=False))
 
-    # Variables that the endpoint uses are found by the archive; tables are not, in every release.
+    if not isinstance(model, tf.__internal__.tracking.Trackable):  # of another framework than TensorFlow
+        archive.track(model)
+    # Variables of TensorFlow that the endpoint uses are found by the archive; tables are not, in every release.
     for table in _tables(model):
         archive.track(table)
     archive.add_endpoint("serve", serve, input_signature=[spec])

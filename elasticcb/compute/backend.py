@@ -212,7 +212,13 @@ class HeldModel(NamedTuple):
 
 
 class Backend(ABC):
-    """A framework."""
+    """A framework.
+
+    Attributes:
+        not_placed: why it has no `placed`, and what to do; "" where it has.
+    """
+
+    not_placed = ""
 
     @abstractmethod
     def build(

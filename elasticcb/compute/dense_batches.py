@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from elasticcb.compute.registry import chosen_backend
 from elasticcb.errors import ModelFileError
 from elasticcb.rpc.tensors import Array
 
@@ -34,13 +35,13 @@ def _array(leaf: Any) -> Array | None:
     for attribute, kind, instead in _NOT_DENSE:
         if hasattr(leaf, attribute):
             raise ModelFileError(
-                f"A batch holds a {kind} tensor, which Keras does not take on {keras.backend.backend()}. Give dense "
+                f"A batch holds a {kind} tensor, which Keras does not take on {chosen_backend()}. Give dense "
                 f"tensors: {instead} in `feed`."
             )
     array = np.asarray(leaf)
     if array.dtype.kind in "OSU":
         raise ModelFileError(
-            f"A batch holds strings, which Keras does not take on {keras.backend.backend()}. Turn them into numbers in "
+            f"A batch holds strings, which Keras does not take on {chosen_backend()}. Turn them into numbers in "
             "`feed`: tf.strings.to_hash_bucket_fast, or keras.layers.StringLookup within dataset.map."
         )
     return array

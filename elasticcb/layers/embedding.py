@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, UsageError
 from elasticcb.layers.combiners import COMBINERS, combine
-from elasticcb.layers.ids import integer_ids, padding_of
+from elasticcb.layers.ids import HeldIds, integer_ids, padding_of
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
@@ -133,9 +133,12 @@ class Embedding(keras.layers.Layer):
         )
         # Tracked as one to be trained, so that the layer can be thawed; as `add_weight` does it.
         self._embeddings.trainable = self.trainable
-        with tf.init_scope(), tf.device("/CPU:0"):
-            # Not among the layer's weights: nothing trains it.
-            self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")
+        # Not among the layer's weights: nothing trains it.
+        if OF_TENSORFLOW:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")
+        else:
+            self._ids = HeldIds()
         self.built = True
 
     def get_build_config(self) -> dict[str, Any] | None:
@@ -152,8 +155,8 @@ class Embedding(keras.layers.Layer):
         return self._embeddings
 
     @property
-    def ids(self) -> tf.Variable:
-        """The ids of these rows, int64 [n], in order."""
+    def ids(self) -> Any:
+        """The ids of these rows, int64 [n], in order; `ids.numpy()` is an array."""
         self.build()
         return self._ids
 

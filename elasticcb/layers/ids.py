@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
+from elasticcb.rpc.tensors import Array
 
 # FarmHash's Fingerprint64 modulo this, plus 1, fits int64, and 0 is the id of no string. Checkpoints hold such ids.
 _STRING_IDS = 2**63 - 2
@@ -44,6 +46,20 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
         "into ids with keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
         'keras.Input(..., dtype="int64") or dtype="string", without which Keras makes floats of ids.'
     )
+
+
+class HeldIds:
+    """The ids of the rows that a layer holds, as a tf.Variable has them, for layers of other frameworks: these trace
+    what reads them, and ids are known when they do."""
+
+    def __init__(self) -> None:
+        self._ids: Array = np.zeros(0, np.int64)
+
+    def assign(self, ids: Array) -> None:
+        self._ids = ids
+
+    def numpy(self) -> Array:
+        return self._ids
 
 
 def id_of_text(text: str) -> int:

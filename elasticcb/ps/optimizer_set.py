@@ -171,18 +171,24 @@ class OptimizerSet:
     def lent(self, shared: Mapping[str, Array]) -> Iterator[None]:
         """Meanwhile they hold the steps and rates of a worker's optimizers; checked, as `OptimizerState.shared`."""
         lend = self._lender(tuple(shared))
-        own = lend([tf.constant(value) for value in shared.values()])
+        known = self._shared()
+        # The integers of other frameworks than TensorFlow are of 32 bits.
+        own = lend([tf.constant(value.astype(known[name].dtype)) for name, value in shared.items()])
         try:
             yield
         finally:
             lend(own)
+
+    def _shared(self) -> dict[str, keras.Variable]:
+        """Variables by their keys of `OptimizerState.shared`."""
+        return {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}
 
     def _lender(self, names: tuple[str, ...]) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
         """A function that sets the variables of these names, keys of `OptimizerState.shared`, and returns their former
         values."""
         if names in self._lenders:
             return self._lenders[names]
-        known = {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}
+        known = self._shared()
         targets = [known[name] for name in names]
 
         def lend(*values: tf.Tensor) -> list[tf.Tensor]:

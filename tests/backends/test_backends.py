@@ -45,6 +45,12 @@ def test_a_job_comes_to_what_fit_comes_to(backend):
     run(backend, "check_jobs.py")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_embedding_tables_come_with_each_step(backend):
+    run(backend, "check_tables.py")
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", BACKENDS)

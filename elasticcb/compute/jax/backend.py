@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,15 @@ from elasticcb.compute.backend import (
     PlacedComputation,
 )
 from elasticcb.compute.dense_batches import arrays_of
-from elasticcb.compute.jax.build import build, sized, values
+from elasticcb.compute.jax.build import build, sized
+from elasticcb.compute.jax.capture import OptimizerCapture
 from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
+from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
+from elasticcb.compute.jax.tables import problems_of
+from elasticcb.compute.movable import movable
 from elasticcb.errors import UsageError
+from elasticcb.layers.table_layers import TableLayer
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
@@ -31,6 +36,11 @@ from elasticcb.tf.devices import leave_gpus
 
 class JAXBackend(Backend):
     """Keras on JAX."""
+
+    not_placed = (
+        "Cluster.place needs Keras on TensorFlow or PyTorch, whose optimizers can be called from any code; on JAX a "
+        "step is a pure function of its state. Use Cluster.fit, whose workers run the model's train_step."
+    )
 
     def __init__(self) -> None:
         leave_gpus()
@@ -54,7 +64,20 @@ class JAXBackend(Backend):
         allowed: Callable[[int], bool],
         local: bool = False,
     ) -> dict[int, TableSpec]:
-        return {}
+        capture = OptimizerCapture(model) if mode is Mode.TRAINING else None
+        steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
+
+        def found(step: Any, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+            return problems_of(model, steps.get(step, step), data, layers)
+
+        step: Any = model.test_step if mode is Mode.EVALUATION else model.predict_step
+        try:
+            if capture is not None:
+                step = train_step(model, capture)
+            return movable(model, step, sized(model, arrays_of(batch)), threshold_bytes, allowed, found)
+        finally:
+            if capture is not None:
+                capture.release()
 
     def computation(self, held: HeldModel) -> GradientComputation:
         return JAXGradients(held)
@@ -65,8 +88,4 @@ class JAXBackend(Backend):
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
     ) -> PlacedComputation:
-        raise UsageError(
-            "Cluster.place needs Keras on TensorFlow, whose optimizers can be called from any code; on JAX a step is a "
-            "pure function of its state. Use Cluster.fit, whose workers run the model's train_step, or "
-            "KERAS_BACKEND=tensorflow."
-        )
+        raise UsageError(self.not_placed)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 import keras
 
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.jax.capture import OptimizerCapture, one_optimizer
 from elasticcb.compute.jax.explain import explain
+from elasticcb.compute.jax.steps import predict_step, test_step, train_step
 from elasticcb.errors import ModelFileError
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
@@ -27,17 +27,17 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
         data = sized(model, arrays_of(batch))
         if mode is Mode.PREDICTION:
             _build_layers(model, data)
-            trace(model.predict_step, values(model.trainable_variables, model.non_trainable_variables), data)
+            predict_step(model).trace(data)
             return None
         if mode is Mode.TRAINING:
             _check_optimizer(model, local)
         _build_all(model, data)
         if mode is Mode.EVALUATION:
-            trace(model.test_step, test_state(model), data)
+            test_step(model).trace(data)
             return None
         _trace_training(model, data)
         with contextlib.suppress(Exception):  # a model that can't be evaluated may train
-            trace(model.test_step, test_state(model), data)
+            test_step(model).trace(data)
         if not is_overridden(model, "train_step"):
             return None
         return {index: 0 for index, variable in enumerate(model.weights) if variable.trainable}
@@ -47,21 +47,6 @@ def sized(model: keras.Model, data: Any) -> Any:
     """The arrays of a batch, of the size that the model takes."""
     size = fixed_batch_size(model)
     return data if size is None else repeated(data, size)
-
-
-def trace(step: Callable[[Any, Any], Any], state: Any, data: Any) -> Any:
-    """The shapes of what a step gives."""
-    with keras.StatelessScope():  # what is made in the step gets its value after it, and none that is traced
-        return jax.eval_shape(step, state, data)
-
-
-def values(*groups: Sequence[keras.Variable]) -> tuple[list[Any], ...]:
-    """Of the state of a step: the values of its variables, by kind."""
-    return tuple([variable.value for variable in group] for group in groups)
-
-
-def test_state(model: keras.Model) -> tuple[list[Any], ...]:
-    return values(model.trainable_variables, model.non_trainable_variables, model.metrics_variables)
 
 
 def _check_optimizer(model: keras.Model, local: bool) -> None:
@@ -79,15 +64,8 @@ def _check_optimizer(model: keras.Model, local: bool) -> None:
 
 def _trace_training(model: keras.Model, data: Any) -> None:
     capture = OptimizerCapture(model)
-
-    def step(state: Any, data: Any) -> Any:
-        capture.begin()
-        return model.train_step(state, data), capture.gradients()
-
     try:
-        trained, others, metrics = test_state(model)
-        optimizer = one_optimizer(model)
-        trace(step, (trained, others, *values(optimizer.variables), metrics), data)
+        train_step(model, capture).trace(data)
     finally:
         capture.release()
 

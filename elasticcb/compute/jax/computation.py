@@ -9,11 +9,12 @@ import jax
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, TableRows
 from elasticcb.compute.dense_batches import arrays_of, records_in
-from elasticcb.compute.jax.build import values
 from elasticcb.compute.jax.capture import OptimizerCapture
 from elasticcb.compute.jax.explain import explained
+from elasticcb.compute.jax.steps import step_of
+from elasticcb.compute.jax.tables import JAXTables
 from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import MetricTransport, to_number
@@ -21,6 +22,7 @@ from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
+from elasticcb.sharding.table_spec import TableSpec
 
 Step = Callable[..., Any]
 
@@ -47,7 +49,14 @@ class JAXComputation(Computation):
         self._capture = capture
         self._trained: Sequence[keras.Variable] = held.model.trainable_variables
         self._others: Sequence[keras.Variable] = held.model.non_trainable_variables
-        self._test, self._predict = self._compiled(self._test_step), self._compiled(held.model.predict_step)
+        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
+        self._served = JAXTables(held.model, tables)
+        self._lookups = {mode: self._served.lookups(step_of(held.model, mode, capture)) for mode in Mode}
+        indices = {id(variable): index for index, variable in enumerate(held.model.weights)}
+        self._trained_places = [indices[id(variable)] for variable in self._trained]  # in `model.weights`
+        pairs = zip(self._trained, self._trained_places, strict=True)
+        self._dense = [variable for variable, index in pairs if index not in tables]
+        self._test, self._predict = self._compiled(self._test_step), self._compiled(self._predict_step)
         self._fresh: Metrics | None = None  # states of no batch
         self._has_traced = False
 
@@ -70,7 +79,27 @@ class JAXComputation(Computation):
 
     def prepare(self, data: Any, mode: Mode) -> Prepared:
         arrays = arrays_of(data)
-        return Prepared(jax.device_put(arrays), records_in(arrays))
+        wanted = self._lookups[mode](arrays)
+        ids = {table: found for table, (found, _) in wanted.items()}
+        places = {table: found for table, (_, found) in wanted.items()}
+        return Prepared(jax.device_put(arrays), records_in(arrays), ids, places)
+
+    def _with_rows(self, rows: TableRows) -> list[Any]:
+        """The values of the trained variables in a step: of tables, the rows of its batch."""
+        padded = self._served.padded(rows)
+        return [
+            padded.get(index, variable.value)
+            for index, variable in zip(self._trained_places, self._trained, strict=True)
+        ]
+
+    def _rows_in(self, trained: Sequence[Any]) -> dict[int, Any]:
+        """The rows of tables among the values of the trained variables."""
+        found = dict(zip(self._trained_places, trained, strict=True))
+        return {index: found[index] for index, spec in enumerate(self._specs) if spec.table and index in found}
+
+    def _put_trained(self, found: Sequence[Any]) -> None:
+        own = [value for index, value in zip(self._trained_places, found, strict=True) if not self._specs[index].table]
+        put(self._dense, own)
 
     # ------------------------------------------------------------ evaluation and prediction
 
@@ -80,7 +109,8 @@ class JAXComputation(Computation):
             [variable.value for variable in model_metrics],
             {name: [variable.value for variable in unit.variables] for name, unit in carried.items()},
         )
-        logs, outputs, others, after = self._test(*values(self._trained, self._others), before, batch.data)
+        others = [variable.value for variable in self._others]
+        logs, outputs, others, after = self._test(self._with_rows(rows), others, before, batch.places, batch.data)
         put(self._others, others)
         put(model_metrics, after.of_model)
         for name, unit in self._metrics.carried_units().items():
@@ -88,11 +118,20 @@ class JAXComputation(Computation):
         return {name: to_number(value) for name, value in logs.items()}, jax.tree.map(np.asarray, outputs)
 
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
-        outputs, others = self._predict(values(self._trained, self._others), batch.data)
+        others = [variable.value for variable in self._others]
+        outputs, others = self._predict(self._with_rows(rows), others, batch.places, batch.data)
         put(self._others, others)
         return jax.tree.map(np.asarray, outputs)
 
-    def _test_step(self, trained: Any, others: Any, metrics: Metrics, data: Any) -> Any:
+    def _predict_step(self, trained: Any, others: Any, places: Any, data: Any) -> Any:
+        with self._served.serving(self._rows_in(trained), places):
+            return self._model.predict_step((trained, others), data)
+
+    def _test_step(self, trained: Any, others: Any, metrics: Metrics, places: Any, data: Any) -> Any:
+        with self._served.serving(self._rows_in(trained), places):
+            return self._tested(trained, others, metrics, data)
+
+    def _tested(self, trained: Any, others: Any, metrics: Metrics, data: Any) -> Any:
         outputs: Any = ()
         inner = self._model.compute_metrics
 
@@ -112,14 +151,21 @@ class JAXComputation(Computation):
 
     # ------------------------------------------------------------ training
 
-    def _traced_train_step(self, trained: Any, others: Any, optimizer: Any, metrics: Metrics, data: Any) -> Any:
-        """The model's own, which is traced: its logs, the state after it, and states of metrics by unit."""
+    def _traced_train_step(self, state: Any, metrics: Metrics, places: Any, data: Any) -> Any:
+        """The model's own, which is traced.
+
+        Args:
+            state: values of the variables that are trained, of the others, and of the optimizer's.
+
+        Returns:
+            Its logs, the state after it, states of metrics by unit, and the gradients that were kept.
+        """
         assert self._capture is not None
-        self._has_traced = True
-        self._capture.begin()
-        with self._metrics.carried(metrics.carried) as carried:
-            logs, (*state, of_model) = self._model.train_step((trained, others, optimizer, metrics.of_model), data)
-        return flat_logs(logs), state, self._by_unit(of_model, carried)
+        with self._served.serving(self._rows_in(state[0]), places), self._metrics.carried(metrics.carried) as carried:
+            self._has_traced = True
+            self._capture.begin()
+            logs, (*state, of_model) = self._model.train_step((*state, metrics.of_model), data)
+            return flat_logs(logs), state, self._by_unit(of_model, carried), self._capture.gradients()
 
     def _by_unit(self, of_model: Sequence[Any], carried: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         found = {id(variable): value for variable, value in zip(self._model.metrics_variables, of_model, strict=True)}
@@ -154,6 +200,7 @@ class JAXComputation(Computation):
                 variable.assign(np.array(array))
 
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        self._served.release()
         for index, ids, rows in tables:
             install(self._model, index, ids, rows)
 
@@ -174,3 +221,8 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def states_of(fetched: Mapping[str, Sequence[Any]]) -> States:
     return {name: [np.asarray(value) for value in found] for name, found in fetched.items()}
+
+
+def rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:
+    """Gradients of padded rows as those of the rows of `ids`, by table."""
+    return {index: (ids[index], gradient[: len(ids[index])]) for index, gradient in gradients.items() if index in ids}

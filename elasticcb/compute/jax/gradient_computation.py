@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
 from elasticcb.compute.clipping import clippings
-from elasticcb.compute.jax.build import values
 from elasticcb.compute.jax.capture import OptimizerCapture
-from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, states_of
+from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
+from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
@@ -31,9 +31,8 @@ class JAXGradients(JAXComputation, GradientComputation):
         super().__init__(held, OptimizerCapture(held.model) if trains else None)
         self._averages = MovingAverages(held.model)
         places = {id(variable): index for index, variable in enumerate(held.model.weights)}
-        self._trained_places = [places[id(variable)] for variable in self._trained]
         self._other_places = [places.get(id(variable)) for variable in self._others]  # None: it is of this worker
-        self._dense: tuple[int, ...] = ()
+        self._pushed: tuple[int, ...] = ()  # dense variables that have gradients
         self._follow(held.partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> None:
@@ -50,37 +49,40 @@ class JAXGradients(JAXComputation, GradientComputation):
         optimizer = self._capture.optimizer
         optimizer.iterations.assign(version)
         state = values(self._others, optimizer.variables)
-        result = self._train(list(weights), *state, self._fresh_metrics(), batch.data)
-        others, fetched = result[0], jax.device_get(result[1:])
+        padded, metrics = self._served.padded(rows), self._fresh_metrics()
+        others, *result = self._train(list(weights), padded, *state, metrics, batch.places, batch.data)
         put(self._others, others)
-        logs, states, gradients, packed = fetched
+        logs, states, gradients, of_rows, packed = jax.device_get(result)
         return GradientResult(
             logs=numbers(logs),
             states=states_of(states),
             gradients=gradients,
-            dense_variables=self._dense,
-            rows={},
+            dense_variables=self._pushed,
+            rows=rows_of(of_rows, batch.ids),
             state=packed,
             decays=self._averages.decays,
         )
 
-    def _train_step(self, blocks: Blocks, others: Any, optimizer: Any, metrics: Metrics, data: Any) -> Any:
-        assert self._capture is not None
-        pulled = self._unpacked(blocks)
+    def _train_step(
+        self, blocks: Blocks, rows: Any, others: Any, optimizer: Any, metrics: Metrics, places: Any, data: Any
+    ) -> Any:
+        pulled = self._unpacked(blocks) | rows
         trained = [pulled[index] for index in self._trained_places]
         others = [
             own if index is None else pulled[index] for index, own in zip(self._other_places, others, strict=True)
         ]
         with self._averages.counted():
-            logs, (_, others, _), states = self._traced_train_step(trained, others, optimizer, metrics, data)
-        dense = self._clip(self._capture.gradients())
-        self._dense = tuple(sorted(dense))
-        state = {
+            state = trained, others, optimizer
+            logs, (_, others, _), states, gradients = self._traced_train_step(state, metrics, places, data)
+        dense = self._clip(gradients)
+        of_rows = {index: dense.pop(index) for index in rows if index in dense}
+        self._pushed = tuple(sorted(dense))
+        moved = {
             index: value
             for index, value in zip(self._other_places, others, strict=True)
             if index is not None and not self._specs[index].trainable
         }
-        return others, logs, states, self._packed(dense, True), self._packed(state, False)
+        return others, logs, states, self._packed(dense, True), of_rows, self._packed(moved, False)
 
     def _clip(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
         """Of the weights' dtypes, and clipped by their norm where it is for the worker to do."""

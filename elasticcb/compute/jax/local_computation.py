@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from elasticcb.compute.backend import HeldModel, LocalComputation, Prepared, StepResult, TableRows
-from elasticcb.compute.jax.build import values
+from elasticcb.compute.clipping import check_local_clipping
 from elasticcb.compute.jax.capture import OptimizerCapture
-from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, states_of
+from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
+from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
@@ -24,7 +27,11 @@ class JAXLocal(JAXComputation, LocalComputation):
 
     def __init__(self, held: HeldModel) -> None:
         model, specs = held.model, held.specs
-        capture = OptimizerCapture(model, [index for index, spec in enumerate(specs) if spec.table])
+        tables = [index for index, spec in enumerate(specs) if spec.table]
+        capture = OptimizerCapture(model, tables)
+        if tables:
+            check_local_clipping([capture.optimizer])
+            _check_scale(capture.optimizer)
         super().__init__(held, capture)
         self._optimizer = capture.optimizer
         self._averages = MovingAverages(model)
@@ -34,16 +41,25 @@ class JAXLocal(JAXComputation, LocalComputation):
         self._train = self._compiled(self._train_step, donated=(0, 1, 2))
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        state = values(self._trained, self._others, self._state)
-        logs, (trained, others, optimizer), states = self._train(*state, self._fresh_metrics(), batch.data)
-        for variables, found in ((self._trained, trained), (self._others, others), (self._state, optimizer)):
-            put(variables, found)
-        logs, states = jax.device_get((logs, states))
-        return StepResult(logs=numbers(logs), states=states_of(states), rows={})
+        # What a push of gradients of rows needs, as it was before the step.
+        shared = self.shared_optimizer_state() if batch.ids else {}
+        others, optimizer = values(self._others, self._state)
+        given = self._with_rows(rows), others, optimizer
+        logs, given, states, gradients = self._train(*given, self._fresh_metrics(), batch.places, batch.data)
+        self._put_trained(given[0])
+        put(self._others, given[1])
+        put(self._state, given[2])
+        logs, states, gradients = jax.device_get((logs, states, gradients))
+        return StepResult(
+            logs=numbers(logs), states=states_of(states), rows=rows_of(gradients, batch.ids), shared=shared
+        )
 
-    def _train_step(self, trained: Any, others: Any, optimizer: Any, metrics: Metrics, data: Any) -> Any:
+    def _train_step(
+        self, trained: Any, others: Any, optimizer: Any, metrics: Metrics, places: Any, data: Any
+    ) -> tuple[Any, ...]:
         with self._averages.counted():
-            return self._traced_train_step(trained, others, optimizer, metrics, data)
+            found: tuple[Any, ...] = self._traced_train_step((trained, others, optimizer), metrics, places, data)
+        return found
 
     @property
     def decays(self) -> Mapping[int, float]:
@@ -67,6 +83,14 @@ class JAXLocal(JAXComputation, LocalComputation):
                 name = key if isinstance(key, str) else key[1]
                 if key in targets and not name.endswith("learning_rate"):
                     targets[key].assign(np.array(value))
+
+
+def _check_scale(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ModelFileError(
+            f"The optimizer {optimizer.name!r} scales the loss, as of mixed_float16, and the model has embedding "
+            "tables on the servers. On JAX that can't be: use mixed_bfloat16, or keras.layers.Embedding."
+        )
 
 
 def _read(variables: Mapping[Any, Any]) -> dict[Any, Array]:

@@ -28,11 +28,11 @@ def tensors(batch):
     return tuple(None if each is None else keras.tree.map_structure(tf.constant, each) for each in batch)
 
 
-def hold(model, batch, local=True, eval_metrics=None, mode=Mode.TRAINING):
+def hold(model, batch, local=True, eval_metrics=None, mode=Mode.TRAINING, threshold=sys.maxsize):
     metrics = ModelMetrics(model, eval_metrics or {})
     updated = backend().build(SPEC, model, tensors(batch), mode, local)
     metrics.reset()
-    tables = backend().find_tables(model, tensors(batch), mode, sys.maxsize, lambda index: True, local)
+    tables = backend().find_tables(model, tensors(batch), mode, threshold, lambda index: True, local)
     specs = variable_specs(model, updated, tables)
     return HeldModel(model, metrics, specs, partition(specs, SERVERS, True))
 

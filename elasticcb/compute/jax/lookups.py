@@ -1,0 +1,152 @@
+"""Which rows a batch needs, before it is computed.
+
+The model's step is traced once for each kind of batch, while its embedding layers write down the ids that they are
+asked for. The part of what was traced that leads to ids then runs for each batch: it depends on nothing but the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from elasticcb.compute.jax.steps import StatelessStep
+from elasticcb.layers.table_layers import TableLayer
+from elasticcb.rpc.tensors import Array
+
+_LOOP = (
+    "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
+    "that runs another one step by step, as TimeDistributed), where its ids can't be known before the step runs. Call "
+    "it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
+)
+
+
+class Recording:
+    """Writes down what layers are asked for in a step that is traced, and answers with rows that mean nothing."""
+
+    def __init__(self, layers: Mapping[int, TableLayer]) -> None:
+        self._layers = layers
+        self._stand_in: Any = 0.0
+        self.asked: list[tuple[int, Any]] = []  # (table, ids)
+
+    def begin(self, stand_in: Any) -> None:
+        """A step is traced from here on; what it computes of rows depends on `stand_in`."""
+        self.asked, self._stand_in = [], stand_in
+
+    def lookup(self, index: int, ids: Any) -> Any:
+        layer: Any = self._layers[index]
+        self.asked.append((index, ids))
+        return jnp.zeros((*ids.shape, layer.output_dim), layer.variable_dtype) + self._stand_in.astype(
+            layer.variable_dtype
+        )
+
+
+class TracedIds:
+    """What a step asks layers for, as a function of a batch of one kind.
+
+    Args:
+        step: of the model; its layers ask `recording`, which is given what it is traced with.
+        recording: of the layers.
+        data: a batch, as NumPy arrays.
+
+    Attributes:
+        tables: of each lookup of the step, in order.
+    """
+
+    def __init__(self, step: StatelessStep, recording: Recording, data: Any) -> None:
+        self._variables = [variable for group in step.variables() for variable in group]
+        state = keras.tree.map_structure(_shape_of, tuple(map(list, step.variables())))
+
+        def traced(state: Any, stand_in: Any, data: Any) -> Any:
+            recording.begin(stand_in)
+            rest = step.run(state, data)
+            return [ids for _, ids in recording.asked], rest
+
+        try:
+            # Ids may be larger than what JAX computes with otherwise.
+            with jax.enable_x64(True), keras.StatelessScope():
+                self._whole = jax.make_jaxpr(traced)(state, jax.ShapeDtypeStruct((), "float32"), data)
+        except jax.errors.UnexpectedTracerError:
+            self.tables: list[int] = []
+            self._in_loop = bool(recording.asked)
+            return
+        self._in_loop = False
+        self.tables = [index for index, _ in recording.asked]
+        part, used = self._part(range(len(self.tables)))
+        leaves = self._of_data(used)
+        self._compiled = jax.jit(jaxpr_as_fun(ClosedJaxpr(part, self._whole.consts)))
+        self._leaves = leaves
+
+    def _part(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
+        """What leads to some of the outputs, and which of the inputs that takes."""
+        jaxpr = self._whole.jaxpr
+        wanted = [place in outputs for place in range(len(jaxpr.outvars))]
+        part, used = dce_jaxpr(jaxpr, wanted)
+        return part, list(used)
+
+    def _of_data(self, used: Sequence[bool]) -> list[int]:
+        first = len(self._variables) + 1  # after the state and the stand-in
+        return [place - first for place, is_used in enumerate(used) if is_used and place >= first]
+
+    def problems(self, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+        """Why rows can't be known before the step, by table."""
+        if self._in_loop:
+            return dict.fromkeys(layers, _LOOP)
+        found = {index: self._problem_of(index, layer) for index, layer in layers.items()}
+        return {index: problem for index, problem in found.items() if problem}
+
+    def _problem_of(self, index: int, layer: TableLayer) -> str:
+        _, by_rest = self._part(range(len(self.tables), len(self._whole.jaxpr.outvars)))
+        place = next(place for place, variable in enumerate(self._variables) if variable is layer._embeddings)
+        if by_rest[place]:
+            return (
+                "the step uses its variable in other ways than by calling the layer (as the weights of an output "
+                "layer, in a loss), for which all rows are needed."
+            )
+        _, used = self._part([place for place, table in enumerate(self.tables) if table == index])
+        if used[len(self._variables)]:
+            return (
+                "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
+                "Compute ids from the features alone."
+            )
+        paths = [variable.path for variable, is_used in zip(self._variables, used, strict=False) if is_used]
+        if paths:
+            return (
+                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids from the features "
+                "alone; draw random ids in `feed`."
+            )
+        return ""
+
+    def ids(self, data: Any) -> list[Array]:
+        """Of each lookup, int64, for a batch of the kind."""
+        leaves = jax.tree.leaves(data)
+        with jax.enable_x64(True):
+            found = self._compiled(*(leaves[place] for place in self._leaves))
+        return [np.asarray(ids).astype(np.int64) for ids in found]
+
+
+def kind_of(data: Any) -> Any:
+    """What tells batches apart for which a step is traced again."""
+    leaves, structure = jax.tree.flatten(data)
+    return structure, *((leaf.shape, leaf.dtype.str) for leaf in leaves)
+
+
+def unique_ids(asked: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """The unique ids of some lookups, in order, and where among them those of each lookup are, int32 of its shape."""
+    unique, places = np.unique(np.concatenate([ids.reshape(-1) for ids in asked]), return_inverse=True)
+    ends = np.cumsum([ids.size for ids in asked])
+    parts = np.split(places.reshape(-1).astype(np.int32), ends[:-1])
+    return unique, [part.reshape(ids.shape) for part, ids in zip(parts, asked, strict=True)]
+
+
+def _shape_of(variable: keras.Variable) -> Any:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)
+
+
+Lookups = Callable[[Any], dict[int, tuple[Array, list[Array]]]]

@@ -1,0 +1,103 @@
+"""Embedding tables whose rows are an argument of the compiled step.
+
+In a step, the value of a table's variable is the rows of the batch, padded so that few sizes have to be compiled. Its
+gradient is then what the model's own step computes of that argument.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from elasticcb.compute.jax.lookups import Lookups, Recording, TracedIds, kind_of, unique_ids
+from elasticcb.compute.jax.steps import StatelessStep
+from elasticcb.compute.served_tables import ServedTables, not_servable
+from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering
+from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.tf.row_variables import make_free_rows, make_whole
+
+_LEAST_ROWS = 8
+
+
+class JAXTables(ServedTables):
+    """For the arguments see `ServedTables`."""
+
+    def lookups(self, step: StatelessStep) -> Lookups:
+        """A function that tells what a step looks up for a batch: by table the unique ids, and where among them those
+        of each lookup are. It may be called in another thread than the step.
+
+        The function raises:
+            NotServableError: ids depend on rows, weights or randomness, or are asked for inside a loop or function.
+            ModelFileError: an id is out of range.
+        """
+        if not self._layers:
+            return lambda data: {}
+        traced: dict[Any, TracedIds] = {}
+
+        def look_up(data: Any) -> dict[int, tuple[Array, list[Array]]]:
+            kind = kind_of(data)
+            if kind not in traced:
+                traced[kind] = self._traced(step, data)
+            asked: dict[int, list[Array]] = {}
+            for table, ids in zip(traced[kind].tables, traced[kind].ids(data), strict=True):
+                asked.setdefault(table, []).append(ids)
+            found = {table: unique_ids(given) for table, given in sorted(asked.items())}
+            for table, (ids, _) in found.items():
+                self.check_range(table, ids)
+            return found
+
+        return look_up
+
+    def _traced(self, step: StatelessStep, data: Any) -> TracedIds:
+        recording = Recording(self._layers)
+        with self.tracing, self._answered_by(recording):
+            ids = TracedIds(step, recording, data)
+        for index, problem in ids.problems(self._layers).items():
+            raise not_servable(self._layers[index], problem)
+        return ids
+
+    def padded(self, rows: Mapping[int, Array]) -> dict[int, Array]:
+        """Rows as a step takes them, of all tables: those of a batch, and zeros up to a power of two."""
+        found = {}
+        for index, layer in self._layers.items():
+            given = rows.get(index, np.zeros((0, layer.output_dim), dtype_of(layer._embeddings.dtype)))
+            size = max(_LEAST_ROWS, 1 << max(0, len(given) - 1).bit_length())
+            found[index] = np.zeros((size, layer.output_dim), given.dtype)
+            found[index][: len(given)] = given
+        return found
+
+    def _empty(self, layer: TableLayer) -> None:
+        if is_own(layer):
+            layer.set_rows([])
+        else:
+            make_free_rows(layer._embeddings)
+
+    def _hold(self, layer: TableLayer, rows: Any) -> None:
+        # The value is the step's own; Keras compares its shape with what the variable says.
+        layer._embeddings._shape = tuple(rows.shape)
+
+    def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
+        return jnp.take(layer._embeddings.value, places, axis=0, mode="clip")
+
+    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
+        if is_own(layer):
+            layer.set_rows([])
+        else:
+            make_whole(layer._embeddings, np.zeros(shape, dtype_of(layer._embeddings.dtype)))
+
+
+def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+    """Why rows can't be known before a step, by variable; as `movable.FindProblems`, of arrays."""
+    recording = Recording(layers)
+    for index, layer in layers.items():
+        answer(layer, functools.partial(recording.lookup, index))
+    try:
+        return TracedIds(step, recording, data).problems(layers)
+    finally:
+        for layer in layers.values():
+            stop_answering(layer)
