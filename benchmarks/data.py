@@ -51,13 +51,13 @@ def checksums(megabytes: int, runs: int) -> None:
             count = reader.sources()[0].count
             seconds: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(runs):
-                for verified in seconds:
-                    verify = tfrecord._verify if verified else lambda *_: None
+                for verifies in seconds:
+                    verify = tfrecord._verify if verifies else lambda *_: None
                     with mock.patch.object(tfrecord, "_verify", verify):
                         started = time.perf_counter()
                         for _ in reader.read_chunks(path, 0, count):
                             pass
-                        seconds[verified].append((time.perf_counter() - started) * GIGABYTE / (count * size))
+                        seconds[verifies].append((time.perf_counter() - started) * GIGABYTE / (count * size))
         without, verified = (statistics.median(seconds[key]) for key in (False, True))
         print(f"| {size:,} | {without:.2f} | {verified - without:.2f} |")
 

@@ -51,18 +51,20 @@ class Trained:
     """A table that is trained with Adagrad, with rows on disk beyond `memory_bytes` (0: all are in memory)."""
 
     def __init__(self, vocabulary: int, dim: int, memory_bytes: int, folder: Path) -> None:
+        import keras
+
         from elasticcb.ps.embedding_table import EmbeddingTable
         from elasticcb.ps.table_limits import TableLimits
         from elasticcb.ps.table_update import TableUpdates
         from elasticcb.settings.choices import WhenFull
         from elasticcb.storage.cold_store import ColdStore
 
-        of_table = table_update("Adagrad", dim)
+        self._optimizer, of_table = table_update(keras.optimizers.Adagrad, dim)
         self._update = TableUpdates({0: of_table})
         self._dim = dim
         self.store = ColdStore(folder) if memory_bytes else None
         limits = TableLimits(memory_bytes, WhenFull.DISK if memory_bytes else WhenFull.ERROR, self.store)
-        self.table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots, limits)
+        self.table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots_of(dim), limits)
         self.version = 0
 
     def step(self, ids: Array) -> None:

@@ -57,8 +57,9 @@ def _async(workers: int, **exchange: Any) -> dict[str, Any]:
 
 def _wire(dtype: str) -> dict[str, Any]:
     import elasticcb
+    from elasticcb.settings import WireDtype
 
-    return {"exchange": elasticcb.ExchangeOptions(wire_dtype=dtype)}
+    return {"exchange": elasticcb.ExchangeOptions(wire_dtype=WireDtype(dtype))}
 
 
 def _root(workers: int) -> float:

@@ -43,8 +43,10 @@ def main() -> None:
     lines = [f"| optimizer | bytes of a row of {DIM} float32 | {' | '.join(f'AUC, {name}' for name in data)} |"]
     lines.append("|---|---|" + "---|" * len(data))
     starts = [float(start) for start in arguments.accumulators.split(",")]
-    adagrads = list(product((0.03, 0.1, 0.3, 1.0), starts))  # learning rate, initial accumulator
-    kinds = {
+    adagrads: list[tuple[float, ...]] = list(
+        product((0.03, 0.1, 0.3, 1.0), starts)
+    )  # learning rate, initial accumulator
+    kinds: dict[Any, list[tuple[float, ...]]] = {
         keras.optimizers.SGD: [(3.0,), (10.0,), (30.0,), (100.0,)],
         RowWiseAdagrad: adagrads,
         keras.optimizers.Adagrad: adagrads,
@@ -52,7 +54,7 @@ def main() -> None:
     }
     for kind, settings in kinds.items():
         makers = [partial(kind, *each) for each in settings]
-        cells = [best(makers, *split(*given), arguments.seeds) for given in data.values()]
+        cells = [best(makers, *split(*given), seeds=arguments.seeds) for given in data.values()]
         lines.append(f"| {kind.__name__} | {row_bytes(kind)} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     publish("row optimizers", "\n".join(lines), arguments.into)
@@ -74,10 +76,11 @@ def ratings(path: Path) -> Data:
     return table[:, :2].astype("int32"), (table[:, 2:3] >= 4).astype("float32")
 
 
-def split(ids: np.ndarray, labels: np.ndarray) -> list[Data]:
+def split(ids: np.ndarray, labels: np.ndarray) -> tuple[Data, Data, Data]:
     """To train on, to choose the rate by, to report."""
     order = np.random.default_rng(1).permutation(len(ids))
-    return [(ids[part], labels[part]) for part in np.split(order, [len(ids) * 8 // 10, len(ids) * 9 // 10])]
+    training, choosing, reported = np.split(order, [len(ids) * 8 // 10, len(ids) * 9 // 10])
+    return (ids[training], labels[training]), (ids[choosing], labels[choosing]), (ids[reported], labels[reported])
 
 
 def best(makers: Sequence[Callable[[], Any]], training: Data, choosing: Data, reported: Data, seeds: int) -> str:

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     workers = [int(count) for count in arguments.workers.split(",")]
-    titles = ("", "workers", "bytes per example", "server, CPU us per example", "a core is full at")
+    titles: tuple[str, ...] = ("", "workers", "bytes per example", "server, CPU us per example", "a core is full at")
     titles += ("1 Gbit/s is full at", "10 Gbit/s is full at", "of each worker, with a core and 10 Gbit/s")
     lines = [f"{machine()}; mlp of {4 * WEIGHTS / 1e6:.1f} MB, batch {BATCH}, windows of {LOCAL_STEPS}; examples/s:\n"]
     lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -150,7 +150,7 @@ def serve(pipe: Any) -> None:
     from elasticcb.ps.update_policy import Rounds
 
     Rounds.LEAST_SECONDS = 60.0  # however long it takes to make the calls of all workers here
-    jobs = {"command": Command.TRAIN, "name": "scale", "directory": "", "model": ModelSettings()}
+    jobs: dict[str, Any] = {"command": Command.TRAIN, "name": "scale", "directory": "", "model": ModelSettings()}
 
     def make_optimizers(count: int) -> list[Any]:
         return [keras.optimizers.Adam() for _ in range(count)]

@@ -108,7 +108,7 @@ def host_python(folder: Path) -> list[str]:
 
 def run(folder: Path, flags: list[str], prefix: str, names: list[str]) -> list[float]:
     """Starts jobs at once; seconds from then to the end of each. Raises `SystemExit` when one fails."""
-    started, jobs, ended = time.monotonic(), {}, {}
+    started, jobs, ended = time.monotonic(), {}, dict[str, float]()
     for name in names:
         job = f"sharing-{prefix}{name}-{secrets.token_hex(2)}"  # jobs that are done keep their names
         output = (folder / f"{job}.log").open("w")

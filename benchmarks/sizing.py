@@ -39,7 +39,8 @@ def main() -> None:
     arguments = parser.parse_args()
     servers = [int(count) for count in arguments.servers.split(",")]
     contestants = [elastic(f"servers{count}", 1, num_ps=count) for count in servers]
-    titles = ("model, batch", "servers", "updates/s", "worker, ms of an update", "servers, ms of an update")
+    titles: tuple[str, ...] = ("model, batch", "servers", "updates/s")
+    titles += ("worker, ms of an update", "servers, ms of an update")
     titles += ("worker, MB", "each server, MB", "workers for each server")
     lines = [f"{machine()}; one worker, {arguments.seconds:g} s each:\n", f"| {' | '.join(titles)} |"]
     lines.append("|---" * len(titles) + "|")

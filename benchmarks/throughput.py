@@ -141,7 +141,7 @@ def _start(contestant: Contestant, workload: str, batch_size: int, course: Path,
 def _warm_up(runners: Sequence[Runner], plan: Plan) -> None:
     """Returns when all have made their first steps, and are held."""
     begun = time.monotonic()
-    running = {id(runner): (runner, None) for runner in runners}
+    running: dict[int, tuple[Runner, float | None]] = {id(runner): (runner, None) for runner in runners}
     while running:
         time.sleep(0.05)
         now = time.monotonic()

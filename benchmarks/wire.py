@@ -152,7 +152,7 @@ class Worker:
         from elasticcb.sharding.push import Gradients
 
         dense: tuple[int, ...] = ()
-        blocks = [{}]
+        blocks: list[dict[str, Any]] = [{}]
         if batches != 0:
             dense = tuple(index for index, spec in enumerate(self._specs) if not spec.table)
             blocks = [{"float32": (self._random.normal(size=self._dense) * 1e-6).astype("f4")}]

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from contestants import elastic
 from report import machine, publish, table_parser
@@ -39,12 +40,12 @@ NETWORKS = {  # title: folders on Python's path, environment
 _NAMESPACE = f"benchmark-{os.getpid()}"
 if os.geteuid() == 0:
     NETWORKS["TCP with TLS, 1 Gbit/s"] = ((_DELAYED,), _UNSHARED | _TCP | {"BENCHMARK_NAMESPACE": _NAMESPACE})
-UPDATES = {
+UPDATES: dict[str, dict[str, Any]] = {
     "async": {},
     "async, staleness 1": {"max_staleness": 1},
     "local": {"updates": "local"},
 }
-MORE_UPDATES = {  # measured when they are asked for
+MORE_UPDATES: dict[str, dict[str, Any]] = {  # measured when they are asked for
     f"local{staleness}{rounding}": {"updates": "local", **late, **rounded}
     for staleness, late in (("", {}), (", staleness 1", {"max_staleness": 1}))
     for rounding, rounded in (("", {}), *((f", {dtype}", {"wire_dtype": dtype}) for dtype in ("bfloat16", "int8")))

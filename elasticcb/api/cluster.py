@@ -299,8 +299,9 @@ class Cluster:
 
         Args:
             function: a Python function, or a `tf.function`.
-            args, kwargs: anything that can be pickled; values that were scheduled before, iterators over per-worker
-                datasets, and the model that was given to `place`.
+            *args: anything that can be pickled; values that were scheduled before, iterators over per-worker datasets,
+                and the model that was given to `place`.
+            **kwargs: the same.
 
         Raises:
             UsageError: the cluster is closed or busy, or something can't be sent to a worker.

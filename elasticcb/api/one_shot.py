@@ -22,9 +22,12 @@ def fit(
     """Starts a `Cluster`, trains `model` on it as `Cluster.fit` does, and ends it.
 
     Args:
-        args, kwargs: of `Cluster.fit`.
-        num_workers, num_ps, job_dir: of the `Cluster`.
-        cluster: its other arguments.
+        *args: of `Cluster.fit`.
+        num_workers: of the `Cluster`.
+        num_ps: of the `Cluster`.
+        job_dir: of the `Cluster`.
+        cluster: other arguments of the `Cluster`.
+        **kwargs: of `Cluster.fit`.
     """
     with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
         return own.fit(model, *args, **kwargs)

@@ -46,9 +46,7 @@ class ExternalCluster(ClusterBackend):
         if not self._told:
             self._told = True
             self._tell_what_to_copy()
-        chosen = backend_of_role(role, process.keras_backend)
-        keras = "" if chosen == OF_SERVERS else f"{VARIABLE}={chosen} "
-        self._say(f"Waiting for: {keras}{TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}")
+        self._say(f"Waiting for: {command_line(process, token)}")
 
     def _tell_what_to_copy(self) -> None:
         files = [self._file] if self._written else []
@@ -86,3 +84,10 @@ class ExternalCluster(ClusterBackend):
         secrets = [self._file] if self._written else []
         for file in (*secrets, *self._ca_of_job()):  # another run has others
             file.unlink(missing_ok=True)
+
+
+def command_line(process: RoleProcess, token: str) -> str:
+    """How to start a process in a shell, where `token` is written so."""
+    chosen = backend_of_role(process.role, process.keras_backend)
+    keras = "" if chosen == OF_SERVERS else f"{VARIABLE}={chosen} "
+    return f"{keras}{TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}"

@@ -15,7 +15,7 @@ from jobs import job_settings, run_job
 from warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = 96
 SCRIPT = "# script"  # first line of a fenced block that is a whole program
@@ -101,12 +101,33 @@ SCRIPTS = {f"{page.name}-{number}": page for page in PAGES for number in range(l
 FIRST_OF_PAGES = [name for name in SCRIPTS if name.endswith("-0")]
 
 
+def run_script(folder: Path, name: str) -> list[str]:
+    """The lines that a program prints in its folder."""
+    errors = folder / "errors.txt"
+    run = WarmProcess([], folder, dict(os.environ), folder / name, stderr=errors)
+    printed = run.stdout.read().splitlines()
+    assert run.wait() == 0, errors.read_text()
+    return printed
+
+
 @pytest.mark.parametrize("name", deep_but(SCRIPTS, *FIRST_OF_PAGES))
 def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(name, tmp_path):
     text = model_files(SCRIPTS[name], SCRIPT)[int(name.rpartition("-")[2])]
-    script, errors = tmp_path / "program.py", tmp_path / "errors.txt"
-    script.write_text(text)
-    run = WarmProcess([], tmp_path, dict(os.environ), script, stderr=errors)
-    printed = run.stdout.read().splitlines()
-    assert run.wait() == 0, errors.read_text()
-    assert printed == re.findall(r"^# prints: (.*)$", text, re.MULTILINE)
+    (tmp_path / "program.py").write_text(text)
+    assert run_script(tmp_path, "program.py") == re.findall(r"^# prints: (.*)$", text, re.MULTILINE)
+
+
+def test_tutorial_ends_with_a_model_that_is_served(tmp_path, start_job):
+    page = TUTORIAL.read_text(encoding="utf-8")
+    files = dict(re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    assert list(files) == ["make_clicks.py", "clicks.py", "job.yaml", "serve.py"]
+    fewer = files["make_clicks.py"].replace("240_000", "40_000").replace("200_000", "32_000")
+    for name, text in (files | {"make_clicks.py": fewer}).items():
+        (tmp_path / name).write_text(text)
+    assert run_script(tmp_path, "make_clicks.py") == []
+    job = start_job("train", f"--config={tmp_path / 'job.yaml'}")
+    assert job.finish() == 0, job.output
+    assert float(re.search(r"^  auc +([\d.]+)", job.output, re.MULTILINE).group(1)) > 0.6
+    best = run_script(tmp_path, "serve.py")
+    assert len(best) == 5
+    assert all(re.fullmatch(r"item-\d+ \d\.\d\d", line) for line in best)

@@ -19,7 +19,7 @@ from elasticcb.compute.backend import (
 )
 from elasticcb.compute.dense_batches import arrays_of
 from elasticcb.compute.jax.build import build, sized
-from elasticcb.compute.jax.capture import OptimizerCapture
+from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
@@ -64,7 +64,7 @@ class JAXBackend(Backend):
         allowed: Callable[[int], bool],
         local: bool = False,
     ) -> dict[int, TableSpec]:
-        capture = OptimizerCapture(model) if mode is Mode.TRAINING else None
+        capture = StatelessCapture(model) if mode is Mode.TRAINING else None
         steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
 
         def found(step: Any, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:

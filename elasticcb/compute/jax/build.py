@@ -10,7 +10,7 @@ import keras
 
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.jax.capture import OptimizerCapture, one_optimizer
+from elasticcb.compute.jax.capture import StatelessCapture, one_optimizer
 from elasticcb.compute.jax.explain import explain
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step
 from elasticcb.errors import ModelFileError
@@ -63,7 +63,7 @@ def _check_optimizer(model: keras.Model, local: bool) -> None:
 
 
 def _trace_training(model: keras.Model, data: Any) -> None:
-    capture = OptimizerCapture(model)
+    capture = StatelessCapture(model)
     try:
         train_step(model, capture).trace(data)
     finally:

@@ -11,7 +11,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import model_optimizers
 
 
-class OptimizerCapture:
+class StatelessCapture:
     """Makes the optimizer of a model keep what its `stateless_apply` is given, from now on.
 
     Args:

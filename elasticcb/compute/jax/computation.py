@@ -11,7 +11,7 @@ import numpy as np
 
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, TableRows
 from elasticcb.compute.dense_batches import arrays_of, records_in
-from elasticcb.compute.jax.capture import OptimizerCapture
+from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.explain import explained
 from elasticcb.compute.jax.steps import step_of
 from elasticcb.compute.jax.tables import JAXTables
@@ -44,7 +44,7 @@ class JAXComputation(Computation):
         capture: of its optimizer; None where nothing is trained.
     """
 
-    def __init__(self, held: HeldModel, capture: OptimizerCapture | None) -> None:
+    def __init__(self, held: HeldModel, capture: StatelessCapture | None) -> None:
         self._model, self._metrics, self._specs, self._partition = held
         self._capture = capture
         self._trained: Sequence[keras.Variable] = held.model.trainable_variables

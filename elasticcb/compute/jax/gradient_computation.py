@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
 from elasticcb.compute.clipping import clippings
-from elasticcb.compute.jax.capture import OptimizerCapture
+from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
 from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
@@ -28,7 +28,7 @@ class JAXGradients(JAXComputation, GradientComputation):
 
     def __init__(self, held: HeldModel) -> None:
         trains = getattr(held.model, "optimizer", None) is not None
-        super().__init__(held, OptimizerCapture(held.model) if trains else None)
+        super().__init__(held, StatelessCapture(held.model) if trains else None)
         self._averages = MovingAverages(held.model)
         places = {id(variable): index for index, variable in enumerate(held.model.weights)}
         self._other_places = [places.get(id(variable)) for variable in self._others]  # None: it is of this worker

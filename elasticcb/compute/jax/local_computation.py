@@ -11,7 +11,7 @@ import numpy as np
 
 from elasticcb.compute.backend import HeldModel, LocalComputation, Prepared, StepResult, TableRows
 from elasticcb.compute.clipping import check_local_clipping
-from elasticcb.compute.jax.capture import OptimizerCapture
+from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
 from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
@@ -28,7 +28,7 @@ class JAXLocal(JAXComputation, LocalComputation):
     def __init__(self, held: HeldModel) -> None:
         model, specs = held.model, held.specs
         tables = [index for index, spec in enumerate(specs) if spec.table]
-        capture = OptimizerCapture(model, tables)
+        capture = StatelessCapture(model, tables)
         if tables:
             check_local_clipping([capture.optimizer])
             _check_scale(capture.optimizer)

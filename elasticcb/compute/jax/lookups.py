@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -20,6 +21,8 @@ from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.rpc.tensors import Array
 
+# Older releases have it as an experiment.
+_enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 _LOOP = (
     "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
     "that runs another one step by step, as TimeDistributed), where its ids can't be known before the step runs. Call "
@@ -27,7 +30,7 @@ _LOOP = (
 )
 
 
-class Recording:
+class StepRecording:
     """Writes down what layers are asked for in a step that is traced, and answers with rows that mean nothing."""
 
     def __init__(self, layers: Mapping[int, TableLayer]) -> None:
@@ -59,7 +62,7 @@ class TracedIds:
         tables: of each lookup of the step, in order.
     """
 
-    def __init__(self, step: StatelessStep, recording: Recording, data: Any) -> None:
+    def __init__(self, step: StatelessStep, recording: StepRecording, data: Any) -> None:
         self._variables = [variable for group in step.variables() for variable in group]
         state = keras.tree.map_structure(_shape_of, tuple(map(list, step.variables())))
 
@@ -70,7 +73,7 @@ class TracedIds:
 
         try:
             # Ids may be larger than what JAX computes with otherwise.
-            with jax.enable_x64(True), keras.StatelessScope():
+            with _enable_x64(True), keras.StatelessScope():
                 self._whole = jax.make_jaxpr(traced)(state, jax.ShapeDtypeStruct((), "float32"), data)
         except jax.errors.UnexpectedTracerError:
             self.tables: list[int] = []
@@ -126,7 +129,7 @@ class TracedIds:
     def ids(self, data: Any) -> list[Array]:
         """Of each lookup, int64, for a batch of the kind."""
         leaves = jax.tree.leaves(data)
-        with jax.enable_x64(True):
+        with _enable_x64(True):
             found = self._compiled(*(leaves[place] for place in self._leaves))
         return [np.asarray(ids).astype(np.int64) for ids in found]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import keras
 
-from elasticcb.compute.jax.capture import OptimizerCapture
+from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.settings import Mode
 
 Groups = tuple[Sequence[keras.Variable], ...]
@@ -45,7 +45,7 @@ def predict_step(model: keras.Model) -> StatelessStep:
     )
 
 
-def train_step(model: keras.Model, capture: OptimizerCapture) -> StatelessStep:
+def train_step(model: keras.Model, capture: StatelessCapture) -> StatelessStep:
     """Gives logs and the gradients that `capture` keeps."""
 
     def run(state: Any, data: Any) -> Any:
@@ -60,7 +60,7 @@ def train_step(model: keras.Model, capture: OptimizerCapture) -> StatelessStep:
     return StatelessStep(run, variables)
 
 
-def step_of(model: keras.Model, mode: Mode, capture: OptimizerCapture | None) -> StatelessStep:
+def step_of(model: keras.Model, mode: Mode, capture: StatelessCapture | None) -> StatelessStep:
     if mode is Mode.TRAINING and capture is not None:
         return train_step(model, capture)
     return test_step(model) if mode is Mode.EVALUATION else predict_step(model)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from elasticcb.compute.jax.lookups import Lookups, Recording, TracedIds, kind_of, unique_ids
+from elasticcb.compute.jax.lookups import Lookups, StepRecording, TracedIds, kind_of, unique_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering
@@ -54,7 +54,7 @@ class JAXTables(ServedTables):
         return look_up
 
     def _traced(self, step: StatelessStep, data: Any) -> TracedIds:
-        recording = Recording(self._layers)
+        recording = StepRecording(self._layers)
         with self.tracing, self._answered_by(recording):
             ids = TracedIds(step, recording, data)
         for index, problem in ids.problems(self._layers).items():
@@ -93,7 +93,7 @@ class JAXTables(ServedTables):
 
 def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
     """Why rows can't be known before a step, by variable; as `movable.FindProblems`, of arrays."""
-    recording = Recording(layers)
+    recording = StepRecording(layers)
     for index, layer in layers.items():
         answer(layer, functools.partial(recording.lookup, index))
     try:
