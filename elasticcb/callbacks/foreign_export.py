@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from elasticcb.process.import_path import python_code
 from elasticcb.serialization import pickling
 from elasticcb.serialization.model_archive import restore_model, save_model
 
+# Attributes of a model that `compile` and a job set.
+_OF_TRAINING = (
+    "compiled", "optimizer", "compute_metrics", "train_step", "test_step",
+    "_compile_config", "_compile_metrics", "_compile_loss", "_loss_tracker",
+)  # fmt: skip
 _MODEL, _WEIGHTS, _ERROR = "model", "model.weights.h5", "error"
 
 
@@ -34,7 +41,8 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
         CallbackError: it can't be done.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given:
-        content = {"model": save_model(model), "features_spec": features_spec, "folder": folder}
+        with _only_layers(model):
+            content = {"model": save_model(model), "features_spec": features_spec, "folder": folder}
         Path(given, _MODEL).write_bytes(pickling.dumps(content, "What the exporter needs"))
         model.save_weights(Path(given, _WEIGHTS))
         # It computes next to nothing.
@@ -51,6 +59,18 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
                 "Keras operations. Else leave out --output, and save the model as a .keras file, in on_train_end of a "
                 "callback."
             )
+
+
+@contextlib.contextmanager
+def _only_layers(model: keras.Model) -> Iterator[None]:
+    """The model is as before it was compiled: a job's optimizers and metrics refer to what is of this process."""
+    attributes = vars(model)
+    before = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
+    attributes["compiled"] = False
+    try:
+        yield
+    finally:
+        attributes.update(before)
 
 
 def main() -> int:
