@@ -14,13 +14,19 @@ from pathlib import Path
 import pytest
 
 CONFORMANCE = Path(__file__).parent / "conformance"
-BACKENDS = ("jax", "torch")
+# By the package that it needs, how to install that.
+BACKENDS = {"jax": "pip install 'elasticcb[jax]'", "torch": "pip install torch"}
+
+
+def require(backend: str) -> None:
+    """Skips a test where a backend is not installed."""
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend!r} is not installed: {BACKENDS[backend]}")
 
 
 def run(backend: str, *options: str) -> None:
     """Runs the checks, and shows what fails."""
-    if find_spec(backend) is None:
-        pytest.skip(f"the package {backend!r} is not installed")
+    require(backend)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
     environment = os.environ | {"KERAS_BACKEND": backend}
     done = subprocess.run(
