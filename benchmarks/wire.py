@@ -13,7 +13,9 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,14 @@ def main() -> None:
 
 def traffic(mode: str, wire_dtype: str, batches: int) -> Counter[str]:
     """Bytes of arrays that all workers sent and received, each for this number of batches."""
+    with served(mode, wire_dtype, WORKERS) as workers, ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda worker: worker.train(batches), workers))
+        return sum((worker.bytes for worker in workers), Counter())
+
+
+@contextmanager
+def served(mode: str, wire_dtype: str, count: int) -> Iterator[list[Worker]]:
+    """Workers of a server."""
     import keras
 
     from elasticcb.clients.ps_places import ServerPlace
@@ -61,13 +71,11 @@ def traffic(mode: str, wire_dtype: str, batches: int) -> Counter[str]:
     server.start()
     specs = variables()
     _initialize(ServerPlace(server.address, 0), specs)
-    workers = [Worker(number, ServerPlace(server.address, 0), specs, mode, wire_dtype) for number in range(WORKERS)]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(lambda worker: worker.train(batches), workers))
+    workers = [Worker(number, ServerPlace(server.address, 0), specs, mode, wire_dtype) for number in range(count)]
+    yield workers
     for worker in workers:
         worker.close()
     server.stop(0)
-    return sum((worker.bytes for worker in workers), Counter())
 
 
 def variables() -> list[Any]:
@@ -143,12 +151,16 @@ class Worker:
         self._client.lookup(ids[0], create=True)
         self.bytes.clear()  # that was the beginning
         for step in range(batches):
-            rows = {table: (own, self._normal(len(own), self._specs[table])) for table, own in ids[step].items()}
-            self._push(rows, None if not self._is_local else 0, ids[step + 1])
+            self.push(self.gradients(ids[step]), None if not self._is_local else 0, ids[step + 1])
             if self._is_local and (step + 1) % LOCAL_STEPS == 0:
-                self._push({}, LOCAL_STEPS, {})
+                self.push({}, LOCAL_STEPS, {})
 
-    def _push(self, rows: dict[int, Any], batches: int | None, wanted: dict[int, Any]) -> None:
+    def gradients(self, ids: dict[int, Any]) -> dict[int, Any]:
+        """Random ones of rows."""
+        return {table: (own, self._normal(len(own), self._specs[table])) for table, own in ids.items()}
+
+    def push(self, rows: dict[int, Any], batches: int | None, wanted: dict[int, Any]) -> None:
+        """Pushes gradients of rows, and for a number of `batches` above 0 a movement; asks for the rows `wanted`."""
         from elasticcb.sharding.push import Gradients
 
         dense: tuple[int, ...] = ()
