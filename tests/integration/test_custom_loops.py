@@ -88,9 +88,9 @@ def test_several_updates_in_one_function_see_each_other(cluster):
     np.testing.assert_allclose(values, [own_step(*BATCHES[0]).numpy() for _ in range(3)], rtol=1e-5)
 
 
-def test_gradients_of_rows_update_those_rows_alone(cluster):
+def test_gradients_of_rows_of_a_large_variable_update_those_rows_alone(cluster):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.layers.Input((1,), dtype="int32"), keras.layers.Embedding(10, 3)])
+    model = keras.Sequential([keras.layers.Input((1,), dtype="int32"), keras.layers.Embedding(30_000, 3)])
     model.compile("adam", "mse")
     before = model.get_weights()[0]
     cluster.place(model)

@@ -18,6 +18,10 @@ from elasticcb.sharding.partition import VariableSpec
 Dense = dict[int, Any]  # gradients by variable
 Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows) by variable
 
+# Gradients of rows of a variable of at most so many bytes are made dense: to sort, send, check and apply rows of a
+# variable by itself takes a server and a worker longer than so many bytes do among the other dense gradients.
+SMALL_BYTES = 256 << 10
+
 
 @dataclass(frozen=True)
 class Clipping:
@@ -63,7 +67,7 @@ def sort_gradients(
 ) -> tuple[Dense, Rows, Dense]:
     """Dense gradients, unique rows, and gradients of the rows `tables` of embedding tables, by variable."""
     prepared = {
-        index: _of_table(gradient, tables[index]) if index in tables else _prepared(gradient, specs[index].dtype)
+        index: _of_table(gradient, tables[index]) if index in tables else _prepared(gradient, specs[index])
         for index, gradient in sorted(gradients.items())
     }
     for clipping in clipped:
@@ -85,9 +89,12 @@ def _of_table(gradient: Any, rows: Any) -> Any:
     return tf.cast(gradient, rows.dtype)
 
 
-def _prepared(gradient: Any, dtype: str) -> Any:
+def _prepared(gradient: Any, spec: VariableSpec) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
-        return tf.cast(gradient, dtype)
-    ids, positions = tf.unique(tf.cast(tf.reshape(gradient.indices, [-1]), tf.int64))
-    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, dtype), positions, tf.size(ids))
+        return tf.cast(gradient, spec.dtype)
+    given, values = tf.reshape(gradient.indices, [-1]), tf.cast(gradient.values, spec.dtype)
+    if spec.elements * values.dtype.size <= SMALL_BYTES:
+        return tf.math.unsorted_segment_sum(values, given, spec.rows)
+    ids, positions = tf.unique(tf.cast(given, tf.int64))
+    values = tf.math.unsorted_segment_sum(values, positions, tf.size(ids))
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
