@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import tensorflow as tf
 
@@ -26,3 +28,29 @@ def test_a_function_that_fails_is_not_run_again():
     with pytest.raises(tf.errors.InvalidArgumentError, match="it is not finite"):
         call([tf.constant(float("nan"))])
     assert float(runs) == 1
+
+
+class Pair(NamedTuple):
+    first: tf.Tensor
+    rest: dict[str, tf.Tensor]
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        lambda x: x,
+        lambda x: None,
+        lambda x: [],
+        lambda x: [x],
+        lambda x: (x, None, {2: x + 1, 1: {"a": x + 2, "b": ()}}),
+        lambda x: Pair(x, {"b": x + 1, "a": x + 2}),
+        lambda x: {"ragged": tf.RaggedTensor.from_row_lengths(x[None] + [1.0, 2.0], [0, 2]), "same": [x, x]},
+    ],
+)
+def test_what_a_call_returns_has_the_structure_of_what_the_function_returns(structure):
+    def listed(value):
+        leaves = tf.nest.flatten(value, expand_composites=True)
+        tf.nest.assert_same_structure(value, structure(tf.constant(3.0)), expand_composites=True)
+        return [None if leaf is None else leaf.numpy().tolist() for leaf in leaves]
+
+    assert listed(quick_call(structure, NUMBER)([tf.constant(3.0)])) == listed(structure(tf.constant(3.0)))

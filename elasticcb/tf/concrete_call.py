@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,9 +27,39 @@ def quick_call(
         function, input_signature=list(signature), autograph=False, jit_compile=jit_compile
     ).get_concrete_function()
     captured = compiled.captured_inputs
-    if hasattr(compiled, "_call_flat"):
-        return _OneAfterAnother(lambda tensors: compiled._call_flat(list(tensors), captured))
-    return _OneAfterAnother(lambda tensors: compiled(*tensors))
+    inner = getattr(compiled, "_inference_function", None)  # not a public name
+    if inner is None:
+        return _OneAfterAnother(lambda tensors: compiled(*tensors))
+    pack = _packer(compiled.structured_outputs)
+    return _OneAfterAnother(lambda tensors: pack(iter(inner.call_flat(*tensors, *captured) or ())))
+
+
+def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
+    """A function that makes `structure` of its flat tensors, in their order.
+
+    TensorFlow's own walks through the structure at each call, which takes 0.1 ms for what a step returns.
+    """
+    if isinstance(structure, tf.Tensor):
+        return next
+    if type(structure) is dict:
+        keys = tuple(structure)
+        values = [(key, _packer(structure[key])) for key in sorted(keys)]  # the order in which TensorFlow flattens
+
+        def pack_dict(given: Iterator[tf.Tensor]) -> Any:
+            found = {key: pack(given) for key, pack in values}
+            return {key: found[key] for key in keys}
+
+        return pack_dict
+    if type(structure) in (list, tuple):
+        kind, items = type(structure), [_packer(item) for item in structure]
+        return lambda given: kind(pack(given) for pack in items)
+    parts = tf.nest.flatten(structure, expand_composites=True)
+
+    def pack_any(given: Iterator[tf.Tensor]) -> Any:
+        flat = [None if part is None else next(given) for part in parts]
+        return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+    return pack_any
 
 
 # How an error begins that says so before any operation has run.

@@ -11,7 +11,7 @@ from tensorflow.python.eager import context
 
 from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array
 
-_DTYPES = (np.float32, np.float64)  # of what is large
+_DTYPES = (np.float32, np.float64, np.int64)  # of what is large, and of counts and ids
 
 
 def tensor_of(array: Array) -> tf.Tensor:

@@ -20,7 +20,9 @@ def sorted_rows(rows, dtype="float32"):
     return dense, pairs
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(4, "float32"), (LARGEST_SMALL, "float32"), (2 * LARGEST_SMALL, "float16")])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(4, "float32"), (LARGEST_SMALL, "float32"), (2 * LARGEST_SMALL, "float16")]
+)
 def test_those_of_a_small_variable_are_made_dense(rows, dtype):
     dense, pairs = sorted_rows(rows, dtype)
     assert not pairs
