@@ -21,6 +21,8 @@ class IdIndex:
     Open addressing with linear probing, at most half full: 16 to 32 bytes an id, of which 8 are the id. All calls take
     many ids at once, and cost a few dozen nanoseconds for each.
 
+    While each id is its own place, as in a keras.layers.Embedding whose rows are all on one server, nothing is hashed.
+
     Attributes:
         recent: ids that were looked up lately, and their places.
     """
@@ -29,6 +31,7 @@ class IdIndex:
         self._ids = GrowingArray((), np.int64)
         self._ids.array[:_FIRST] = -1
         self._count = self._removed = 0
+        self._is_identity = True  # each id is its own place, and the table below is empty
         self._table, self._mask, self._shift = _empty_table(_SMALLEST)
         self.recent = RecentIds()
 
@@ -42,6 +45,9 @@ class IdIndex:
 
     def find(self, ids: Array) -> Array:
         """The places of `ids` (int64 [n]), int64 [n]; -1 where there is none."""
+        if self._is_identity:
+            same = ids < self._count
+            return ids.copy() if same.all() else np.where(same, ids, -1)
         positions = self._starts(ids)
         marks = self._table.take(positions)
         known = self._ids.array
@@ -69,11 +75,15 @@ class IdIndex:
         self._ids.reserve(end)
         self._ids.array[first:end] = ids
         self._count += len(ids)
-        if 2 * (self._count + self._removed) > len(self._table):
+        places = np.arange(first - _FIRST, end - _FIRST)
+        if self._is_identity:
+            if not np.array_equal(ids, places):
+                self._begin_to_hash()
+        elif 2 * (self._count + self._removed) > len(self._table):
             self._rebuild()
         else:
             self._fill(ids, np.arange(first, end, dtype=np.int32))
-        return np.arange(first - _FIRST, end - _FIRST)
+        return places
 
     def remove(self, places: Array) -> tuple[Array, Array]:
         """Forgets what is at `places` (int64 [n], unique). The last ones move into the gaps.
@@ -82,6 +92,8 @@ class IdIndex:
             belongs to them.
         """
         self.recent.clear()
+        if self._is_identity:
+            self._begin_to_hash()
         count = self._count - len(places)
         gaps = places[places < count]
         stays = np.ones(len(places), bool)
@@ -122,6 +134,10 @@ class IdIndex:
             self._table[positions[free]] = marks[free]
             rest = np.flatnonzero(self._table.take(positions) != marks)
             positions, marks = (positions.take(rest) + 1) & self._mask, marks.take(rest)
+
+    def _begin_to_hash(self) -> None:
+        self._is_identity = False
+        self._rebuild()
 
     def _rebuild(self) -> None:
         buckets = _SMALLEST

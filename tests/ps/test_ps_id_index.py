@@ -54,3 +54,24 @@ def test_ids_of_a_read_only_array_are_found():
     ids = np.frombuffer(np.arange(9).tobytes(), np.int64)
     index.insert(ids)
     assert index.find(ids).tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("then", ["ids that are not their places", "some are removed"])
+def test_ids_that_are_their_own_places_are_found_before_and_after_others_come_or_some_go(then):
+    index = IdIndex()
+    for first, end in ((0, 3), (3, 5_000)):
+        assert index.insert(np.arange(first, end)).tolist() == list(range(first, end))
+    asked = np.array([4_999, 0, 5_000, 2**63 - 1, 7])
+    assert index.find(asked).tolist() == [4_999, 0, -1, -1, 7]
+    found = index.find(asked[:2])
+    found[:] = 0  # it is the caller's own
+    assert asked[0] == 4_999
+    if then == "some are removed":
+        index.remove(np.array([7, 4_999]))
+        assert index.find(asked).tolist() == [-1, 0, -1, -1, -1]
+        assert index.find(np.array([4_998])).tolist() == [7]
+        assert index.insert(np.array([4_999])).tolist() == [4_998]
+    else:
+        assert index.insert(np.array([2**40, 5_000])).tolist() == [5_000, 5_001]
+        assert index.find(asked).tolist() == [4_999, 0, 5_001, -1, 7]
+    assert (index.find(index.ids) == np.arange(len(index))).all()
