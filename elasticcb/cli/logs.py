@@ -11,7 +11,7 @@ from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.local_job import log_lines
+from elasticcb.clients.local_job import log_lines
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 

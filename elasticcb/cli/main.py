@@ -11,6 +11,7 @@ import rich_click as click
 from elasticcb import __version__
 from elasticcb.cli.clean import clean
 from elasticcb.cli.command import CONTEXT, CommandRun
+from elasticcb.cli.dashboard import dashboard
 from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.exits import exit_code
 from elasticcb.cli.jobs import jobs
@@ -33,7 +34,7 @@ from elasticcb.process.signals import heed_sigterm
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
 @click.command_panel(
-    "Jobs", commands=["train", "resume", "status", "logs", "scale", "stop", "evaluate", "predict", "clean"]
+    "Jobs", commands=["train", "resume", "status", "dashboard", "logs", "scale", "stop", "evaluate", "predict", "clean"]
 )
 @click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
 @click.command_panel("Looking into embedding tables", commands=["table"])
@@ -49,7 +50,7 @@ def elasticcb() -> None:
 
 
 for _command in (
-    train, resume, status, scale, evaluate, predict, zoo, jobs, logs, stop, clean, table, master, ps, worker
+    train, resume, status, dashboard, scale, evaluate, predict, zoo, jobs, logs, stop, clean, table, master, ps, worker
 ):  # fmt: skip
     elasticcb.add_command(_command)
 

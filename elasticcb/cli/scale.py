@@ -10,11 +10,10 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.local_job import master_of
+from elasticcb.clients.local_job import scale_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import UsageError
 from elasticcb.process.logs import say
-from elasticcb.process.wording import how_many
 
 
 @click.command(context_settings=CONTEXT)
@@ -41,21 +40,8 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
     if namespace:
         end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
         return
-    with master_of(find_job(job)) as master:
-        if workers:
-            before = master.scale(workers)
-            print(
-                f"{job} has {how_many(workers, 'worker')} from now on; there were {before}."
-                if workers != before
-                else f"{job} has {how_many(workers, 'worker')} already."
-            )
-        if ps:
-            moved = master.scale_servers(ps, on_wait=_say_wait)
-            print(moved or f"{job} has {how_many(ps, 'parameter server')} already.")
-
-
-def _say_wait(waits_for: str) -> None:
-    say(f"Waiting for {waits_for}.")
+    for line in scale_job(find_job(job), workers, ps, on_wait=lambda waits_for: say(f"Waiting for {waits_for}.")):
+        print(line)
 
 
 def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:

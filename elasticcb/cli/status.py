@@ -12,7 +12,7 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.status import pods_lines, pods_state
-from elasticcb.cli.local_job import how_it_ended, master_of
+from elasticcb.clients.local_job import how_it_ended, master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 

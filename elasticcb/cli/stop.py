@@ -7,7 +7,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.local_job import stop_job
+from elasticcb.clients.local_job import stop_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL
 from elasticcb.errors import UsageError

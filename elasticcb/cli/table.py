@@ -17,8 +17,8 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job, is_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.local_job import how_it_ended, master_of
 from elasticcb.cli.table_lines import lines_of
+from elasticcb.clients.local_job import how_it_ended, master_of
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.logs import quiet_environment, say

@@ -240,6 +240,11 @@ class MasterClient:
         document: dict[str, Any] = json.loads(self._call("Status", pb.StatusRequest()).status)
         return document
 
+    def status_and_past(self, after: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As `status`, and what has happened since the entry of that number, as `History.after` gives it."""
+        answer = self._call("Status", pb.StatusRequest(past_after=after))
+        return json.loads(answer.status), json.loads(answer.past)
+
     def tables(self, top: int, id: int | None = None) -> pb.TablesResponse:
         """What the embedding tables hold, with the `top` ids that were looked up most; or the rows of `id`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState
 from elasticcb.master.journal import Journal
 from elasticcb.master.members import Member, Role
+from elasticcb.master.past import Past
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
@@ -57,7 +59,8 @@ class Desk:
         self._show = show
         self._journal: Journal | None = None  # of a job that can be resumed
         roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
-        self._processes = Processes(roster, backend, self._worker_lost, self._server_lost, self.say)
+        say_of_process = functools.partial(self.say, kind="loss")
+        self._processes = Processes(roster, backend, self._worker_lost, self._server_lost, say_of_process)
         self._guarded = Guarded(JobState(Crew(roster)), self._settle)
 
     def state(self) -> AbstractContextManager[JobState]:
@@ -106,11 +109,21 @@ class Desk:
         """One is where it belongs."""
         with self.state() as state:
             state.checkpoint_written = time.monotonic()
+            state.past.happened("checkpoint", f"A checkpoint is written, at version {state.version}.")
 
-    def say(self, text: str) -> None:
-        """Shows the user a line about the job."""
+    def say(self, text: str, kind: str = "note") -> None:
+        """Shows the user a line about the job, which its page keeps as an event of this kind."""
+        self.happened(kind, text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         self._show(text)
         self.backend.note(text)
+
+    def happened(self, kind: str, text: str) -> None:
+        """As `Past.happened`."""
+        with self.state() as state:
+            state.past.happened(kind, text)
 
     def _settle(self, state: JobState) -> Wake:
         effects = state.take_effects()
@@ -123,7 +136,8 @@ class Desk:
             except JobFailedError as error:
                 state.error = error
         for line in effects.lines:
-            self.say(line)
+            state.past.happened("note", line)
+            self._say(line)
         self.ready = state.ready
         return Wake.ALL if effects.everybody else Wake.DRIVER if effects.driver else Wake.NOBODY
 
@@ -143,6 +157,7 @@ class Desk:
             last.roster.losses.recovers_ps = _recovers_ps(settings)
             state = JobState(last.crew, last.number + 1, settings, program, datasets, started)
             state.wake()
+            state.past = Past(time.time)
             self._guarded.replace(state)
 
     def tell(self, **news: Any) -> None:

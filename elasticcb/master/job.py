@@ -27,7 +27,7 @@ from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.opening import open_job
 from elasticcb.master.order import Order, Takeover
-from elasticcb.master.report import Report
+from elasticcb.master.report import KeptDisplay, Report
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.model.job_callbacks import callback_params
 from elasticcb.optimizers.state import ModelState
@@ -70,6 +70,7 @@ class Job:
     ) -> None:
         memory = journal.memory if journal is not None and journal.memory.queue is not None else None
         kept = None if memory is None else memory.callback_arrays
+        display = KeptDisplay(display, master.desk.happened)
         self._order = Order(
             settings=settings,
             master=master,

@@ -16,6 +16,7 @@ from elasticcb.master.epoch_states import EpochStates
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.late_gradients import LossJumps
 from elasticcb.master.members import Role
+from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces
@@ -77,6 +78,9 @@ class JobRecord:
 
     Attributes:
         told: what the thread that drives the job tells people of it.
+        speed: in records that count.
+        speeds: of workers, by id, in batches.
+        past: for the job's page.
         evaluated_before: records that were evaluated before the last round.
         start_version: of the model, when the job began.
         queue: None until the model is built.
@@ -110,6 +114,8 @@ class JobRecord:
         self.checkpoint_written = started
         self.told = JobSnapshot()
         self.speed = Speed()
+        self.speeds: dict[int, Speed] = {}
+        self.past = Past()
         self.evaluated_before = 0
         self.start_version = 0
         self.queue: TaskQueue | None = None

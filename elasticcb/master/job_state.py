@@ -18,6 +18,7 @@ from elasticcb.errors import (
     JobOverError,
     UsageError,
 )
+from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.job_record import JobRecord
@@ -111,6 +112,7 @@ class JobState(JobRecord):
     def register(self, member: Member) -> None:
         """A process is there."""
         logger.info("%s is there", member)
+        self.past.happened("joined", f"{member} is there.")
         self.note_roster()
         self.wake()
 
@@ -131,6 +133,7 @@ class JobState(JobRecord):
             servers[index] = place
             self.cluster = replace(self.cluster, servers=servers)
             self._write(servers=servers)
+            self.past.happened("recovery", f"Parameter server {index} holds its part of the model again.")
         self.wake()
 
     def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
@@ -158,7 +161,7 @@ class JobState(JobRecord):
         """Its tasks go back."""
         if self.queue is not None:
             _log_back(self.queue.worker_lost(worker))
-        self.paces.forget(worker)
+        self._forget_pace(worker)
         self.note()
         self.wake()
 
@@ -166,7 +169,7 @@ class JobState(JobRecord):
         """It was asked to end, and has put down its work."""
         if self.queue is not None and member.role is Role.WORKER:
             _log_back(self.queue.worker_left(member.id))
-        self.paces.forget(member.id)
+        self._forget_pace(member.id)
 
     def left(self, id: int) -> None:
         """A process has ended, as it should."""
@@ -190,8 +193,11 @@ class JobState(JobRecord):
         if self.queue is None:
             return TaskDecision(DecisionKind.WAIT, None, "the master is starting")
         decision = self.queue.get_task(worker, now, held)
-        if decision.kind is DecisionKind.TASK:
+        if decision.lease is not None:
             self.note()
+            member = self.roster.member(worker)
+            if member is not None:
+                self.past.began(decision.lease, member.index)
         return decision
 
     def idle_workers(self) -> list[int]:
@@ -221,14 +227,20 @@ class JobState(JobRecord):
         self.wake()
         return answer
 
-    def note_pace(self, worker: int, batches: int, seconds: float) -> None:
+    def note_pace(self, worker: int, batches: int, seconds: float, now: float) -> None:
         """`worker` has trained so many batches in so many seconds."""
         member = self.roster.member(worker)
         verdict = self.paces.note(worker, batches, seconds)
+        if self.paces.knows(worker):
+            self.speeds.setdefault(worker, Speed()).note(now, self.paces.batches(worker))
         if verdict and member is not None:
             self.say(f"Worker {member.index} {verdict}.")
             if member.index not in self.totals.stragglers:
                 self.totals.stragglers.append(member.index)
+
+    def _forget_pace(self, worker: int) -> None:
+        self.paces.forget(worker)
+        self.speeds.pop(worker, None)
 
     def note_stats(self, id: int, stats: Stats) -> None:
         """What a process has counted since it started."""
@@ -274,6 +286,7 @@ class JobState(JobRecord):
         outcome = self.queue.report_done(worker, lease, result.ended_after)
         task = outcome.task
         if outcome.counts and task is not None:
+            self.past.ended(lease, "done", task)
             self.totals.gradients_rejected += result.gradients_rejected
             self.totals.batches_skipped += result.batches_skipped
             self._take_in(task, result)
@@ -310,6 +323,7 @@ class JobState(JobRecord):
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
         outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
+        self.past.ended(lease, "failed")
         self.note()
         logger.warning("Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
         self.wake()

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.calls import Calls
@@ -65,7 +66,13 @@ class Master:
         self.server_scaling = ServerScaling(self.desk)
         self.watchdog = Watchdog(self.desk, cluster.silence_seconds, backend.watches)
         servicer = MasterServicer(
-            self.desk, self.calls, self.server_scaling, self.watchdog.doubt, self.observe, cluster.silence_seconds
+            self.desk,
+            self.calls,
+            self.server_scaling,
+            self.watchdog.doubt,
+            self.observe,
+            self.past_after,
+            cluster.silence_seconds,
         )
         self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
         if is_folder(host):
@@ -108,6 +115,11 @@ class Master:
             settings, seen = state.settings, observe(state, self.refused_calls(), time.monotonic())
         expires = self.desk.access.certificate_expires()
         return replace(seen, free_disk_bytes=free_disk_bytes(settings), certificate_expires=expires)
+
+    def past_after(self, number: int) -> dict[str, Any]:
+        """What has happened in the present job, as `Past.after` gives it."""
+        with self.desk.state() as state:
+            return state.past.after(number)
 
     def start(self) -> None:
         """Answers calls from now on."""

@@ -29,7 +29,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         refused: calls by the master, by reason in words.
     """
     settings, totals = state.settings, state.totals
-    processes = tuple(_process(state, role, index) for role, index in state.roster.places())
+    processes = tuple(_process(state, role, index, now) for role, index in state.roster.places())
     return replace(
         state.told,
         phase="evaluating" if state.rounds.running is not None else state.told.phase,
@@ -154,13 +154,14 @@ def _counts(state: JobState, role: Role) -> ProcessCounts:
     )
 
 
-def _process(state: JobState, role: Role, index: int) -> ProcessSnapshot:
+def _process(state: JobState, role: Role, index: int, now: float) -> ProcessSnapshot:
     member, place = state.roster.at(role, index), state.roster.state(role, index)
     process = ProcessSnapshot(role=role.label, index=index, state=place.label)
     if member is None:
         return process
     separate = (member.pid, member.host) != (os.getpid(), host_name())  # else it is a thread of the master's process
-    stats = state.crew.stats.get(member.id) if separate else None
+    told = state.crew.stats.get(member.id)
+    stats = told if separate else None
     return replace(
         process,
         id=member.id,
@@ -171,4 +172,18 @@ def _process(state: JobState, role: Role, index: int) -> ProcessSnapshot:
         cpu_seconds=None if stats is None else stats.cpu_seconds,
         resident_bytes=None if stats is None else stats.resident_bytes or None,
         certificate_expires=0.0 if stats is None else stats.certificate_expires,
+        tables={} if told is None else told.tables,
+        **_pace(state, member.id, now),
     )
+
+
+def _pace(state: JobState, worker: int, now: float) -> dict[str, Any]:
+    speed = state.speeds.get(worker)
+    if speed is None or state.settings is None:
+        return {}
+    batches = state.paces.batches(worker)
+    return {
+        "batches": batches,
+        "records_per_second": speed.per_second(now, batches) * state.settings.training.minibatch_size,
+        "seconds_per_batch": state.paces.of(worker),
+    }

@@ -1,13 +1,15 @@
-"""Shows people a job while it runs."""
+"""Shows people a job while it runs, and keeps for its page what was to be seen."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elasticcb.master.master import Master
+from elasticcb.process.stats import PUSH
 from elasticcb.settings import JobSettings
 
 logger = logging.getLogger(__name__)
@@ -44,4 +46,26 @@ class Report:
             logger.info("Version %d: training loss %.6g", version, loss)
         if now >= self._next_update:
             self._next_update = now + _UPDATE_SECONDS
-            self._display.update(self._master.observe())
+            seen = self._master.observe()
+            with self._master.desk.state() as state:
+                leases = () if state.queue is None else state.queue.leases()
+                pushes = seen.histograms[PUSH]
+                state.past.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
+            self._display.update(seen)
+
+
+class KeptDisplay:
+    """A display of a job whose messages are kept for the job's page, too.
+
+    Args:
+        display: `update(JobSnapshot)`, `message(text)`.
+        happened: as `Past.happened`.
+    """
+
+    def __init__(self, display: Any, happened: Callable[[str, str], None]) -> None:
+        self.update = display.update
+        self._display, self._happened = display, happened
+
+    def message(self, text: str) -> None:
+        self._happened("note", text)
+        self._display.message(text)

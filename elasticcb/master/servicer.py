@@ -46,6 +46,7 @@ class MasterServicer:
         scaling: takes wishes for another number of servers.
         doubt: is told of a server that does not answer somebody.
         observe: gives the present job.
+        past_after: as `Past.after`.
         silence_seconds: after which a process is missed.
     """
 
@@ -56,11 +57,12 @@ class MasterServicer:
         scaling: ServerScaling,
         doubt: Callable[[int], None],
         observe: Callable[[], JobSnapshot],
+        past_after: Callable[[int], dict[str, Any]],
         silence_seconds: float,
     ) -> None:
         self._desk, self._calls, self._scaling = desk, calls, scaling
         self._tables = LiveTables(desk)
-        self._doubt, self._observe = doubt, observe
+        self._doubt, self._observe, self._past_after = doubt, observe, past_after
         # The next call is the sign that the process lives.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
@@ -128,7 +130,7 @@ class MasterServicer:
             request.computing_seconds,
         )
         with self._desk.state() as state:
-            state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds)
+            state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds, time.monotonic())
             if request.HasField("stats"):
                 state.note_stats(request.worker_id, Stats.from_message(request.stats))
             split = state.split_for(request.worker_id)
@@ -194,7 +196,10 @@ class MasterServicer:
         return answer
 
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
-        return pb.StatusResponse(status=json.dumps(document(self._observe())))
+        answer = pb.StatusResponse(status=json.dumps(document(self._observe())))
+        if request.HasField("past_after"):
+            answer.past = json.dumps(self._past_after(request.past_after))
+        return answer
 
     def Tables(self, request: Any, context: Any) -> pb.TablesResponse:
         return self._tables.ask(request.top, request.id if request.HasField("id") else None)

@@ -40,6 +40,10 @@ class ProcessSnapshot:
     cpu_seconds: float | None = None
     resident_bytes: int | None = None
     certificate_expires: float = 0.0  # as below
+    batches: int | None = None  # of a worker, that it has trained on
+    records_per_second: float | None = None  # of a worker that trains, of late
+    seconds_per_batch: float | None = None  # likewise, a median
+    tables: Mapping[str, TableSize] = field(default_factory=dict)  # of a server, by the path of the variable
 
 
 @dataclass(frozen=True, kw_only=True)

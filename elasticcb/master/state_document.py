@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from elasticcb.clients.history import finite
 from elasticcb.errors import JobInterrupted
-from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
 from elasticcb.master.task import TaskState
+from elasticcb.process.stats import SECONDS, Histogram, TableSize
 
 
 def document(seen: JobSnapshot, error: BaseException | None = None, over: bool = False) -> dict[str, Any]:
@@ -27,9 +29,9 @@ def document(seen: JobSnapshot, error: BaseException | None = None, over: bool =
         "epoch": seen.epoch,
         "epochs": seen.epochs,
         "version": seen.version,
-        "loss": _number(seen.loss),
-        "metrics": {name: _number(value) for name, value in seen.metrics.items()},
-        "seconds_left": None if over else _number(seen.seconds_left),
+        "loss": finite(seen.loss),
+        "metrics": {name: finite(value) for name, value in seen.metrics.items()},
+        "seconds_left": None if over else finite(seen.seconds_left),
         "records": {
             "trained": seen.records_trained,
             "planned": seen.records_total,
@@ -52,7 +54,9 @@ def document(seen: JobSnapshot, error: BaseException | None = None, over: bool =
             "longest_recovery_seconds": seen.longest_server_recovery,
             "updates_lost": seen.updates_lost,
         },
-        "processes": [asdict(process) for process in seen.processes],
+        "processes": [_process(process) for process in seen.processes],
+        "tables": _tables(seen.tables),
+        "latencies": {name: _latency(seen.histograms[name]) for name in SECONDS if name in seen.histograms},
         "gradients_rejected": seen.gradients_rejected,
         "batches_skipped": seen.batches_skipped,
         "callback_errors": seen.callback_errors,
@@ -98,10 +102,18 @@ def _troubles(seen: JobSnapshot) -> list[str]:
     return [f"{what}: {count}" for what, count in counts.items() if count > 0]
 
 
-def _number(value: Any) -> float | None:
-    """A number that JSON has."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+def _process(process: ProcessSnapshot) -> dict[str, Any]:
+    return {**asdict(process), "tables": _tables(process.tables)}
+
+
+def _tables(tables: Mapping[str, TableSize]) -> dict[str, dict[str, int]]:
+    return {path: {"rows": size.rows, "bytes": size.bytes} for path, size in tables.items()}
+
+
+def _latency(histogram: Histogram) -> dict[str, Any]:
+    calls = sum(histogram.counts)
+    return {
+        "calls": calls,
+        "mean_seconds": histogram.sum / calls if calls else None,
+        "p95_seconds": histogram.quantile(0.95),
+    }

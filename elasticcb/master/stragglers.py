@@ -89,6 +89,10 @@ class Paces:
         """Seconds per batch; None: not known yet."""
         return self._paces.get(worker)
 
+    def batches(self, worker: int) -> int:
+        """How many `worker` has told of."""
+        return self._batches.get(worker, 0)
+
     def knows(self, worker: int) -> bool:
         """Whether `worker` has told of batches, the first of which it needs to get up to speed."""
         return worker in self._batches

@@ -20,6 +20,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 PUSH, PULL, LOOKUP, STALENESS = "push", "pull", "lookup", "staleness"
+SECONDS = (PUSH, PULL, LOOKUP)  # the histograms of times
 # Upper bounds of the ranges, by histogram: seconds of a worker's calls to all servers, or versions.
 BOUNDS: Mapping[str, Sequence[float]] = {
     PUSH: _SECONDS,
@@ -55,6 +56,16 @@ class Histogram:
         """Counts what another one of the same bounds has counted, too."""
         self.counts = [own + theirs for own, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
+
+    def quantile(self, share: float) -> float | None:
+        """The value that this share of the values does not exceed, taking those of a range as spread evenly over it;
+        None: there are no values. Beyond the last bound nothing is known, and it is given."""
+        rank, below, lower = share * sum(self.counts), 0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (bound - lower) * max(0.0, rank - below) / count
+            below, lower = below + count, bound
+        return lower if any(self.counts) else None
 
 
 def histograms() -> dict[str, Histogram]:

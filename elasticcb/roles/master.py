@@ -39,6 +39,7 @@ from elasticcb.roles.run import run_role
 from elasticcb.security.private_folder import make_private
 from elasticcb.security.socket_folder import host_of, remove_folder
 from elasticcb.settings import (
+    HISTORY_FILE,
     JOB_FILE,
     JOURNAL_FILE,
     RECOVERY_FOLDER,
@@ -231,6 +232,7 @@ def _keep_status(path: Path, master: Master, failure: BaseException | None) -> N
 
     try:
         durable.write_document(path, document(master.observe(), failure, over=True))
+        durable.write_document(path.with_name(HISTORY_FILE), master.past_after(0))
     except OSError as error:
         logger.warning("How the job ended can't be written down: %s", error)
 

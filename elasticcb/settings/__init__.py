@@ -19,6 +19,7 @@ from elasticcb.settings.choices import (
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
 from elasticcb.settings.job import (
     CHECKPOINTS_FOLDER,
+    HISTORY_FILE,
     INDEX_FILE,
     INITIAL_FOLDER,
     JOB_FILE,
@@ -36,6 +37,7 @@ from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions, Train
 
 __all__ = [
     "CHECKPOINTS_FOLDER",
+    "HISTORY_FILE",
     "INDEX_FILE",
     "INITIAL_FOLDER",
     "JOB_FILE",

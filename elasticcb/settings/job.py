@@ -201,6 +201,7 @@ JOB_FILE = "job.json"  # the settings of training
 CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
 INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder
 STATUS_FILE = "status.json"  # of a job that is over
+HISTORY_FILE = "history.json"  # likewise: its past, for its page
 JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of another
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticcb.cli import local_job
+from elasticcb.clients import local_job
 from elasticcb.cli.main import main
 from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
 from elasticcb.errors import UsageError

@@ -5,7 +5,7 @@ import fcntl
 
 import pytest
 
-from elasticcb.cli.local_job import log_lines
+from elasticcb.clients.local_job import log_lines
 from elasticcb.clients.running_master import RunningMaster, has_ended, published
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access

@@ -6,7 +6,7 @@ import contextlib
 import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from elasticcb.clients.running_master import MASTER_FILE, has_ended, running_mas
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
 from elasticcb.process.logs import say
+from elasticcb.process.wording import how_many
 from elasticcb.settings import JOB_FILE, STATUS_FILE
 from elasticcb.storage import durable
 
@@ -35,11 +36,34 @@ def master_of(folder: Path) -> Iterator[MasterClient]:
     try:
         yield client
     except ConnectionLostError as error:
-        resumable = (folder / JOB_FILE).is_file()
-        again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job" if resumable else "start it again"
-        raise UsageError(f"The master of {folder} does not answer: {error} If it was killed, {again}.") from None
+        raise lost_master(folder, error) from None
     finally:
         client.close()
+
+
+def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
+    """What to tell a person of a master that does not answer."""
+    resumable = (folder / JOB_FILE).is_file()
+    again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job" if resumable else "start it again"
+    return UsageError(f"The master of {folder} does not answer: {error} If it was killed, {again}.")
+
+
+def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callable[[str], None]) -> Iterator[str]:
+    """Gives a job that runs more or fewer workers or parameter servers (None: as many as there are), and says what was
+    done, when it was.
+
+    Args:
+        on_wait: is told what has to come before the number of servers can change.
+
+    Raises `UsageError` when no job runs there, or it can't be done.
+    """
+    with master_of(folder) as master:
+        if workers:
+            before, count = master.scale(workers), how_many(workers, "worker")
+            yield f"The job has {count} {f'from now on; there were {before}' if workers != before else 'already'}."
+        if ps:
+            moved = master.scale_servers(ps, on_wait)
+            yield moved or f"The job has {how_many(ps, 'parameter server')} already."
 
 
 def stop_job(folder: Path, seconds: float) -> str:

@@ -1,0 +1,51 @@
+"""`elasticcb dashboard`: the live page of a job."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job_folders import find_job
+from elasticcb.clients.running_master import MASTER_FILE
+from elasticcb.process.logs import print_line, quiet_environment
+from elasticcb.process.parent import follow_parent
+
+_LOOK_SECONDS = 0.2
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=0,
+    help="Port to listen on, at 127.0.0.1.",
+    show_default="any that is free",
+)
+@click.option("--parent", type=int, hidden=True, help="End with this process, and wait for the job to begin.")
+def dashboard(job: str, port: int, parent: int | None) -> None:
+    """Serve the live page of a job to browsers of this machine, and print its address.
+
+    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken. The
+    page shows loss, metrics and throughput, workers and their tasks, parameter servers, what happened, and logs, and
+    has buttons to scale and stop the job. Of a job that has ended, it shows the last state. Ctrl-C ends the page, not the
+    job. It needs the extra `elasticcb[dashboard]`.
+
+    \b
+    Examples:
+      elasticcb dashboard latest
+      elasticcb dashboard jobs/train-mnist-20260101-120000 --port 8787
+    """
+    os.environ.update(quiet_environment("INFO"))
+    from elasticcb.dashboard.server import serve
+
+    folder = find_job(job)
+    if parent is not None:
+        follow_parent(parent)
+        while not (folder / MASTER_FILE).exists():
+            time.sleep(_LOOK_SECONDS)
+    serve(folder, port, print_line)

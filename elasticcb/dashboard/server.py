@@ -1,0 +1,208 @@
+"""Serves the page of a job by HTTP, to browsers of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.clients.live_tables import tables_of
+from elasticcb.clients.local_job import log_lines, master_of, scale_job, stop_job
+from elasticcb.dashboard.access import key_of, refusal
+from elasticcb.dashboard.broadcast import Broadcast
+from elasticcb.dashboard.view import JobView, token_of
+from elasticcb.errors import ElasticCBError, UsageError
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+
+_STATIC = Path(__file__).parent / "static"
+_HOST = "127.0.0.1"
+_MOST_LINES = 2_000  # of a log
+_TOP = 5  # ids of a table that were looked up most
+_STOP_SECONDS = 120.0  # for a job to end
+_GRACE_SECONDS = 3  # for streams to end
+_LIBRARIES = ("starlette", "uvicorn")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def missing_libraries() -> str:
+    """What has to be installed, in words; "": nothing."""
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    return f"The dashboard needs the Python module {missing[0]}. Install it with: pip install 'elasticcb[dashboard]'"
+
+
+def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
+    """Serves the page of a job until SIGINT or SIGTERM comes.
+
+    Args:
+        folder: of the job.
+        port: on loopback; 0: any that is free.
+        say: is told where.
+
+    Raises `UsageError` when the job neither runs nor has ended, the port is taken, or a library is missing.
+    """
+    if missing := missing_libraries():
+        raise UsageError(missing)
+    import uvicorn
+
+    key = key_of(token_of(folder))
+    listener = _listener(port)
+    broadcast = Broadcast(JobView(folder))
+    config = uvicorn.Config(
+        make_app(folder, key, broadcast),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        server_header=False,
+    )
+    say(f"The dashboard of the job: http://{_HOST}:{listener.getsockname()[1]}/#key={key}")
+    with listener:
+        asyncio.run(_serve(config, listener, broadcast))
+
+
+async def _serve(config: uvicorn.Config, listener: socket.socket, broadcast: Broadcast) -> None:
+    import uvicorn
+
+    loop = asyncio.get_running_loop()
+
+    class PageServer(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            # Not at once: streams are to end with a last message, else the server would wait for them.
+            loop.call_soon_threadsafe(broadcast.end)
+
+    server = PageServer(config)
+    looks, serving = asyncio.create_task(broadcast.run()), asyncio.create_task(server.serve([listener]))
+    await asyncio.wait([looks, serving], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    broadcast.end()
+    await asyncio.gather(looks, serving)
+
+
+def _listener(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"The dashboard can't be served at {_HOST}:{port}: {error.strerror}. Choose another --port, or 0 for any "
+            "that is free."
+        ) from None
+    return listener
+
+
+def make_app(folder: Path, key: str, broadcast: Broadcast) -> Starlette:
+    """What answers requests. Files of the page need no key; what is said of the job does."""
+    from starlette.applications import Starlette
+    from starlette.responses import FileResponse, StreamingResponse
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+
+    async def page(request: Request) -> Response:
+        return FileResponse(_STATIC / "index.html")
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(broadcast.stream(), media_type="text/event-stream")
+
+    # These wait for the master: they run in threads.
+    def log(request: Request) -> dict[str, Any]:
+        process, lines = request.query_params.get("process", "master"), request.query_params.get("lines", "300")
+        if not re.fullmatch(r"[a-z]+(-\d+)?", process) or not lines.isdecimal():
+            raise UsageError(f"There is no log of {process!r} with {lines} lines.")
+        return {"lines": [*log_lines(folder, process, min(int(lines) or 1, _MOST_LINES), follow=False)]}
+
+    def tables(request: Request) -> dict[str, Any]:
+        with master_of(folder) as master:
+            return dataclasses.asdict(tables_of(str(folder), master.tables(_TOP), _TOP))
+
+    def scale(request: Request, workers: int | None = None, ps: int | None = None) -> dict[str, Any]:
+        return {"done": " ".join(scale_job(folder, _count(workers), _count(ps), on_wait=lambda waits_for: None))}
+
+    def stop(request: Request) -> dict[str, Any]:
+        return {"done": stop_job(folder, _STOP_SECONDS)}
+
+    routes = [
+        Route("/", page),
+        Mount("/static", StaticFiles(directory=_STATIC)),
+        Route("/api/stream", stream),
+        Route("/api/log", _answering(log)),
+        Route("/api/tables", _answering(tables)),
+        Route("/api/scale", _answering(scale), methods=["POST"]),
+        Route("/api/stop", _answering(stop), methods=["POST"]),
+    ]
+    app = Starlette(routes=routes)
+    app.add_middleware(_Guard, key=key)
+    return app
+
+
+class _Guard:
+    """Refuses requests without the key, and from elsewhere; an ASGI middleware.
+
+    Args:
+        app: answers the others.
+        key: to all below /api.
+    """
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        from starlette.responses import JSONResponse
+
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        why = refusal(headers, self._key if scope["path"].startswith("/api/") else None)
+
+        async def send_safely(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        app = JSONResponse({"error": why}, status_code=403) if why else self._app
+        await app(scope, receive, send_safely)
+
+
+def _answering(function: Callable[..., dict[str, Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """An endpoint by a function that waits: its keyword arguments are the body's, a JSON object."""
+
+    async def endpoint(request: Request) -> JSONResponse:
+        from starlette.responses import JSONResponse
+
+        try:
+            body = json.loads(await request.body() or b"{}") if request.method == "POST" else {}
+            return JSONResponse(json.loads(json.dumps(await asyncio.to_thread(function, request, **body), default=str)))
+        except ElasticCBError as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+        except (TypeError, ValueError) as error:
+            return JSONResponse({"error": f"The request can't be read: {error}"}, status_code=400)
+
+    return endpoint
+
+
+def _count(value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"There can't be {value!r} of them. Expected a whole number from 1.")
+    return value
