@@ -67,6 +67,8 @@ class Cluster:
             is passed over.
         callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
         log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
+        dashboard: serve a live page of the calls to browsers of this machine, and print its address; needs the extra
+            `elasticcb[dashboard]`.
         exchange: `elasticcb.ExchangeOptions`: how weights and gradients travel.
         checkpoint: `elasticcb.CheckpointOptions`: when what servers hold is written.
         embedding: `elasticcb.EmbeddingOptions`: embedding tables.
@@ -103,6 +105,7 @@ class Cluster:
         non_finite: str = "stop",
         callback_errors: str = "stop",
         log_level: str = "INFO",
+        dashboard: bool = False,
         exchange: ExchangeOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         embedding: EmbeddingOptions | None = None,

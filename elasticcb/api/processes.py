@@ -8,8 +8,10 @@ import os
 import tempfile
 from pathlib import Path
 
+from elasticcb.clients.running_master import RunningMaster, published
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import backend_of, make_backend
+from elasticcb.dashboard.beside import page_beside
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.roles.master import STOP_SECONDS
@@ -41,6 +43,7 @@ class ClusterProcesses:
         self._temporary: TemporaryFolder | None = None
         self._master: Master | None = None
         self._backend: ClusterBackend | None = None
+        self._page = contextlib.ExitStack()  # of the cluster, until it ends
         self.data_service = DataService()
 
     @property
@@ -72,6 +75,8 @@ class ClusterProcesses:
             self._master.add(self.data_service.frames())
             self._master.start()
             self._master.desk.start_processes()
+            if self._settings.dashboard:
+                self._show_page(self._master, self._backend)
             return self._master
         except BaseException:
             self.close()
@@ -81,6 +86,7 @@ class ClusterProcesses:
         """Ends the processes."""
         master, self._master = self._master, None
         backend, self._backend = self._backend, None
+        self._page.close()
         if master is not None:
             master.shut_down(STOP_SECONDS)
         elif backend is not None:
@@ -93,6 +99,12 @@ class ClusterProcesses:
                 stack.callback(self._temporary.remove)
                 self._temporary = self._directory = None
             self.stop()
+
+    def _show_page(self, master: Master, backend: ClusterBackend) -> None:
+        folder = Path(self.directory)
+        running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
+        self._page.enter_context(published(folder, running))
+        self._page.enter_context(page_beside(folder, wanted=True))
 
     def _make_directory(self) -> Path:
         if self._directory is None:

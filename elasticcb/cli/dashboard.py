@@ -32,8 +32,8 @@ def dashboard(job: str, port: int, parent: int | None) -> None:
 
     JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken. The
     page shows loss, metrics and throughput, workers and their tasks, parameter servers, what happened, and logs, and
-    has buttons to scale and stop the job. Of a job that has ended, it shows the last state. Ctrl-C ends the page, not the
-    job. It needs the extra `elasticcb[dashboard]`.
+    has buttons to scale and stop the job. Of a job that has ended, it shows the last state. Ctrl-C ends the page,
+    not the job. It needs the extra `elasticcb[dashboard]`.
 
     \b
     Examples:

@@ -10,6 +10,7 @@ from elasticcb.cli.command import CONTEXT, given_values, job_options
 from elasticcb.cli.follow import FollowSettings, follow
 from elasticcb.cli.from_flags import values_of
 from elasticcb.cli.job import build_settings, run_job, show_folder
+from elasticcb.dashboard.beside import page_beside
 from elasticcb.settings import Command
 
 
@@ -34,4 +35,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
     settings = build_settings(Command.EVALUATE, given)
     show_folder(settings)
-    follow(settings, limits)
+    with page_beside(settings.directory, settings.cluster.dashboard):
+        follow(settings, limits)

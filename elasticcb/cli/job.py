@@ -19,6 +19,7 @@ from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
+from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import GO_ON, JobDoneError, LostServerError
 from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.security.private_folder import make_private
@@ -62,7 +63,8 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
         _run_master(settings, goes_on, None, since)
 
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say)
-    backend_of(settings.cluster.kind).run_master(run)
+    with page_beside(settings.directory, settings.cluster.dashboard):
+        backend_of(settings.cluster.kind).run_master(run)
 
 
 def show_folder(settings: JobSettings) -> None:

@@ -17,6 +17,7 @@ from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.cluster.kubernetes.backend import KubernetesCluster
 from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.ray.backend import RayCluster
+from elasticcb.dashboard.beside import missing_libraries
 from elasticcb.errors import UsageError, describe
 from elasticcb.security.credentials import Access, token_of_environment
 from elasticcb.security.tls import TLS, make_ca, tls_files
@@ -82,6 +83,8 @@ def missing_for(cluster: ClusterSettings) -> Iterator[str]:
             TLS.load(files)
     except UsageError as error:
         yield str(error)
+    if cluster.dashboard and (missing := missing_libraries()):
+        yield missing
     if cluster.kind in backends():
         yield from backends()[cluster.kind].missing(cluster)
 

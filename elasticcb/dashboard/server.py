@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import json
 import re
 import socket
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elasticcb.clients.live_tables import tables_of
 from elasticcb.clients.local_job import log_lines, master_of, scale_job, stop_job
 from elasticcb.dashboard.access import key_of, refusal
+from elasticcb.dashboard.beside import missing_libraries
 from elasticcb.dashboard.broadcast import Broadcast
 from elasticcb.dashboard.view import JobView, token_of
 from elasticcb.errors import ElasticCBError, UsageError
@@ -31,21 +31,12 @@ _MOST_LINES = 2_000  # of a log
 _TOP = 5  # ids of a table that were looked up most
 _STOP_SECONDS = 120.0  # for a job to end
 _GRACE_SECONDS = 3  # for streams to end
-_LIBRARIES = ("starlette", "uvicorn")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-
-
-def missing_libraries() -> str:
-    """What has to be installed, in words; "": nothing."""
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if not missing:
-        return ""
-    return f"The dashboard needs the Python module {missing[0]}. Install it with: pip install 'elasticcb[dashboard]'"
 
 
 def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:

@@ -174,4 +174,9 @@ class ClusterSettings(NetworkOptions, RecoveryOptions):
         aliases=("num_ps_pods",),
         argument="num_ps",
     )
+    dashboard: bool = setting(
+        False,
+        "Serve a live page of the job to browsers of this machine, and print its address; needs elasticcb[dashboard].",
+        argument="dashboard",
+    )
     kubernetes: KubernetesSettings = KubernetesSettings()

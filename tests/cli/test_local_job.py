@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticcb.clients import local_job
 from elasticcb.cli.main import main
+from elasticcb.clients import local_job
 from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, STATUS_FILE

@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
-from elasticcb.clients import local_job
 from elasticcb.cli.main import main
+from elasticcb.clients import local_job
 from elasticcb.process import signals
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 

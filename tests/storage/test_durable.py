@@ -17,8 +17,8 @@ from elasticcb.checkpoint.manifest import read_manifest, verify
 from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version, put_back
-from elasticcb.clients.local_job import how_it_ended
 from elasticcb.cli.resume import resumed_settings
+from elasticcb.clients.local_job import how_it_ended
 from elasticcb.errors import CheckpointError, JobFailedError, ReplacedError, UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.ps.recovery import RecoveryLog, Saved

@@ -25,6 +25,11 @@ def mistakes(given: Given) -> Iterator[str]:
         api.check_installed()
     except UsageError as error:
         yield str(error)
+    if given["dashboard"] and given["master_pod"] is not False:
+        yield (
+            "--dashboard serves the page of a job whose master runs on this machine, and with --cluster=kubernetes it "
+            "runs in a pod. Leave one of them out, or give --master_pod=false."
+        )
     if not given["image"]:
         yield "--image is missing: the container image that the pods run. --cluster=kubernetes needs it."
     for name, parse in PARSERS.items():

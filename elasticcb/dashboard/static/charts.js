@@ -14,12 +14,13 @@ class Chart {
     this.element = element;
     this.series = series;
     this.format = format;
+    this.log = false;
     this.data = null;
     new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(element);
   }
 
   size() {
-    return { width: this.element.clientWidth, height: this.element.clientHeight - 28 };
+    return { width: this.element.clientWidth, height: this.element.clientHeight - 24 };
   }
 
   show(data) {
@@ -62,10 +63,11 @@ class Chart {
     return {
       ...this.size(),
       cursor: { y: false, points: { size: 5 } },
-      scales: { x: { time: true } },
+      padding: [6, 10, 0, 0],
+      scales: { x: { time: true }, y: this.log ? { distr: 3 } : {} },
       axes: [
-        { ...line, values: times, space: 80 },
-        { ...line, values: (plot, values) => values.map(this.format), size: 62 },
+        { ...line, values: times, space: 80, size: 24 },
+        { ...line, values: (plot, values) => values.map(value => (value === null ? "" : this.format(value))), size: 62, space: 28 },
       ],
       series: [
         { label: "time", value: (plot, value) => (value === null ? "" : clockTime(value)) },
@@ -112,7 +114,7 @@ function colorOfTask([, , , type, outcome, , , again]) {
   return again ? "violet" : TASK_COLORS[type] || "muted";
 }
 
-// Which worker does which task when: a row for each place, as many seconds as `span` up to `until`.
+// Which worker does which task when: a row for each place, up to `until`, `most` seconds of it.
 class Stream {
   constructor(canvas, tip) {
     this.canvas = canvas;
@@ -122,7 +124,9 @@ class Stream {
     canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
   }
 
-  draw(runs, events, places, slow, until, span) {
+  draw(runs, events, places, slow, until, most) {
+    const first = runs.reduce((earliest, run) => Math.min(earliest, run[1]), until);
+    const span = Math.max(10, Math.min(most, until - first));
     const width = this.canvas.parentElement.clientWidth;
     const count = Math.max(1, ...places.map(place => place + 1), ...runs.map(run => run[0] + 1));
     const row = Math.max(4, Math.min(22, Math.floor(440 / count)));

@@ -184,7 +184,8 @@ function showHeader(status) {
 
 function showCurves(status) {
   const column = at => job.points.map(point => point[at]), times = column(0);
-  charts.loss.show([times, column(2)]);
+  const losses = column(2).map(loss => (charts.loss.log && loss <= 0 ? null : loss));
+  charts.loss.show([times, losses]);
   charts.rate.show([times, column(4)]);
   charts.push.show([times, column(7)]);
   charts.crew.show([times, column(5), column(6)]);
@@ -354,6 +355,11 @@ $("count").addEventListener("click", async () => {
   } catch (error) {
     toast(error.message);
   }
+});
+$("log-scale").addEventListener("change", event => {
+  charts.loss.log = event.target.checked;
+  charts.loss.again();
+  show();
 });
 $("metric").addEventListener("change", () => { show(); charts.metrics.again(); });
 $("window").addEventListener("change", show);
