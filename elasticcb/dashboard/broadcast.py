@@ -32,11 +32,10 @@ class Broadcast:
         """Looks until `end` is called, and once more then."""
         while not self._ending:
             await self._look()
+            idle = None if self._view.over else _IDLE_SECONDS  # of a job that is over, nothing changes any more
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS if self._browsers else _IDLE_SECONDS)
+                await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS if self._browsers else idle)
             self._wake.clear()
-            if self._view.over and not self._browsers:
-                await self._wake.wait()  # nothing changes any more
         await self._look()
         self._send("")
         self._view.close()

@@ -182,7 +182,9 @@ def _answering(function: Callable[..., dict[str, Any]]) -> Callable[[Request], A
 
         try:
             body = json.loads(await request.body() or b"{}") if request.method == "POST" else {}
-            return JSONResponse(json.loads(json.dumps(await asyncio.to_thread(function, request, **body), default=str)))
+            if not isinstance(body, dict):
+                raise ValueError(f"{body!r} is not a JSON object")
+            return JSONResponse(await asyncio.to_thread(function, request, **body))
         except ElasticCBError as error:
             return JSONResponse({"error": str(error)}, status_code=409)
         except (TypeError, ValueError) as error:

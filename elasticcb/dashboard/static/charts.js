@@ -63,7 +63,7 @@ class Chart {
     return {
       ...this.size(),
       cursor: { y: false, points: { size: 5 } },
-      padding: [6, 10, 0, 0],
+      padding: [6, 28, 0, 0],
       scales: { x: { time: true }, y: this.log ? { distr: 3 } : {} },
       axes: [
         { ...line, values: times, space: 80, size: 24 },
