@@ -161,7 +161,7 @@ class JobState(JobRecord):
         """Its tasks go back."""
         if self.queue is not None:
             _log_back(self.queue.worker_lost(worker))
-        self._forget_pace(worker)
+        self._forget(worker)
         self.note()
         self.wake()
 
@@ -169,7 +169,8 @@ class JobState(JobRecord):
         """It was asked to end, and has put down its work."""
         if self.queue is not None and member.role is Role.WORKER:
             _log_back(self.queue.worker_left(member.id))
-        self._forget_pace(member.id)
+        if member.role is Role.WORKER:
+            self._forget(member.id)
 
     def left(self, id: int) -> None:
         """A process has ended, as it should."""
@@ -238,9 +239,12 @@ class JobState(JobRecord):
             if member.index not in self.totals.stragglers:
                 self.totals.stragglers.append(member.index)
 
-    def _forget_pace(self, worker: int) -> None:
+    def _forget(self, worker: int) -> None:
         self.paces.forget(worker)
         self.speeds.pop(worker, None)
+        member = self.roster.find(worker)
+        if member is not None:
+            self.past.left(member.index)
 
     def note_stats(self, id: int, stats: Stats) -> None:
         """What a process has counted since it started."""

@@ -60,11 +60,16 @@ class Past:
         elif len(self._unfinished) < _MOST_LEFT:
             self._unfinished.add(run.task)
 
+    def left(self, place: int) -> None:
+        """The worker in a place is gone: others do the rest of what it had."""
+        for lease in [lease for lease, run in self._running.items() if run.worker == place]:
+            self.ended(lease, "back")
+
     def note(self, seen: JobSnapshot, leases: Collection[int], pushes: tuple[int, float]) -> None:
         """The job looks like this now.
 
         Args:
-            leases: that are out; others that ran have ended, for their workers were lost, hung, or were asked to leave.
+            leases: that are out; others that ran went back, as of a worker that hangs.
             pushes: how many there were, and the seconds that they took.
         """
         for lease in self._running.keys() - set(leases):
