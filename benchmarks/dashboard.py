@@ -1,11 +1,11 @@
 """What the page of a large job costs: a job of many workers for an hour is told to a real master and shown in Chromium.
 
-    python benchmarks/dashboard.py [--workers=100] [--seconds=3600]
+    python benchmarks/dashboard.py [--workers=100] [--seconds=3600] [--before=0]
 
 No workers run: a master in this process is told each second of the job what they would tell it, as fast as the page
-takes it. Prints the memory of the page (JavaScript's after a collection, and of the renderer's process, private to it),
-and the master's CPU time for each look at the job, of which there is one a second. Needs Debian's chromium and
-chromium-driver, and the extra `elasticcb[test]`.
+takes it; the seconds `--before` pass before the page is opened. Prints the memory of the page (JavaScript's after a
+collection, and of the renderer's process, private to it), and the master's CPU time for each look at the job, of which
+there is one a second. Needs Debian's chromium and chromium-driver, and the extra `elasticcb[test]`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class SimulatedJob(JobView):
 
     Attributes:
         seconds: that have passed.
-        cpu_seconds: of the master, for looks.
+        looks: at the job.
+        cpu_seconds: of the master, for these.
     """
 
     def __init__(self, folder: Path, workers: int) -> None:
@@ -60,7 +61,7 @@ class SimulatedJob(JobView):
         settings = JobSettings(
             command=Command.TRAIN, name="large", directory=str(folder), cluster=cluster, training=training
         )
-        self.seconds, self.cpu_seconds, self._begun = 0, 0.0, time.time()
+        self.seconds, self.looks, self.cpu_seconds, self._begun = 0, 0, 0.0, time.time()
         self._master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
         self._master.desk.begin_job(settings)
         for index in range(SERVERS):
@@ -78,13 +79,15 @@ class SimulatedJob(JobView):
         return self._master.calls.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
 
     def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        self._pass_a_second()
-        begun = time.process_time()
+        self.pass_a_second()
+        begun = time.thread_time()
         status, past = document(self._master.observe()), self._master.past_after(self._known[1])
-        self.cpu_seconds += time.process_time() - begun
+        self.cpu_seconds += time.thread_time() - begun
+        self.looks += 1
         return status, past
 
-    def _pass_a_second(self) -> None:
+    def pass_a_second(self) -> None:
+        """Tells the master what happens in one."""
         self.seconds += 1
         calls = self._master.calls
         with self._master.desk.state() as state:
@@ -135,10 +138,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--seconds", type=int, default=3600, help="of the job")
+    parser.add_argument("--before", type=int, default=0, help="seconds of it before the page is opened")
     arguments = parser.parse_args()
     broadcasts._LOOK_SECONDS = 0.01
     with tempfile.TemporaryDirectory() as folder:
         view = SimulatedJob(Path(folder), arguments.workers)
+        for _ in range(arguments.before):
+            view.pass_a_second()
         broadcast = broadcasts.Broadcast(view)
         config = uvicorn.Config(make_app(Path(folder), "key", broadcast), port=0, log_level="error")
         server = uvicorn.Server(config)
@@ -157,12 +163,14 @@ def main() -> None:
         port = server.servers[0].sockets[0].getsockname()[1]
         driver.get(f"http://127.0.0.1:{port}/#key=key")
         print("seconds of the job | JavaScript MB | renderer MB | master, ms a look")
-        for mark in sorted({60, 600, arguments.seconds}):
+        for mark in sorted({60, 600, arguments.before + 30, arguments.seconds}):
+            if mark < arguments.before:
+                continue
             while view.seconds < mark:
                 time.sleep(0.2)
             heap, own = page_memory(driver)
             rows = len(driver.find_elements(By.CSS_SELECTOR, "#workers tr"))
-            cost = 1_000 * view.cpu_seconds / view.seconds
+            cost = 1_000 * view.cpu_seconds / view.looks
             print(f"{view.seconds:6,} | {heap:.1f} | {own:.0f} | {cost:.2f}   ({rows} workers shown)", flush=True)
         driver.quit()
         server.should_exit = True

@@ -36,7 +36,7 @@ class Point(NamedTuple):
     push_seconds: float | None
 
 
-class Evaluation(NamedTuple):
+class EvaluationPoint(NamedTuple):
     """What an evaluation round has given."""
 
     time: float
@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, float | None]
 
 
-class TaskRun(NamedTuple):
+class TaskSpan(NamedTuple):
     """A task on a worker, from its begin to its end.
 
     Attributes:
@@ -74,7 +74,7 @@ class Event(NamedTuple):
 
 KINDS = ("note", "loss", "recovery", "joined", "checkpoint")
 
-_ENTRIES: Mapping[str, Any] = {"points": Point, "evaluations": Evaluation, "tasks": TaskRun, "events": Event}
+_ENTRIES: Mapping[str, Any] = {"points": Point, "evaluations": EvaluationPoint, "tasks": TaskSpan, "events": Event}
 
 
 class History:
@@ -97,7 +97,7 @@ class History:
             "events": deque(maxlen=_MOST_EVENTS),
         }
 
-    def add(self, entry: Point | Evaluation | TaskRun | Event) -> None:
+    def add(self, entry: Point | EvaluationPoint | TaskSpan | Event) -> None:
         """A point that comes before the interval is over is passed over."""
         if not isinstance(entry, Point):
             self.number += 1

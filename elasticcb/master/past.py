@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from elasticcb.clients.history import Evaluation, Event, History, Point, TaskRun, finite
+from elasticcb.clients.history import EvaluationPoint, Event, History, Point, TaskSpan, finite
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import Lease, Task
 
@@ -23,7 +23,7 @@ class Past:
         self.clock = clock
         self._run = clock()  # which of the pasts of one job's masters this is
         self._history = History()
-        self._running: dict[int, TaskRun] = {}  # by lease
+        self._running: dict[int, TaskSpan] = {}  # by lease
         self._free_since: dict[int, float] = {}  # by place, when the last task there has ended
         self._unfinished: set[int] = set()  # tasks whose last worker did not finish them
         self._pushes = (0, 0.0)
@@ -37,12 +37,12 @@ class Past:
         """The worker in a place has got a task, which it begins when it is done with what it had before."""
         task = lease.task
         again = task.id in self._unfinished
-        self._running[lease.id] = TaskRun(
+        self._running[lease.id] = TaskSpan(
             place, self.clock(), None, task.type.value.lower(), "", task.id, task.shard.records, again
         )
 
     def ended(self, lease: int, outcome: str, task: Task | None = None) -> None:
-        """As `TaskRun` has it; of a lease that began with another master, nothing is known.
+        """As `TaskSpan` has it; of a lease that began with another master, nothing is known.
 
         Args:
             task: as it was done, if that is not as it was handed out.
@@ -78,7 +78,7 @@ class Past:
         if seen.metrics and seen.metrics != self._metrics:
             self._metrics = dict(seen.metrics)
             metrics = {name: finite(value) for name, value in self._metrics.items()}
-            self._history.add(Evaluation(now, seen.version, metrics))
+            self._history.add(EvaluationPoint(now, seen.version, metrics))
         if self._history.wants_point(now):
             more, took = pushes[0] - self._pushes[0], pushes[1] - self._pushes[1]
             self._pushes = pushes

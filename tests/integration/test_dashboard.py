@@ -1,5 +1,6 @@
 """The page of a job in a real browser. With ELASTICCB_SCREENSHOTS=docs/images it makes the pictures of the docs."""
 
+import base64
 import json
 import os
 import re
@@ -31,7 +32,7 @@ class SlowGate(Gate):
 def callbacks():
     return [SlowGate()]
 """
-GATE_AT = 500
+GATE_AT = 400
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
@@ -114,7 +115,8 @@ def take_pictures(page: Page, folder: Path) -> None:
         page.look(*look)
         time.sleep(1.5)  # for the next look at the job, after which all is drawn in its new size
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= look[0]
-        page.driver.save_screenshot(str(folder / f"{name}.png"))
+        picture = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 80})
+        (folder / f"{name}.webp").write_bytes(base64.b64decode(picture["data"]))
     page.look(1200, 1500)
 
 
