@@ -52,6 +52,7 @@ class Desk:
         access: Access = OPEN,
     ) -> None:
         self.cluster, self.backend, self.address, self.access = cluster, backend, address, access
+        self.past_before: Mapping[str, Any] = {}  # of a job that is resumed
         self.ready = False  # as `JobState.ready`; for those who wait for no lock
         self.end_calls: Callable[[int], None] = lambda index: (
             None
@@ -157,7 +158,7 @@ class Desk:
             last.roster.losses.recovers_ps = _recovers_ps(settings)
             state = JobState(last.crew, last.number + 1, settings, program, datasets, started)
             state.wake()
-            state.past = Past(time.time)
+            state.past = Past(time.time, self.past_before)
             self._guarded.replace(state)
 
     def tell(self, **news: Any) -> None:

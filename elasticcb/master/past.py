@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from elasticcb.clients.history import EvaluationPoint, Event, History, Point, TaskSpan, finite
@@ -17,12 +19,15 @@ class Past:
 
     Args:
         clock: gives seconds since the epoch.
+        before: what `after` gave of the same job, before it was resumed.
     """
 
-    def __init__(self, clock: Callable[[], float] = float) -> None:
+    def __init__(self, clock: Callable[[], float] = float, before: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.clock = clock
         self._run = clock()  # which of the pasts of one job's masters this is
         self._history = History()
+        with contextlib.suppress(TypeError, ValueError):  # of another release
+            self._history.extend(before)
         self._running: dict[int, TaskSpan] = {}  # by lease
         self._free_since: dict[int, float] = {}  # by place, when the last task there has ended
         self._unfinished: set[int] = set()  # tasks whose last worker did not finish them

@@ -140,6 +140,8 @@ def running_cluster(
             opened = None if journal is None else journal()
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
+            if opened is not None and opened.memory.queue is not None:
+                master.desk.past_before = _past_before(folder)
             if takeover is None:
                 _remove_rows_on_disk(settings)
                 master.start()
@@ -218,6 +220,13 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
             _remove_rows_on_disk(settings)
         if failure is None:
             shutil.rmtree(Path(settings.directory, RECOVERY_FOLDER), ignore_errors=True)
+
+
+def _past_before(folder: Path) -> dict[str, Any]:
+    """That of a job that is resumed, for its page."""
+    with contextlib.suppress(OSError, ValueError):
+        return durable.read_document(folder / HISTORY_FILE)
+    return {}
 
 
 def _remove_rows_on_disk(settings: JobSettings) -> None:
