@@ -62,12 +62,12 @@ class SimulatedJob(JobView):
             command=Command.TRAIN, name="large", directory=str(folder), cluster=cluster, training=training
         )
         self.seconds, self.looks, self.cpu_seconds, self._begun = 0, 0, 0.0, time.time()
-        self._master = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
-        self._master.desk.begin_job(settings)
+        self._simulated = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
+        self._simulated.desk.begin_job(settings)
         for index in range(SERVERS):
             self._register(Role.PS, index)
         self._workers = {self._register(Role.WORKER, index): 0 for index in range(workers)}  # with their leases
-        with self._master.desk.state() as state:
+        with self._simulated.desk.state() as state:
             records = BATCH * BATCHES_A_SECOND * TASK_SECONDS
             state.queue = TaskQueue(QueueSettings(records, BATCH), training=[("a", workers * records * 1_000)])
             state.cluster = ServedCluster([], [], False)
@@ -76,12 +76,12 @@ class SimulatedJob(JobView):
         self._server_stats = Stats(tables={f"table_{n}/embeddings": TableSize(10**6, 10**8) for n in range(10)})
 
     def _register(self, role: Role, index: int) -> int:
-        return self._master.calls.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
+        return self._simulated.calls.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
 
     def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.pass_a_second()
         begun = time.thread_time()
-        status, past = document(self._master.observe()), self._master.past_after(self._known[1])
+        status, past = document(self._simulated.observe()), self._simulated.past_after(self._known[1])
         self.cpu_seconds += time.thread_time() - begun
         self.looks += 1
         return status, past
@@ -89,8 +89,8 @@ class SimulatedJob(JobView):
     def pass_a_second(self) -> None:
         """Tells the master what happens in one."""
         self.seconds += 1
-        calls = self._master.calls
-        with self._master.desk.state() as state:
+        calls = self._simulated.calls
+        with self._simulated.desk.state() as state:
             for place, (worker, lease) in enumerate(self._workers.items()):
                 self._stats.histograms[PUSH].observe(0.01 + 0.005 * math.sin(self.seconds / 20))
                 state.note_stats(worker, self._stats)
@@ -107,8 +107,8 @@ class SimulatedJob(JobView):
             pushes = self._stats.histograms[PUSH]
             if self.seconds % 60 == 0:
                 state.past.happened("checkpoint", f"A checkpoint is written, at version {self.seconds * 100}.")
-        seen = self._master.observe()
-        with self._master.desk.state() as state:
+        seen = self._simulated.observe()
+        with self._simulated.desk.state() as state:
             state.past.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def main() -> None:
         driver.get(f"http://127.0.0.1:{port}/#key=key")
         print("seconds of the job | JavaScript MB | renderer MB | master, ms a look")
         for mark in sorted({60, 600, arguments.before + 30, arguments.seconds}):
-            if mark < arguments.before:
+            if not arguments.before <= mark <= arguments.seconds:
                 continue
             while view.seconds < mark:
                 time.sleep(0.2)
