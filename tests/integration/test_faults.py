@@ -34,7 +34,7 @@ def flags(folder, **more):
 def assert_complete(job):
     """The job has ended well, and every record was trained, or evaluated once in each round."""
     assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS]
+    assert {*records_trained(job.output)} == {RECORDS}
     rows = {int(float(count)) for count in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)}
     assert rows == {EVALUATED}
     job.assert_no_orphans()
