@@ -1,4 +1,4 @@
-"""`elasticcb zoo`: the container image of a model zoo, for jobs on Kubernetes."""
+"""`elasticcb zoo`: a new model zoo, and the container image of one, for jobs on Kubernetes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from elasticcb.cli.zoo.files import (
     unpinned_bases,
     unpublished_source,
 )
+from elasticcb.cli.zoo.starter import new
 from elasticcb.errors import ImageError, UsageError
 
 _EXAMPLE = "registry.example.org/team/zoo:1"
@@ -53,14 +54,18 @@ _engine_flags_option = click.option(
 
 @click.group(context_settings=CONTEXT)
 def zoo() -> None:
-    """Make the container image of a model zoo, for jobs on Kubernetes.
+    """Begin a model zoo, and make the container image of one, for jobs on Kubernetes.
 
     \b
     Examples:
+      elasticcb zoo new recommender
       elasticcb zoo init model_zoo
       elasticcb zoo build model_zoo --image=registry.example.org/team/zoo:1
       elasticcb zoo push registry.example.org/team/zoo:1
     """
+
+
+zoo.add_command(new)
 
 
 @zoo.command(context_settings=CONTEXT)

@@ -1,0 +1,40 @@
+"""Lines of data/*.csv as the features of both models."""
+
+import keras
+import tensorflow as tf
+
+from elasticcb.layers import Embedding
+
+MAX_GENRES = 6  # of an item; further ones are left out
+LIKED = 4.0  # from this rating on, a user liked an item
+
+
+def parse(line):
+    """One line: user, item, genres, hour, item_share, rating. Returns features and the last two."""
+    fields = tf.io.decode_csv(line, [""] * 3 + [0] + [0.0] * 2)
+    user, item, genres, hour, share, rating = fields
+    return {"user": user, "item": item, "genres": split_genres(genres), "hour": hour}, share, rating
+
+
+def split_genres(genres):
+    """`"Comedy|War"` as strings [MAX_GENRES], with empty ones at the end."""
+    names = tf.strings.split(genres, "|")[:MAX_GENRES]
+    return tf.pad(names, [[0, MAX_GENRES - tf.size(names)]], constant_values="")
+
+
+def make_inputs():
+    """What both models know of a user and an item: strings, of any number of different ones."""
+    return {
+        "user": keras.Input((), name="user", dtype="string"),
+        "item": keras.Input((), name="item", dtype="string"),
+        "genres": keras.Input((MAX_GENRES,), name="genres", dtype="string"),
+    }
+
+
+def embed(inputs, units):
+    """A vector [units] for each of user, item and genres: the mean of these. No vocabulary is needed."""
+    return {
+        "user": Embedding(units, name="users")(inputs["user"]),
+        "item": Embedding(units, name="items")(inputs["item"]),
+        "genres": Embedding(units, combiner="mean", mask_zero=True, name="genre_vectors")(inputs["genres"]),
+    }

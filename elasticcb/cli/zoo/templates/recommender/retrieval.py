@@ -1,0 +1,67 @@
+"""Retrieval: two towers, whose vectors of a user and of an item the user likes point in the same direction.
+
+After Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations" (2019). In a batch of
+ratings, each user's own item has to be found among the items of all: a softmax over the batch.
+"""
+
+import keras
+import tensorflow as tf
+from features import LIKED, embed, make_inputs, parse  # in this folder
+from keras_rs.layers import RemoveAccidentalHits, SamplingProbabilityCorrection
+
+TEMPERATURE = 0.1  # of the softmax: cosines are between -1 and 1, which by themselves are all but equal
+CORRECTION = SamplingProbabilityCorrection()  # popular items are in more batches, as negatives of others
+ACCIDENTAL_HITS = RemoveAccidentalHits()  # an item that is in the batch twice is no negative of itself
+
+
+def custom_model(units=32, dropout=0.3):
+    inputs = make_inputs()
+    vectors = {name: keras.layers.Dropout(dropout)(vector) for name, vector in embed(inputs, units).items()}
+    user = keras.layers.Dense(units, name="user_tower")(vectors["user"])
+    item = keras.layers.Concatenate()([vectors["item"], vectors["genres"]])
+    item = keras.layers.Dense(units, name="item_tower")(item)
+    outputs = {
+        "user": keras.layers.UnitNormalization(name="user_vector")(user),
+        "item": keras.layers.UnitNormalization(name="item_vector")(item),
+    }
+    return keras.Model(inputs, outputs, name="retrieval")
+
+
+def feed(dataset, mode, metadata):
+    """Ratings that say that the user liked the item; labels are what the loss has to know of the item."""
+
+    def to_example(line):
+        features, share, rating = parse(line)
+        features.pop("hour")
+        item = tf.strings.to_hash_bucket_fast(features["item"], 2**31 - 1)
+        return features, {"item": tf.cast(item, tf.int32), "share": share}, rating
+
+    examples = dataset.map(to_example).filter(lambda features, labels, rating: rating >= LIKED)
+    return examples.map(lambda features, labels, rating: features if mode == "prediction" else (features, labels))
+
+
+def _similarities(labels, predictions):
+    """Logits [batch, batch] of each user with each item of the batch, and which of them are pairs."""
+    logits = keras.ops.matmul(predictions["user"], keras.ops.transpose(predictions["item"])) / TEMPERATURE
+    pairs = keras.ops.eye(keras.ops.shape(logits)[0])
+    return ACCIDENTAL_HITS(logits, pairs, labels["item"]), pairs
+
+
+def loss(labels, predictions):
+    logits, pairs = _similarities(labels, predictions)
+    logits = CORRECTION(logits, labels["share"])
+    return keras.losses.categorical_crossentropy(pairs, logits, from_logits=True)
+
+
+def optimizer():
+    return keras.optimizers.Adam(2e-3)
+
+
+def in_batch_recall_at_10(labels, predictions):
+    """How many users have their item among the ten best of the batch; evaluate.py looks among all items."""
+    logits, _ = _similarities(labels, predictions)
+    return keras.ops.in_top_k(keras.ops.arange(keras.ops.shape(logits)[0]), logits, 10)
+
+
+def eval_metrics_fn():
+    return {"in_batch_recall_at_10": in_batch_recall_at_10}
