@@ -90,7 +90,7 @@ def savings(batches: Sequence[Any], length: int, least: int) -> str:
     for window in in_windows(batches, length):
         counts = np.unique(np.concatenate(window), return_counts=True)[1]
         found.append((np.count_nonzero(counts > least), len(counts), counts[counts > least].sum(), counts.sum()))
-    rows, of, lookups, total = np.mean(found, axis=0)
+    rows, of, lookups, total = np.mean(np.array(found), axis=0)
     traffic = (total - lookups) * BYTES_OF_BATCH + rows * BYTES_OF_WINDOW
     return f"{rows:,.0f} | {of:,.0f} | {_percent(lookups / total)} | {_percent(traffic / total / BYTES_OF_BATCH)}"
 
@@ -103,7 +103,7 @@ def changed_by_several(batches: Sequence[Any], length: int, workers: int) -> tup
         several = np.unique(np.concatenate(by_worker), return_counts=True)[1] > 1
         changes = np.unique(np.concatenate(window), return_counts=True)[1]
         found.append((np.count_nonzero(several), len(several), changes[several].sum(), changes.sum()))
-    rows, of, changes_of_several, all_changes = np.sum(found, axis=0)
+    rows, of, changes_of_several, all_changes = np.sum(np.array(found), axis=0)
     return rows / of, changes_of_several / all_changes
 
 

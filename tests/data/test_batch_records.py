@@ -69,6 +69,14 @@ def test_a_feed_that_drops_records_makes_short_batches_or_none(reader: Reader, t
     assert rows_in([source.first_batch()]) == [6, 7]
 
 
+def test_a_feed_may_map_what_it_has_not_dropped(reader: Reader, tmp_path: Path) -> None:
+    def large(*given: Any) -> tf.data.Dataset:
+        return feed(*given).filter(lambda x, _: x > 5).map(lambda x, y: (x + 1, y))
+
+    source = adapted(Records(reader, large), tmp_path)
+    assert rows_in([source.first_batch()]) == [7, 8]
+
+
 def test_a_feed_that_multiplies_records_makes_long_batches(reader: Reader, tmp_path: Path) -> None:
     def twice(*given: Any) -> tf.data.Dataset:
         return feed(*given).map(lambda x, y: (tf.stack([x, x]), tf.stack([y, y]))).unbatch()

@@ -165,6 +165,11 @@ class _Pipeline:
         check_feed(raw, fed, f"The feed of {records}")
         self.keeps_order = keeps_order(raw, fed)
         batched = fed.batch(batch_size if self.keeps_order else _ALL)
+        if not self.keeps_order:
+            # A `map` before it would be fused with the batch, which then has memory allocated for _ALL examples.
+            options = tf.data.Options()
+            options.experimental_optimization.map_and_batch_fusion = False
+            batched = batched.with_options(options)
         self._dataset = keras_data.weighted(batched, class_weight).prefetch(2)
 
     def batches(self, name: str, start: int, end: int) -> Iterator[Any]:

@@ -24,14 +24,8 @@ class Recommender:
     def __init__(self, folder=FOLDER):
         self.retrieval = tf.saved_model.load(str(folder / "models" / "retrieval")).signatures["serving_default"]
         self.ranking = tf.saved_model.load(str(folder / "models" / "ranking")).signatures["serving_default"]
-        with (folder / "data" / "items.csv").open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        self.items = np.array([row["item"] for row in rows])
-        self.titles = np.array([row["title"] for row in rows])
-        self.shares = np.array([row["item_share"] for row in rows], np.float32)
-        genres = [row["genres"].split("|")[:MAX_GENRES] for row in rows]
-        self.genres = np.array([names + [""] * (MAX_GENRES - len(names)) for names in genres])
-        self.vectors = self._vectors("item", np.full(len(rows), ""), self.items, self.genres)
+        self.items, self.titles, self.genres, self.shares = read_items(folder)
+        self.vectors = self._vectors("item", np.full(len(self.items), ""), self.items, self.genres)
 
     def user_vectors(self, users):
         """Vectors [users, units]: of equal length, as those of items are."""
@@ -64,9 +58,25 @@ class Recommender:
         return [(self.titles[rows[place]], probabilities[place]) for place in np.argsort(-probabilities)]
 
 
+def read_items(folder=FOLDER):
+    """Columns of data/items.csv: ids, titles, genres [items, MAX_GENRES] with "" at the end, and shares of ratings."""
+    rows = _rows(folder / "data" / "items.csv")
+    genres = [row["genres"].split("|")[:MAX_GENRES] for row in rows]
+    return (
+        np.array([row["item"] for row in rows]),
+        np.array([row["title"] for row in rows]),
+        np.array([names + [""] * (MAX_GENRES - len(names)) for names in genres]),
+        np.array([row["item_share"] for row in rows], np.float32),
+    )
+
+
 def ratings(name, folder=FOLDER):
     """Rows of data/NAME.csv, as dicts."""
-    with (folder / "data" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+    return _rows(folder / "data" / f"{name}.csv")
+
+
+def _rows(path):
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
