@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from elasticcb.callbacks.foreign_export import export_elsewhere, needs_another_process
 from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, user_traceback
 from elasticcb.process.limits import is_full
@@ -86,6 +87,9 @@ class SavedModelExporter(keras.callbacks.Callback):
                 f"The model {type(self.model).__name__} has no weights yet, so there is nothing to export. "
                 "Build it in custom_model(), or train at least one batch."
             )
+        if needs_another_process(self.model):
+            export_elsewhere(self.model, (self.params or {}).get("features_spec"), folder)
+            return
         archive = keras.export.ExportArchive()
         add_serving_endpoint(archive, self.model, (self.params or {}).get("features_spec"))
         try:

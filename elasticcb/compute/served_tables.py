@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.layers.install import empty, make_native
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_spec import TableSpec
@@ -37,7 +38,7 @@ class ServedTables(ABC):
         self.tracing = threading.RLock()
         self._sizes = {index: tuple(layer._embeddings.shape) for index, layer in layers.items()}
         for index, layer in layers.items():
-            self._empty(layer)
+            empty(layer)
             answer(layer, self._answer(index, layer))
 
     def _answer(self, index: int, layer: TableLayer) -> Callable[[Any], Any]:
@@ -99,11 +100,7 @@ class ServedTables(ABC):
         """Makes the layers native again: without rows (elasticcb.layers), or with all rows zero (Keras's)."""
         for index, layer in self._layers.items():
             stop_answering(layer)
-            self._restore(layer, self._sizes[index])
-
-    @abstractmethod
-    def _empty(self, layer: TableLayer) -> None:
-        """Lets a layer hold no rows, and any number of them from now on."""
+            make_native(layer, self._sizes[index])
 
     @abstractmethod
     def _hold(self, layer: TableLayer, rows: Any) -> None:
@@ -112,10 +109,6 @@ class ServedTables(ABC):
     @abstractmethod
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
         """The rows, [..., dim], at `places` [...] among those that a layer was given; `ids` are what it asked for."""
-
-    @abstractmethod
-    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
-        """Makes a layer native again, as `release` says; the shape is what its variable had before."""
 
 
 class _Serving:

@@ -6,9 +6,29 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
-from elasticcb.layers.table_layers import is_own, table_layers
+from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import Array
-from elasticcb.tf.row_variables import make_whole, untouched_zeros
+from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
+
+
+def empty(layer: TableLayer) -> None:
+    """Lets a layer hold no rows, and any number of them from now on."""
+    if is_own(layer):
+        layer.set_rows([])
+    else:
+        make_free_rows(layer._embeddings)
+
+
+def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
+    """Ends that: with no rows (elasticcb.layers), or with all rows zero (Keras's).
+
+    Args:
+        shape: what its variable had before.
+    """
+    if is_own(layer):
+        layer.set_rows([])
+    else:
+        make_whole(layer._embeddings, untouched_zeros(shape, layer._embeddings.dtype))
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:

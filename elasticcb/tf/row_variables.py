@@ -56,7 +56,11 @@ def _free(value: Any, variable: keras.Variable) -> tf.Variable:
 
 def _exchange(variable: keras.Variable, rows: Array) -> None:
     variable._shape = tuple(rows.shape)
-    variable._initialize(keras.ops.convert_to_tensor(rows, dtype=variable.dtype))
+    tensor = keras.ops.convert_to_tensor(rows, dtype=variable.dtype)
+    if hasattr(variable._value, "requires_grad"):  # PyTorch's, which layers list: it stays, and so it is listed
+        variable._value.data, variable._value.grad = tensor, None
+    else:
+        variable._initialize(tensor)
 
 
 def fill(variable: keras.Variable, rows: Array) -> None:

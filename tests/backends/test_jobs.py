@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_backends import BACKENDS
+from test_backends import BACKENDS, require
 
 ZOO = Path(__file__).parent / "zoo"
 RECORDS = 2000
@@ -24,8 +23,7 @@ pytestmark = [pytest.mark.deep, pytest.mark.timeout(600), pytest.mark.parametriz
 
 @pytest.fixture
 def data(backend, tmp_path):
-    if find_spec(backend) is None:
-        pytest.skip(f"the package {backend!r} is not installed")
+    require(backend)
     numbers = np.random.default_rng(0).normal(size=(RECORDS, 4))
     lines = np.concatenate([numbers, numbers.sum(1, keepdims=True) > 0], 1)
     np.savetxt(tmp_path / "data.csv", lines, "%.5f", ",")

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
-from elasticcb.layers.table_layers import TableLayer, is_own
+from elasticcb.layers.table_layers import TableLayer
 from elasticcb.tf.batch_signatures import Signatures, flat_tensors
-from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
 
 Step = Callable[[Any], Any]
 # By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int32 of their shape.
@@ -77,12 +76,6 @@ class TensorFlowTables(ServedTables):
 
         return look_up
 
-    def _empty(self, layer: TableLayer) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            make_free_rows(layer._embeddings)
-
     def _hold(self, layer: TableLayer, rows: Any) -> None:
         layer._embeddings._value.assign(rows)
 
@@ -91,9 +84,3 @@ class TensorFlowTables(ServedTables):
         if not tf.executing_eagerly() and ids.shape.rank is not None:
             rows.set_shape([*ids.shape, layer.output_dim])
         return rows
-
-    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            make_whole(layer._embeddings, untouched_zeros(shape, layer._embeddings.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.table_spec import TableSpec
 
+logger = logging.getLogger(__name__)
+
 
 class TorchComputation(Computation):
     """Runs batches of one model.
@@ -35,6 +38,8 @@ class TorchComputation(Computation):
     def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
         self._model, self._metrics, self._specs, self._partition = held
         self._capture = capture
+        if getattr(held.model, "jit_compile", False):
+            logger.warning("The model runs without jit_compile: on PyTorch, steps run eagerly.")
         tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
         self._served = TorchTables(held.model, tables)
         steps = {

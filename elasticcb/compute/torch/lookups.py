@@ -12,8 +12,9 @@ from elasticcb.compute.movable import Step
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.torch.arrays import array_of, tensor_of
 from elasticcb.compute.torch.recording import IdRecording, Uses
-from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, is_own, stop_answering
+from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering
 from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.table_spec import TableSpec
 
 # By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int64 of their shape.
 Wanted = dict[int, tuple[Array, list[torch.Tensor]]]
@@ -21,6 +22,16 @@ Wanted = dict[int, tuple[Array, list[torch.Tensor]]]
 
 class TorchTables(ServedTables):
     """For the arguments see `ServedTables`."""
+
+    def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
+        super().__init__(model, tables)
+        # Which PyTorch lists as the model's; those of a step are not among them.
+        self._listed = {index: layer._embeddings._value for index, layer in self._layers.items()}
+
+    def release(self) -> None:
+        for index, layer in self._layers.items():
+            layer._embeddings._value = self._listed[index]
+        super().release()
 
     def lookups(self, step: Step) -> Callable[[Any], Wanted]:
         """A function that tells what `step`, of the same batch, looks up.
@@ -69,24 +80,12 @@ class TorchTables(ServedTables):
             raise not_servable(self._layers[index], problem)
         return {index: len(asked) for index, asked in uses.asked.items()}
 
-    def _empty(self, layer: TableLayer) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            set_rows(self._model, layer, torch.zeros(0, layer.output_dim, dtype=layer._embeddings.value.dtype))
-
     def _hold(self, layer: TableLayer, rows: Array) -> None:
         variable: Any = layer._embeddings
         variable._value = torch.nn.Parameter(tensor_of(rows), requires_grad=variable.trainable)
 
     def _gather(self, layer: TableLayer, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(places, layer._embeddings._value)
-
-    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            set_rows(self._model, layer, torch.zeros(shape, dtype=layer._embeddings.value.dtype))
 
 
 def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
@@ -103,17 +102,6 @@ def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int,
         for layer in layers.values():
             stop_answering(layer)
     return uses.problems()
-
-
-def set_rows(model: keras.Model, layer: TableLayer, rows: torch.Tensor) -> None:
-    """Gives the variable of an embedding layer another number of rows."""
-    variable: Any = layer._embeddings
-    variable._value = torch.nn.Parameter(rows, requires_grad=variable.trainable)
-    variable._shape = tuple(rows.shape)
-    for holder in model._flatten_layers(include_self=True, recursive=True):
-        # Keras lists them for PyTorch, and would keep the old one.
-        if variable.path in getattr(holder, "_torch_params", ()):
-            holder._torch_params[variable.path] = variable._value
 
 
 def _unique(asked: list[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
