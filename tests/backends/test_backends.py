@@ -29,8 +29,9 @@ def run(backend: str, *options: str) -> None:
     require(backend)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
     environment = os.environ | {"KERAS_BACKEND": backend}
+    files = [CONFORMANCE / f"check_{part}.py" for part in ("steps", "tables", "jobs", backend)]
     done = subprocess.run(
-        [*command, *map(str, sorted(CONFORMANCE.glob("check_*.py")))],
+        [*command, *(str(file) for file in files if file.exists())],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -55,4 +56,4 @@ def test_all_that_holds_on_every_backend(backend):
 @pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_the_checks_hold_on_tensorflow_too():
-    run("tensorflow", "-k", "check_steps")
+    run("tensorflow", "-k", "check_steps and not tensors")

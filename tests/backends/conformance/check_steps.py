@@ -257,8 +257,6 @@ def test_a_loss_that_raises_is_told_with_the_batch():
 
 def test_batches_that_the_framework_has_no_tensors_for_are_refused_in_words():
     computation = backend().computation(hold(dense(), next(batches()), mode=Mode.EVALUATION))
-    if keras.backend.backend() == "tensorflow":
-        pytest.skip("TensorFlow has them all")
     for made, word in (
         (tf.ragged.constant([[1.0], [2.0, 3.0]]), "ragged"),
         (tf.sparse.from_dense([[0.0, 1.0]]), "sparse"),
