@@ -86,7 +86,7 @@ def in_windows(batches: Sequence[Any], length: int) -> Iterator[list[Any]]:
 
 def savings(batches: Sequence[Any], length: int, least: int) -> str:
     """Of a window, if rows stay that more than `least` of its batches ask for: cells of the table."""
-    found = []
+    found: list[Any] = []
     for window in in_windows(batches, length):
         counts = np.unique(np.concatenate(window), return_counts=True)[1]
         found.append((np.count_nonzero(counts > least), len(counts), counts[counts > least].sum(), counts.sum()))
@@ -97,7 +97,7 @@ def savings(batches: Sequence[Any], length: int, least: int) -> str:
 
 def changed_by_several(batches: Sequence[Any], length: int, workers: int) -> tuple[float, float]:
     """Of the rows changed in a window, and of the changes, the shares of rows that several workers change."""
-    found = []
+    found: list[Any] = []
     for window in in_windows(batches, workers * length):
         by_worker = [np.unique(np.concatenate(window[worker::workers])) for worker in range(workers)]
         several = np.unique(np.concatenate(by_worker), return_counts=True)[1] > 1
