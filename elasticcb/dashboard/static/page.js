@@ -295,7 +295,7 @@ function showLogNames() {
 
 async function showLog() {
   const process = $("process").value, log = $("log");
-  if (!process || document.hidden) return;
+  if (!process || document.hidden || (job.over && job.trouble)) return;
   try {
     const text = (await ask(`/api/log?process=${encodeURIComponent(process)}`)).lines.join("");
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 30;
