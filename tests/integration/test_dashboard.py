@@ -61,7 +61,7 @@ class Page:
     def text(self, selector: str) -> str:
         return self.driver.find_element(By.CSS_SELECTOR, selector).text
 
-    def wait(self, condition, seconds: float = 30.0) -> None:
+    def wait(self, condition, seconds: float = 120.0) -> None:
         WebDriverWait(self.driver, seconds, 0.1).until(lambda driver: condition())
 
     def wait_for_text(self, selector: str, pattern: str) -> None:
@@ -169,14 +169,15 @@ def test_the_page_shows_what_status_says_scales_and_stops_the_job(job, page, tmp
     page.wait_for_text("#toast", "3 workers from now on; there were 2")
     page.wait_for_text("#workers-now", "3 of 3 up")
 
+    errors = [entry for entry in page.driver.get_log("browser") if "/api/stream" not in entry["message"]]
+    assert not errors  # but that of the stream without a key
+
     (tmp_path / "go_on").touch()
     page.click("#stop")
     page.click("#stop-dialog .danger")
     assert process.finish() == ExitCode.INTERRUPTED
     page.wait_for_text("#phase", "interrupted")
     page.wait_for_text("#trouble", "The job has ended, and so has its dashboard")
-    errors = [entry for entry in page.driver.get_log("browser") if "/api/stream" not in entry["message"]]
-    assert not errors  # but that of the stream without a key, and those after the end
 
     ended = JobView(folder)
     ended.look()

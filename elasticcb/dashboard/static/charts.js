@@ -31,7 +31,7 @@ class Chart {
       if (!this.element.firstChild) {
         const note = document.createElement("p");
         note.className = "empty";
-        note.textContent = "nothing yet";
+        note.textContent = "nothing to show";
         this.element.append(note);
       }
     } else if (this.plot) {

@@ -32,7 +32,14 @@ function setText(element, text) {
 
 // ---------------------------------------------------------------- what the server sends
 
+// The document of a job that ended with an earlier release lacks what came since.
+function completed(status) {
+  const none = { tables: {}, batches: null, records_per_second: null, seconds_per_batch: null };
+  return status && { tables: {}, latencies: {}, ...status, processes: status.processes.map(each => ({ ...none, ...each })) };
+}
+
 function takeIn(message) {
+  message.status = completed(message.status);
   if (message.whole) for (const name of Object.keys(MOST)) job[name] = [];
   for (const name of Object.keys(MOST)) {
     for (const [, entry] of message.past[name]) job[name].push(entry);
@@ -295,7 +302,7 @@ function showLogNames() {
 
 async function showLog() {
   const process = $("process").value, log = $("log");
-  if (!process || document.hidden) return;
+  if (!process || document.hidden || (job.over && job.trouble)) return;
   try {
     const text = (await ask(`/api/log?process=${encodeURIComponent(process)}`)).lines.join("");
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 30;
