@@ -72,5 +72,5 @@ def test_notebook_of_the_recommender_kit_runs(tmp_path):
 
     run_script(folder, "data.py", "--users=200", "--items=100")
     printed = printed_by(folder / "recommender.ipynb", folder)
-    assert "Epoch 4/4" in printed
+    assert "Epoch 5/5" in printed
     assert "For user u0:" in printed
