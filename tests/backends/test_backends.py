@@ -60,6 +60,11 @@ def test_rows_of_embedding_tables_come_with_each_step(backend):
     run(backend, "check_tables.py")
 
 
+@pytest.mark.timeout(300)
+def test_pytorch_runs_steps_as_they_are_written():
+    run("torch", "check_torch.py")
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", BACKENDS)
