@@ -14,6 +14,7 @@ from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.recreate import make_again, make_missing_lease, wait_for_old_master
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.compute.registry import keep_backend
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
 from elasticcb.storage import durable
@@ -39,7 +40,9 @@ def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     if namespace:
         end_with(_resume_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job)))
     else:
-        run_settings(resumed_settings(find_job(job)), session, resumed=True)
+        settings = resumed_settings(find_job(job))
+        keep_backend(settings.keras_backend)
+        run_settings(settings, session, resumed=True)
 
 
 def _resume_on_kubernetes(job: KubernetesJob) -> int:

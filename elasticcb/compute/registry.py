@@ -60,6 +60,13 @@ def use_backend_of_servers() -> None:
     check_is_of_servers()
 
 
+def keep_backend(job: str) -> None:
+    """Lets this process go on with a job on the backend that it had, unless the user has chosen one. Call it before
+    Keras is imported."""
+    if job:
+        os.environ.setdefault(VARIABLE, job)
+
+
 def check_is_of_servers() -> None:
     """Raises `UsageError` when this process can't be a parameter server, as a thread of one whose Keras is another."""
     found = chosen_backend()

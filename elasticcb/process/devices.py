@@ -10,12 +10,14 @@ from elasticcb.process.cores import usable_cores
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"  # TensorFlow reads it when it first computes
+_OF_JAX = "NPROC"  # as JAX does this one
 
 
 def limit_threads(environment: MutableMapping[str, str], sharing: int = 1) -> None:
-    """Lets TensorFlow compute with as many threads as this process may use cores, unless the user has set a number.
+    """Lets TensorFlow, and JAX, compute with as many threads as this process may use cores, unless the user has set a
+    number.
 
-    TensorFlow itself would start a thread for each core of the machine, which then wait for each other: it does not
+    They would start a thread for each core of the machine, which then wait for each other: they do not
     know what a container, or a cgroup, may use.
 
     Args:
@@ -24,6 +26,7 @@ def limit_threads(environment: MutableMapping[str, str], sharing: int = 1) -> No
     """
     if THREADS_VARIABLE not in environment:
         environment[THREADS_VARIABLE] = str(max(1, usable_cores() // max(1, sharing)))
+    environment.setdefault(_OF_JAX, environment[THREADS_VARIABLE])
 
 
 def visible_gpus() -> list[str]:

@@ -12,12 +12,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.clients.running_master import RunningMaster, published, running_master
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import make_backend
+from elasticcb.compute.registry import chosen_backend
 from elasticcb.errors import (
     ElasticCBError,
     JobDoneError,
@@ -84,6 +86,7 @@ def run_master(
         LastCheckpointError: all is done but the last checkpoint; the display has the summary.
         ElasticCBError: the job failed.
     """
+    settings = replace(settings, keras_backend=chosen_backend())
     try:
         # Nothing of this job is in the folder yet, and who has it may be at its beginning.
         wait_seconds = _OLD_MASTER_SECONDS if resumed or since else ENDING_SECONDS

@@ -70,6 +70,16 @@ def test_who_starts_processes_is_told_their_backend():
     assert command("ps").startswith("ELASTICCB_JOB_TOKEN=TOKEN elasticcb ps")
 
 
+def test_a_job_is_resumed_on_its_backend_unless_the_user_has_chosen_one(monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND")
+    registry.keep_backend("jax")
+    assert os.environ["KERAS_BACKEND"] == "jax"
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    registry.keep_backend("jax")
+    assert os.environ["KERAS_BACKEND"] == "torch"
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+
+
 def test_a_worker_on_another_backend_than_its_job_is_refused():
     registry.check_backend_of_job("tensorflow")
     registry.check_backend_of_job("")  # a master of an earlier release does not say it

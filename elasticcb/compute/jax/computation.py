@@ -82,7 +82,9 @@ class JAXComputation(Computation):
         wanted = self._lookups[mode](arrays)
         ids = {table: found for table, (found, _) in wanted.items()}
         places = {table: found for table, (_, found) in wanted.items()}
-        return Prepared(jax.device_put(arrays), records_in(arrays), ids, places)
+        # Ahead of its step, where there is something to be ahead of: the processor takes arrays as they are.
+        batch = arrays if jax.default_backend() == "cpu" else jax.device_put(arrays)
+        return Prepared(batch, records_in(arrays), ids, places)
 
     def _with_rows(self, rows: TableRows) -> list[Any]:
         """The values of the trained variables in a step: of tables, the rows of its batch."""

@@ -17,9 +17,8 @@ import numpy as np
 from elasticcb.compute.jax.lookups import Lookups, StepRecording, TracedIds, kind_of, unique_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
-from elasticcb.layers.table_layers import TableLayer, answer, is_own, stop_answering
+from elasticcb.layers.table_layers import TableLayer, answer, stop_answering
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.tf.row_variables import make_free_rows, make_whole
 
 _LEAST_ROWS = 8
 
@@ -71,24 +70,12 @@ class JAXTables(ServedTables):
             found[index][: len(given)] = given
         return found
 
-    def _empty(self, layer: TableLayer) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            make_free_rows(layer._embeddings)
-
     def _hold(self, layer: TableLayer, rows: Any) -> None:
         # The value is the step's own; Keras compares its shape with what the variable says.
         layer._embeddings._shape = tuple(rows.shape)
 
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
         return jnp.take(layer._embeddings.value, places, axis=0, mode="clip")
-
-    def _restore(self, layer: TableLayer, shape: tuple[int, ...]) -> None:
-        if is_own(layer):
-            layer.set_rows([])
-        else:
-            make_whole(layer._embeddings, np.zeros(shape, dtype_of(layer._embeddings.dtype)))
 
 
 def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:

@@ -5,8 +5,6 @@ import pytest
 import elasticcb
 from check_steps import assert_same
 from compiled_models import BATCH, X, Y, dense, fit
-from elasticcb.api.placed import PlacedWeights
-from elasticcb.compute.registry import backend
 
 SAME = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
@@ -47,9 +45,3 @@ def test_one_worker_whose_gradients_servers_apply_trains_as_fit(updates, tmp_pat
 def test_threads_can_t_be_servers_of_another_backend():
     with pytest.raises(elasticcb.errors.UsageError, match="parameter servers need 'tensorflow'"):
         elasticcb.Cluster(kind="inprocess")
-
-
-@pytest.mark.skipif(not backend().not_placed, reason="it has it")
-def test_place_is_refused_where_the_backend_has_it_not(tmp_path):
-    with pytest.raises(elasticcb.errors.UsageError, match=r"Cluster\.place needs Keras on"):
-        PlacedWeights(dense())

@@ -142,6 +142,7 @@ def test_ids_that_depend_on_rows_are_refused():
         hold(model, tensors((IDS[:BATCH], Y[:BATCH])), threshold=0)
 
 
+@pytest.mark.deep
 def test_a_job_with_a_table_trains_as_fit(tmp_path):
     reference, model = with_own_table(), with_own_table()
     reference.get_layer("table").set_rows(np.arange(40))

@@ -13,7 +13,7 @@ X = np.random.default_rng(0).normal(size=(RECORDS, 6)).astype("float32")
 Y = (X.sum(1, keepdims=True) > 0).astype("float32")
 
 
-def dense(optimizer=None, **compiled):
+def dense(optimizer=None, metrics=()):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -23,8 +23,7 @@ def dense(optimizer=None, **compiled):
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
-    metrics = ["accuracy", keras.metrics.AUC(name="auc", num_thresholds=20)]
-    model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=metrics, **compiled)
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy", *metrics])
     return model
 
 

@@ -1,4 +1,4 @@
-"""Backends that trace a model's step: what they say of a model file that can't be traced."""
+"""What JAX alone refuses, in words: model files that can't be traced, several optimizers, `Cluster.place`."""
 
 import keras
 import pytest
@@ -6,9 +6,8 @@ import tensorflow as tf
 
 from check_steps import hold
 from compiled_models import batches, dense
-from elasticcb.errors import ModelFileError
-
-pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="only JAX traces without TensorFlow")
+from elasticcb.api.placed import PlacedWeights
+from elasticcb.errors import ModelFileError, UsageError
 
 
 def losing(loss, **compiled):
@@ -35,3 +34,8 @@ def test_a_model_with_two_optimizers_is_refused():
     model.second = keras.optimizers.SGD()
     with pytest.raises(ModelFileError, match=r"holds 2 optimizers .* KERAS_BACKEND=tensorflow"):
         hold(model, next(batches()))
+
+
+def test_place_is_refused():
+    with pytest.raises(UsageError, match=r"Cluster\.place needs Keras on"):
+        PlacedWeights(dense())
