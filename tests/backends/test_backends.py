@@ -50,11 +50,6 @@ def test_steps_tables_and_jobs_are_those_of_keras(backend):
     run(backend)
 
 
-@pytest.mark.timeout(300)
-def test_pytorch_runs_steps_as_they_are_written():
-    run("torch", "check_torch.py")
-
-
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", BACKENDS)
