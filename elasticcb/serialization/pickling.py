@@ -112,8 +112,8 @@ class _Pickler(cloudpickle.Pickler):
             return tf.Variable, (obj.numpy(), obj.trainable)
         if isinstance(obj, tf.Tensor) and hasattr(obj, "numpy"):
             return tf.constant, (obj.numpy(), obj.dtype.name)
-        if isinstance(obj, types.ModuleType) and obj.__name__.startswith("keras"):
-            # Keras's modules are made at import, and cloudpickle would take some of them apart.
+        if isinstance(obj, types.ModuleType) and f"{obj.__name__}.".startswith(("keras", "torch.")):
+            # These modules are made at import, and cloudpickle would take some of them apart.
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
