@@ -20,7 +20,7 @@ from elasticcb.serialization.model_archive import restore_model, save_model
 
 # Attributes of a model that `compile` and a job set.
 _OF_TRAINING = (
-    "compiled", "optimizer", "compute_metrics", "train_step", "test_step",
+    "compiled", "loss", "optimizer", "compute_loss", "compute_metrics", "train_step", "test_step",
     "_compile_config", "_compile_metrics", "_compile_loss", "_loss_tracker",
 )  # fmt: skip
 _MODEL, _WEIGHTS, _ERROR = "model", "model.weights.h5", "error"
