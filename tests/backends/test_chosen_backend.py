@@ -21,7 +21,8 @@ ASKS = re.compile(r"keras\.backend\.backend\(|KERAS_BACKEND\W*[\])]|environ.*KER
 
 def test_only_the_registry_asks_what_keras_runs_on():
     asking = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ASKS.search(path.read_text("utf-8"))}
-    assert asking <= {"compute/registry.py"}
+    # The latter sets it for a process that it starts.
+    assert asking <= {"compute/registry.py", "callbacks/foreign_export.py"}
     assert 'VARIABLE = "KERAS_BACKEND"' in (PACKAGE / "compute" / "registry.py").read_text("utf-8")
 
 

@@ -82,7 +82,7 @@ class NumPyBackend(Backend):
         pass  # it has an Input
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
-        return model.predict_on_batch(batch[0])
+        return model.predict_on_batch(keras.utils.unpack_x_y_sample_weight(batch)[0])
 
     def find_tables(self, *args: Any) -> dict[int, TableSpec]:
         return {}

@@ -87,7 +87,9 @@ def test_rows_of_a_batch_train_as_whole_tables_in_fit(local):
     assert_same([{**tables, **dense}[i] for i in range(len(held.specs))], [v.numpy() for v in reference.weights])
 
 
-@pytest.mark.parametrize("combiner", [None, "sum", "mean", "sqrtn"])
+@pytest.mark.parametrize(
+    "combiner", ["mean", *(pytest.param(each, marks=pytest.mark.deep) for each in (None, "sum", "sqrtn"))]
+)
 def test_an_own_layer_in_a_step_gives_what_it_gives_by_itself(combiner):
     model = with_own_table(combiner)
     model.get_layer("table").set_rows(np.arange(40))
