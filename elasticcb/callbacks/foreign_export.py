@@ -45,8 +45,8 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
             content = {"model": save_model(model), "features_spec": features_spec, "folder": folder}
         Path(given, _MODEL).write_bytes(pickling.dumps(content, "What the exporter needs"))
         model.save_weights(Path(given, _WEIGHTS))
-        # It computes next to nothing.
-        environment = os.environ | {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": ""}
+        chosen = {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": ""}  # it computes next to nothing
+        environment = os.environ | chosen
         done = subprocess.run(
             [sys.executable, "-c", python_code(__name__), given], env=environment, capture_output=True, text=True
         )
