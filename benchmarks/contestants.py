@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,17 @@ def elastic(key: str, workers: int, title: str = "", updates: str = "async", **e
     )
 
 
+def _on(contestant: Contestant, backend: str, title: str) -> Contestant:
+    """One whose Keras runs on another framework."""
+    return replace(
+        contestant,
+        key=f"{contestant.key}-{backend}",
+        title=f"{contestant.title}, on {title}",
+        package=backend,
+        environment={"KERAS_BACKEND": backend},
+    )
+
+
 def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
@@ -106,6 +117,11 @@ MORE = (
     _torch("torch-thread1", "torch", "PyTorch with one thread", OMP_NUM_THREADS="1"),
     _torch("torchrec-thread1", "torchrec", "TorchRec with one thread", OMP_NUM_THREADS="1"),
     elastic("elastic4", 4),
+    *(
+        _on(contestant, backend, title)
+        for backend, title in (("jax", "JAX"), ("torch", "PyTorch"))
+        for contestant in (KERAS, *ELASTIC[:4])
+    ),
     elastic("elastic1-bfloat16", 1, ", staleness 1, bfloat16", max_staleness=1, wire_dtype="bfloat16"),
     elastic("elastic2-bfloat16", 2, ", staleness 1, bfloat16", max_staleness=1, wire_dtype="bfloat16"),
 )
