@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -13,6 +13,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
 from elasticcb.optimizers.variables import chosen_optimizer
+from elasticcb.sharding.partition import VariableSpec
 
 
 class Update(NamedTuple):
@@ -190,6 +191,20 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
+    """Raises `ModelFileError` when a step gives gradients of variables that it gave none of when the model was built.
+
+    Args:
+        updates: indices in `model.weights`, as `specs`.
+    """
+    unexpected = [specs[index].path for index in updates if not specs[index].trainable]
+    if unexpected:
+        raise ModelFileError(
+            f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which it "
+            "did not when the job started. Which variables a step updates must be the same for every batch."
+        )
 
 
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
