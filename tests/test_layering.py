@@ -117,7 +117,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_pb2" not in path.name}
+# Templates of `elasticcb zoo init` are users' files.
+FILES = {
+    name_of(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "_pb2" not in path.name and "templates" not in path.relative_to(PACKAGE).parts
+}
 
 
 @functools.cache

@@ -72,7 +72,8 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
     folder = settings.directory
     try:
-        with command_runs(Path(folder)), page_beside(folder, settings.cluster.dashboard):
+        # The page ends last: who stops the job there is answered when no command runs it any more.
+        with page_beside(folder, settings.cluster.dashboard), command_runs(Path(folder)):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()

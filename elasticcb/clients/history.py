@@ -120,15 +120,16 @@ class History:
         found: dict[str, Any] = {"number": self.number, "points": _after(number, self._points)}
         return found | {name: _after(number, entries) for name, entries in self._rest.items()}
 
-    def extend(self, news: Mapping[str, Any], after: int = 0) -> None:
-        """Adds what another one gave by `after`, but for entries up to a number of its own.
+    def extend(self, news: Mapping[str, Any], after: int = 0, since: float = 0.0) -> None:
+        """Adds what another one gave by `after`, but for entries up to a number of its own, or from before a time.
 
         Raises `TypeError` or `ValueError` for what none can have given.
         """
         for name, kind in _ENTRIES.items():
             for number, values in news.get(name, ()):
-                if number > after:
-                    self.add(kind(*values))
+                entry = kind(*values)
+                if number > after and (entry.begun if isinstance(entry, TaskSpan) else entry.time) >= since:
+                    self.add(entry)
 
 
 def finite(value: Any) -> float | None:

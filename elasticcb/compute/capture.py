@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -13,6 +13,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
 from elasticcb.optimizers.variables import chosen_optimizer
+from elasticcb.sharding.partition import VariableSpec
 
 
 class Update(NamedTuple):
@@ -101,13 +102,13 @@ class OptimizerCapture(ABC):
 
     def _apply_others(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Applies the gradients that are not to be kept; answers the others, of the plain loss."""
-        keys = {_key(self._model.weights[index]) for index in self._variables or ()}
+        keys = {key_of(self._model.weights[index]) for index in self._variables or ()}
         kept = [
             (self._plain(optimizer, gradient), variable)
             for gradient, variable in pairs
-            if _key(variable) in keys and gradient is not None
+            if key_of(variable) in keys and gradient is not None
         ]
-        others = [(gradient, variable) for gradient, variable in pairs if _key(variable) not in keys]
+        others = [(gradient, variable) for gradient, variable in pairs if key_of(variable) not in keys]
         for each, own in _by_optimizer(optimizer, others):
             if own:
                 type(each).apply(each, *zip(*own, strict=True))
@@ -137,12 +138,12 @@ class OptimizerCapture(ABC):
     def _take(self) -> dict[int, Update]:
         given, self._given = self._given, []
         # Now, since layers may have been built in the step.
-        indices = {_key(variable): index for index, variable in enumerate(self._model.weights)}
+        indices = {key_of(variable): index for index, variable in enumerate(self._model.weights)}
         updates: dict[int, Update] = {}
         for optimizer, gradient, variable, place in given:
             if gradient is None:
                 continue
-            index = indices.get(_key(variable))
+            index = indices.get(key_of(variable))
             if not self._refuses and self._variables is None:
                 if index is not None:
                     updates.setdefault(index, Update(optimizer, gradient))
@@ -150,7 +151,7 @@ class OptimizerCapture(ABC):
             self._check_place(optimizer, place)
             if index is None:
                 raise ModelFileError(
-                    f"The optimizer {self.named(optimizer)} was given a gradient of {_path(variable)!r}, which is no "
+                    f"The optimizer {self.named(optimizer)} was given a gradient of {path_of(variable)!r}, which is no "
                     "weight of the model, so that no server holds it. Make it a keras.Variable that is an attribute "
                     "of the model or of one of its layers."
                 )
@@ -170,11 +171,11 @@ class OptimizerCapture(ABC):
         if first != second:
             which = f"to two optimizers, {self.named(first)} and {self.named(second)}"
         return ModelFileError(
-            f"The model's train_step gives gradients of {_path(variable)!r} {which}. A step runs on weights that were "
-            "pulled before it, and servers apply its gradients after it, so a variable can be updated once per step. "
-            "Add up the gradients and apply them once; or do one update per batch (of a critic that is to be updated "
-            "more often than a generator: train it on every batch, and give the generator's gradients weight zero in "
-            "the others)."
+            f"The model's train_step gives gradients of {path_of(variable)!r} {which}. A step runs on weights that "
+            "were pulled before it, and servers apply its gradients after it, so a variable can be updated once per "
+            "step. Add up the gradients and apply them once; or do one update per batch (of a critic that is to be "
+            "updated more often than a generator: train it on every batch, and give the generator's gradients weight "
+            "zero in the others)."
         )
 
     def named(self, index: int) -> str:
@@ -192,6 +193,20 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
+def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
+    """Raises `ModelFileError` when a step gives gradients of variables that it gave none of when the model was built.
+
+    Args:
+        updates: indices in `model.weights`, as `specs`.
+    """
+    unexpected = [specs[index].path for index in updates if not specs[index].trainable]
+    if unexpected:
+        raise ModelFileError(
+            f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which it "
+            "did not when the job started. Which variables a step updates must be the same for every batch."
+        )
+
+
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
     """Gradients by the optimizer that applies them. Those inside a MultiOptimizer, which itself takes all or none."""
     if not isinstance(optimizer, MultiOptimizer):
@@ -200,10 +215,11 @@ def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[An
     return [(each, [pair for pair in pairs if chosen_optimizer(optimizer, pair[1]) is each]) for each in inner]
 
 
-def _key(variable: Any) -> int:
+def key_of(variable: Any) -> int:
     """The same for a Keras variable and the framework's own within it, which a GradientTape lists."""
     return id(getattr(variable, "_value", variable))
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
+    """What messages call either of them."""
     return str(getattr(variable, "path", None) or variable.name)

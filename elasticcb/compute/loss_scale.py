@@ -6,13 +6,14 @@ part of a checkpoint, and a worker that starts begins with `initial_scale`. Serv
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 
 
-class LossScale:
+class LossScale(ABC):
     """The scale of one optimizer's loss.
 
     Args:
@@ -29,6 +30,14 @@ class LossScale:
                 optimizer.initial_scale, dtype="float32", trainable=False, name="dynamic_scale"
             )
             optimizer.built = True
+
+    @abstractmethod
+    def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
+        """Gradients of the plain loss, and whether they can be used: true without a dynamic scale.
+
+        Where they can't, some are not finite, and the scale is halved. After `dynamic_growth_steps` steps in which
+        they could it is doubled.
+        """
 
     @property
     def value(self) -> float:

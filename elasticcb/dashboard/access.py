@@ -31,7 +31,7 @@ def refusal(headers: Mapping[str, str], key: str | None) -> str:
         key: that it must carry; None: none, it is for what is no secret.
     """
     host = headers.get("host", "")
-    if urlsplit(f"//{host}").hostname not in _LOOPBACK:  # another site's name may lead here: DNS rebinding
+    if not _is_loopback(host):  # another site's name may lead here: DNS rebinding
         return f"This server is for addresses of this machine, not for {host!r}. Open http://127.0.0.1 and its port."
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
@@ -42,3 +42,10 @@ def refusal(headers: Mapping[str, str], key: str | None) -> str:
     if scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode()):
         return ""
     return "The key is missing or wrong. Open the address that the dashboard printed, with what stands behind its #."
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return urlsplit(f"//{host}").hostname in _LOOPBACK
+    except ValueError:  # it is no host at all
+        return False

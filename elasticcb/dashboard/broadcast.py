@@ -71,8 +71,9 @@ class Broadcast:
             if browser.full():  # it is ended, and comes again
                 self._browsers.discard(browser)
                 browser.get_nowait()
-                message = ""
-            browser.put_nowait(message)
+                browser.put_nowait("")
+            else:
+                browser.put_nowait(message)
 
 
 def _event(document: object) -> str:

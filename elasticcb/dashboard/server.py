@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import re
 import socket
@@ -116,7 +117,7 @@ def make_app(folder: Path, key: str, broadcast: Broadcast) -> Starlette:
     # These wait for the master: they run in threads.
     def log(request: Request) -> dict[str, Any]:
         process, lines = request.query_params.get("process", "master"), request.query_params.get("lines", "300")
-        if not re.fullmatch(r"[a-z]+(-\d+)?", process) or not lines.isdecimal():
+        if not re.fullmatch(r"[a-z]+(-\d+)?", process) or not re.fullmatch(r"\d{1,9}", lines):
             raise UsageError(f"There is no log of {process!r} with {lines} lines.")
         return {"lines": [*log_lines(folder, process, min(int(lines) or 1, _MOST_LINES), follow=False)]}
 
@@ -184,11 +185,13 @@ def _answering(function: Callable[..., dict[str, Any]]) -> Callable[[Request], A
             body = json.loads(await request.body() or b"{}") if request.method == "POST" else {}
             if not isinstance(body, dict):
                 raise ValueError(f"{body!r} is not a JSON object")
+            inspect.signature(function).bind(request, **body)
+        except (TypeError, ValueError) as error:
+            return JSONResponse({"error": f"The request can't be read: {error}"}, status_code=400)
+        try:
             return JSONResponse(await asyncio.to_thread(function, request, **body))
         except ElasticCBError as error:
             return JSONResponse({"error": str(error)}, status_code=409)
-        except (TypeError, ValueError) as error:
-            return JSONResponse({"error": f"The request can't be read: {error}"}, status_code=400)
 
     return endpoint
 

@@ -53,8 +53,8 @@ class JobView:
             else:
                 self.close()
                 self.status, past = ended, self._kept()
-            self._take_in(past)
             self.over, self.trouble = ended is not None, ""
+            self._take_in(past)
         except ElasticCBError as error:
             self.trouble = str(error)
 
@@ -105,11 +105,15 @@ class JobView:
         return {}
 
     def _take_in(self, past: dict[str, Any]) -> None:
-        run, known = self._known
+        before, known = self._known
+        run = past.get("run", before)
         with contextlib.suppress(TypeError, ValueError):  # of another release
-            self._history.extend(past, after=known if past.get("run") == run else 0)
-        self._known = past.get("run", run), past.get("number", known)
-        self._running = [] if self.status is not None and self.over else past.get("running", [])
+            if run == before:
+                self._history.extend(past, after=known)
+            else:  # a job that was resumed has its whole past, of which what came before is known here
+                self._history.extend(past, since=run if known else 0.0)
+        self._known = run, past.get("number", known)
+        self._running = [] if self.over else past.get("running", [])
 
     def _note_rates(self, status: dict[str, Any]) -> None:
         for process in status["processes"]:

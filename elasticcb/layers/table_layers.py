@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import keras
@@ -67,6 +69,18 @@ def answer(layer: Any, lookup: Lookup) -> None:
 
 def stop_answering(layer: Any) -> None:
     vars(layer).pop("_lookup" if is_own(layer) else "call", None)
+
+
+@contextlib.contextmanager
+def answered(layers: Mapping[int, TableLayer], lookup: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Within it, `lookup` answers what layers are asked for, by their index."""
+    for index, layer in layers.items():
+        answer(layer, functools.partial(lookup, index))
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            stop_answering(layer)
 
 
 def _keras_call(layer: Any, lookup: Lookup) -> Callable[[Any], Any]:

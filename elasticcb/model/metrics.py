@@ -227,6 +227,25 @@ class ModelMetrics:
             )  # fmt: skip
         return MetricTransport.SUM
 
+    @contextlib.contextmanager
+    def kept_outputs(self) -> Iterator[list[Any]]:
+        """What the metrics that travel as outputs need of a step in it: labels, predictions and perhaps weights."""
+        outputs: list[Any] = []
+        if MetricTransport.OUTPUTS not in self.transports().values():
+            yield outputs
+            return
+        inner = self._model.compute_metrics
+
+        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            outputs[:] = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
+            return inner(x, y, y_pred, sample_weight)
+
+        self._model.compute_metrics = keep
+        try:
+            yield outputs
+        finally:
+            self._model.compute_metrics = inner
+
     def reset(self) -> None:
         """Back to no records; works inside a `tf.function`."""
         for metric in self.units().values():

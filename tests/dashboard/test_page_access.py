@@ -36,6 +36,7 @@ def test_the_key_follows_from_the_token_and_is_another_one_each_time_where_there
         ({**WITH_KEY, "host": "evil.example:8787"}, "addresses of this machine"),
         ({**WITH_KEY, "host": "127.0.0.1.evil.example"}, "addresses of this machine"),
         ({**WITH_KEY, "host": ""}, "addresses of this machine"),
+        ({**WITH_KEY, "host": "[::1"}, "addresses of this machine"),
         ({**WITH_KEY, "origin": "http://evil.example"}, "page of another site"),
         ({**WITH_KEY, "origin": "http://127.0.0.1:9999"}, "page of another site"),
         ({**WITH_KEY, "origin": "null"}, "page of another site"),

@@ -21,7 +21,7 @@ from elasticcb.settings import Mode
 
 
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
-    """For arguments, result and errors see `Backend.build`."""
+    """As `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode, explain), building:
         data = sized(model, arrays_of(batch))

@@ -17,7 +17,7 @@ from elasticcb.compute.jax.steps import step_of
 from elasticcb.compute.jax.tables import JAXTables
 from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
-from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
@@ -130,26 +130,13 @@ class JAXComputation(Computation):
             return self._model.predict_step((trained, others), data)
 
     def _test_step(self, trained: Any, others: Any, metrics: Metrics, places: Any, data: Any) -> Any:
-        with self._served.serving(self._rows_in(trained), places):
-            return self._tested(trained, others, metrics, data)
-
-    def _tested(self, trained: Any, others: Any, metrics: Metrics, data: Any) -> Any:
-        outputs: Any = ()
-        inner = self._model.compute_metrics
-
-        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            nonlocal outputs
-            outputs = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
-            return inner(x, y, y_pred, sample_weight)
-
-        travels = MetricTransport.OUTPUTS in self._metrics.transports().values()
-        self._model.compute_metrics = keep if travels else inner
-        try:
-            with self._metrics.carried(metrics.carried) as carried:
-                logs, (_, others, of_model) = self._model.test_step((trained, others, metrics.of_model), data)
-        finally:
-            self._model.compute_metrics = inner
-        return flat_logs(logs), outputs, others, Metrics(of_model, carried)
+        with (
+            self._served.serving(self._rows_in(trained), places),
+            self._metrics.kept_outputs() as outputs,
+            self._metrics.carried(metrics.carried) as carried,
+        ):
+            logs, (_, others, of_model) = self._model.test_step((trained, others, metrics.of_model), data)
+            return flat_logs(logs), tuple(outputs), others, Metrics(of_model, carried)
 
     # ------------------------------------------------------------ training
 

@@ -6,7 +6,6 @@ gradient is then what the model's own step computes of that argument.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from elasticcb.compute.jax.lookups import Lookups, StepRecording, TracedIds, kind_of, unique_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
-from elasticcb.layers.table_layers import TableLayer, answer, stop_answering
+from elasticcb.layers.table_layers import TableLayer, answered
 from elasticcb.rpc.tensors import Array, dtype_of
 
 _LEAST_ROWS = 8
@@ -81,10 +80,5 @@ class JAXTables(ServedTables):
 def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
     """Why rows can't be known before a step, by variable; as `movable.FindProblems`, of arrays."""
     recording = StepRecording(layers)
-    for index, layer in layers.items():
-        answer(layer, functools.partial(recording.lookup, index))
-    try:
+    with answered(layers, recording.lookup):
         return TracedIds(step, recording, data).problems(layers)
-    finally:
-        for layer in layers.values():
-            stop_answering(layer)

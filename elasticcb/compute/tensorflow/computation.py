@@ -16,7 +16,7 @@ from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
-from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.model.metrics import to_number
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
@@ -151,21 +151,8 @@ class TensorFlowComputation(Computation):
         return True
 
     def _test_step(self, batch: Any) -> Any:
-        outputs: Any = ()
-        if MetricTransport.OUTPUTS in self._metrics.transports().values():
-            inner = self._model.compute_metrics
-
-            def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-                nonlocal outputs
-                outputs = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
-                return inner(x, y, y_pred, sample_weight)
-
-            self._model.compute_metrics = keep
-            try:
-                return self._model.test_step(batch), outputs
-            finally:
-                self._model.compute_metrics = inner
-        return self._model.test_step(batch), outputs
+        with self._metrics.kept_outputs() as outputs:
+            return self._model.test_step(batch), tuple(outputs)
 
     def _metric_states(self) -> dict[str, list[Any]]:
         """The present states of all metrics, as tensors."""

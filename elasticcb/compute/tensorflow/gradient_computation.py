@@ -7,13 +7,13 @@ and dtype, inside the same function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
+from elasticcb.compute.capture import check_updated
 from elasticcb.compute.clipping import Clipping, clippings
 from elasticcb.compute.loss_scale import explain_overflow
 from elasticcb.compute.moving_averages import MovingAverages
@@ -22,7 +22,6 @@ from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
-from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import aligned
@@ -91,20 +90,12 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         self._metrics.reset()
         logs, found, usable = self._steps.model_step(batch, rows, positions)
         states = self._metric_states()
-        self._check_updated(found)
+        check_updated(found, self._specs)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)
         state = self._pack(self._values(False), False)
         # Keys, because a function compiled for another kind of batch may have other variables.
         return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
-
-    def _check_updated(self, found: Mapping[int, Any]) -> None:
-        unexpected = [self._specs[index].path for index in found if not self._specs[index].trainable]
-        if unexpected:
-            raise ModelFileError(
-                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
-                "it did not when the job started. Which variables a step updates must be the same for every batch."
-            )
 
 
 def _tensor_of(number: int) -> tf.Tensor:

@@ -8,14 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.backend import HeldModel, LocalComputation, Prepared, StepResult, TableRows
-from elasticcb.compute.clipping import check_local_clipping
+from elasticcb.compute.local_optimizers import prepared
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.model.metrics import to_number
-from elasticcb.optimizers.state import OptimizerState, held_variables
-from elasticcb.optimizers.traits import unwrapped
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
@@ -29,25 +28,16 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
     """For the arguments see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        model, specs = held.model, held.specs
-        tables = [index for index, spec in enumerate(specs) if spec.table]
-        capture = TensorFlowCapture(model, tables, refuses=False)
-        if tables:
-            check_local_clipping(capture.optimizers)
+        tables = [index for index, spec in enumerate(held.specs) if spec.table]
+        capture = TensorFlowCapture(held.model, tables, refuses=False)
+        variables = prepared(held, capture.optimizers)
         super().__init__(held, capture)
-        self._averages = MovingAverages(model)
-        variables = held_variables(capture.optimizers, model.weights, [spec.optimizer for spec in specs])
+        self._averages = MovingAverages(held.model)
         self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
         # What a step tells, because a push of its gradients of rows needs it.
         self._shared: Mapping[str, Any] = variables.shared if tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
-        for optimizer in map(unwrapped, capture.optimizers):
-            # What `exclude_from_weight_decay` was told, the master has worked out.
-            optimizer._exclude_from_weight_decay_cache = {
-                optimizer._var_key(variable): not spec.no_weight_decay
-                for variable, spec in zip(model.weights, specs, strict=True)
-            }
         self._pack_all = quick_call(self._packed, [])
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:

@@ -14,11 +14,6 @@ class TensorFlowScale(LossScale):
     """For the arguments see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
-        """Gradients of the plain loss, and whether they can be used: a bool tensor, true without a dynamic scale.
-
-        Where they can't, some are not finite, and the scale is halved. After `dynamic_growth_steps` steps in which
-        they could it is doubled.
-        """
         if not self.dynamic:
             factor = self.optimizer.loss_scale_factor
             if factor is None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from elasticcb.compute.movable import Step
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
-from elasticcb.layers.table_layers import TableLayer, answer, stop_answering
+from elasticcb.layers.table_layers import TableLayer, answered
 from elasticcb.tf.batch_signatures import specs_of
 
 
@@ -24,14 +23,6 @@ def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int,
         step(batch)
         return recording
 
-    def asked(index: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        return lambda ids: recording.lookup(index, ids)
-
-    for index, layer in layers.items():
-        answer(layer, asked(index))
-    try:
+    with answered(layers, lambda index, ids: recording.lookup(index, ids)):
         id_function(model, recorded, specs_of(batch))
-    finally:
-        for layer in layers.values():
-            stop_answering(layer)
     return recording.problems()

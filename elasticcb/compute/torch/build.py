@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,13 @@ import keras
 import torch
 from keras.src.backend import compute_output_spec
 
-from elasticcb.compute.capture import unchanged
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
+from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.torch.arrays import tensors_of
 from elasticcb.compute.torch.capture import updated_variables
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
-from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.traits import model_optimizers, name_publicly
 from elasticcb.settings import Mode
 
@@ -32,7 +30,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
         size = fixed_batch_size(model)
         tensors = tensors_of(batch if size is None else repeated(arrays_of(batch), size))
         if mode is Mode.TRAINING:
-            return _prime_training(model, tensors, local)
+            return prime_training(model, tensors, local, _run_unchanged, updated_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, tensors)
     return None
 
@@ -44,26 +42,8 @@ def _make_variables(model: keras.Model, batch: Any) -> None:
             compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
-def _prime_training(model: keras.Model, batch: Any, local: bool) -> dict[int, int] | None:
-    own_step = is_overridden(model, "train_step")
-    if not own_step:
-        # Does all that the stock train_step does to the model, and changes no weights.
-        _run_unchanged(model, functools.partial(keras.Model.test_step, model), batch)
-    updated = updated_variables(model, batch, not local) if own_step or len(model_optimizers(model)) > 1 else None
-    if own_step or is_overridden(model, "test_step"):
-        # Evaluation rounds need its metrics. A model that can't do it may train: `fit` asks for it as late as that.
-        with contextlib.suppress(Exception):
-            _run_unchanged(model, model.test_step, batch)
-    return updated
-
-
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
     """Runs a step and leaves the model as it is, also what layers change in `call` and the seeds they draw from."""
     model.eval()
-    with unchanged([*model.non_trainable_variables, *_rnn_states(model)]), torch.no_grad():
+    with kept(model), torch.no_grad():
         step(batch)
-
-
-def _rnn_states(model: keras.Model) -> list[keras.Variable]:
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
-    return [state for layer in layers for state in keras.tree.flatten(layer.states) if state is not None]

@@ -17,7 +17,7 @@ from elasticcb.compute.torch.arrays import as_array, assign_weights, tensors_of
 from elasticcb.compute.torch.lookups import TorchTables
 from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
-from elasticcb.model.metrics import MetricTransport, to_number
+from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
@@ -56,7 +56,7 @@ class TorchComputation(Computation):
         return Prepared(tensors, records_in(tensors), ids, {table: places for table, (_, places) in wanted.items()})
 
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        with self._step_of(batch, rows, training=False), torch.no_grad(), self._kept_outputs() as outputs:
+        with self._step_of(batch, rows, training=False), torch.no_grad(), self._metrics.kept_outputs() as outputs:
             logs = self._model.test_step(batch.data)
         return numbers(flat_logs(logs)), keras.tree.map_structure(as_array, tuple(outputs))
 
@@ -79,25 +79,6 @@ class TorchComputation(Computation):
             if self._model.training is not training:  # what layers of PyTorch's own go by; Keras's are told by calls
                 self._model.train(training)
             yield
-
-    @contextlib.contextmanager
-    def _kept_outputs(self) -> Iterator[list[Any]]:
-        """What a metric needs that is updated elsewhere: labels, predictions and perhaps weights, of a step in it."""
-        outputs: list[Any] = []
-        if MetricTransport.OUTPUTS not in self._metrics.transports().values():
-            yield outputs
-            return
-        inner = self._model.compute_metrics
-
-        def keep(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            outputs[:] = (y, y_pred) if sample_weight is None else (y, y_pred, sample_weight)
-            return inner(x, y, y_pred, sample_weight)
-
-        self._model.compute_metrics = keep
-        try:
-            yield outputs
-        finally:
-            self._model.compute_metrics = inner
 
     def _states(self) -> States:
         units = self._metrics.units().items()

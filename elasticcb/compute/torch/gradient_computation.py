@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
-from elasticcb.compute.capture import Update
+from elasticcb.compute.capture import Update, check_updated
 from elasticcb.compute.clipping import clippings
 from elasticcb.compute.loss_scale import explain_overflow
 from elasticcb.compute.moving_averages import MovingAverages
@@ -15,7 +15,6 @@ from elasticcb.compute.torch.capture import TorchCapture, refused_assignments
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
 from elasticcb.compute.torch.loss_scale import TorchScale
-from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import pack
@@ -61,12 +60,7 @@ class TorchGradients(TorchComputation, GradientComputation):
 
     def _unscaled(self, updates: Mapping[int, Update]) -> tuple[dict[int, Any], list[bool]]:
         """Gradients of the plain loss, by variable; by optimizer whether to use them."""
-        unexpected = [self._specs[index].path for index in updates if not self._specs[index].trainable]
-        if unexpected:
-            raise ModelFileError(
-                f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which "
-                "it did not when the job started. Which variables a step updates must be the same for every batch."
-            )
+        check_updated(updates, self._specs)
         gradients: dict[int, Any] = {}
         usable = []
         for number, scale in enumerate(self._scales):

@@ -12,7 +12,7 @@ from elasticcb.compute.movable import Step
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.torch.arrays import array_of, tensor_of
 from elasticcb.compute.torch.recording import IdRecording, Uses
-from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering
+from elasticcb.layers.table_layers import NotServableError, TableLayer, answered
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -91,16 +91,12 @@ class TorchTables(ServedTables):
 def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
     """Why rows can't be known before a step of `batch`, which is run, by variable; as `FindProblems`."""
     uses = Uses(model, layers)
-    for index, layer in layers.items():
-        answer(layer, lambda ids, index=index: uses.lookup(index, ids))  # type: ignore[misc]
     try:
-        uses.run(model, step, batch)
+        with answered(layers, uses.lookup):
+            uses.run(model, step, batch)
     except Exception:
         if not uses.problems():  # else they are why it fails, on stand-ins for rows
             raise
-    finally:
-        for layer in layers.values():
-            stop_answering(layer)
     return uses.problems()
 
 

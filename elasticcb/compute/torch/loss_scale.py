@@ -14,11 +14,6 @@ class TorchScale(LossScale):
     """For the arguments see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], bool]:
-        """Gradients of the plain loss, and whether they can be used.
-
-        Where they can't, some are not finite, and the scale is halved. After `dynamic_growth_steps` steps in which
-        they could it is doubled.
-        """
         plain = {index: plain_gradient(self.optimizer, gradient) for index, gradient in gradients.items()}
         if not self.dynamic or not gradients:
             return plain, True

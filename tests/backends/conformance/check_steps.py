@@ -145,6 +145,18 @@ def test_gradients_are_clipped_by_their_global_norm_where_the_worker_sees_all():
     )
 
 
+def test_local_training_leaves_out_of_weight_decay_what_the_master_says():
+    reference, model = (dense(keras.optimizers.AdamW(0.01, weight_decay=0.5)) for _ in range(2))
+    for each in (reference, model):
+        each.optimizer.exclude_from_weight_decay(var_names=["bias"])
+    fit(reference, X)
+    held = hold(model, next(batches()))
+    assert {spec.no_weight_decay for spec in held.specs} == {False, True}
+    model.optimizer.exclude_from_weight_decay(var_list=[])  # a worker's knows objects of another process
+    _, _, weights = train_locally(held, batches())
+    assert_same(weights, [variable.numpy() for variable in reference.weights])
+
+
 def test_sample_weights_count_as_in_fit():
     weight = np.linspace(0, 2, RECORDS, dtype="float32")
     reference, model = subclass(), subclass()

@@ -1,0 +1,60 @@
+"""The optimizers of a model that they train in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from elasticcb.compute.backend import HeldModel, LocalComputation
+from elasticcb.compute.clipping import check_local_clipping
+from elasticcb.optimizers.state import OptimizerState, held_variables
+from elasticcb.optimizers.traits import unwrapped
+from elasticcb.rpc.tensors import Array
+
+
+def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) -> OptimizerState:
+    """What they hold, as variables, when they are ready to train. Raises `ModelFileError` when they can't."""
+    if any(spec.table for spec in held.specs):
+        check_local_clipping(optimizers)
+    weights = held.model.weights
+    variables = held_variables(optimizers, weights, [spec.optimizer for spec in held.specs])
+    for optimizer in map(unwrapped, optimizers):
+        # What `exclude_from_weight_decay` was told, the master has worked out.
+        optimizer._exclude_from_weight_decay_cache = {
+            optimizer._var_key(variable): not spec.no_weight_decay
+            for variable, spec in zip(weights, held.specs, strict=True)
+        }
+    return variables
+
+
+class HoldsOptimizers(LocalComputation):
+    """One whose optimizers' variables can be read and set at any time.
+
+    Args:
+        variables: what `prepared` gave.
+    """
+
+    def __init__(self, variables: OptimizerState) -> None:
+        self._held = variables
+
+    def optimizer_state(self) -> OptimizerState:
+        held = self._held
+        return OptimizerState(copied(held.slots), copied(held.extras), copied(held.shared), held.optimizers)
+
+    def shared_optimizer_state(self) -> Mapping[str, Array]:
+        return copied(self._held.shared)
+
+    def set_optimizer_state(self, state: OptimizerState) -> None:
+        for kind in ("slots", "extras", "shared"):
+            own = getattr(self._held, kind)
+            for key, value in getattr(state, kind).items():
+                if key in own and not str(key).endswith("learning_rate"):
+                    own[key].assign(np.array(value))
+
+
+def copied(variables: Mapping[Any, keras.Variable]) -> dict[Any, Array]:
+    """Their values, which a step does not change."""
+    return {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
