@@ -38,5 +38,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     settings = build_settings(Command.EVALUATE, given)
     show_header(settings)
     directory = settings.directory
-    with command_runs(Path(directory)), page_beside(directory, settings.cluster.dashboard):
+    with command_runs(Path(directory)), page_beside(directory, settings.cluster.dashboard, True):
         follow(settings, limits)

@@ -72,7 +72,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
     folder = settings.directory
     try:
-        with command_runs(Path(folder)), page_beside(folder, settings.cluster.dashboard):
+        with command_runs(Path(folder)), page_beside(folder, settings.cluster.dashboard, True):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()
