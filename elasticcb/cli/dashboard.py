@@ -27,7 +27,8 @@ _LOOK_SECONDS = 0.2
     show_default="any that is free",
 )
 @click.option("--parent", type=int, hidden=True, help="End with this process, and wait for the job to begin.")
-def dashboard(job: str, port: int, parent: int | None) -> None:
+@click.option("--publish", is_flag=True, hidden=True, help="Leave the address in the job's folder, and print nothing.")
+def dashboard(job: str, port: int, parent: int | None, publish: bool) -> None:
     """Serve the live page of a job to browsers of this machine, and print its address.
 
     JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken. The
@@ -41,11 +42,20 @@ def dashboard(job: str, port: int, parent: int | None) -> None:
       elasticcb dashboard jobs/train-mnist-20260101-120000 --port 8787
     """
     os.environ.update(quiet_environment("INFO"))
+    from elasticcb.dashboard.beside import PAGE_FILE, line_about
     from elasticcb.dashboard.server import serve
+    from elasticcb.storage import durable
 
     folder = find_job(job)
     if parent is not None:
         follow_parent(parent)
         while not (folder / MASTER_FILE).exists():
             time.sleep(_LOOK_SECONDS)
-    serve(folder, port, print_line)
+
+    def say(address: str) -> None:
+        if publish:
+            durable.write_document(folder / PAGE_FILE, {"address": address})
+        else:
+            print_line(line_about(address))
+
+    serve(folder, port, say)

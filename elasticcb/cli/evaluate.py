@@ -38,5 +38,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     settings = build_settings(Command.EVALUATE, given)
     show_header(settings)
     directory = settings.directory
-    with page_beside(directory, settings.cluster.dashboard), command_runs(Path(directory)):  # as of other jobs
+    with page_beside(directory, settings.cluster.dashboard, True), command_runs(Path(directory)):  # as of other jobs
         follow(settings, limits)

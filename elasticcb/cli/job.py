@@ -73,7 +73,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     folder = settings.directory
     try:
         # The page ends last: who stops the job there is answered when no command runs it any more.
-        with page_beside(folder, settings.cluster.dashboard), command_runs(Path(folder)):
+        with page_beside(folder, settings.cluster.dashboard, True), command_runs(Path(folder)):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()

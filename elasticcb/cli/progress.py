@@ -15,6 +15,7 @@ from elasticcb.cli.figures import epoch_line, status_parts
 from elasticcb.cli.live_display import ACCENT, LiveDisplay
 from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.registry import backend_of
+from elasticcb.dashboard.beside import line_about, published_address
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.process.logs import print_line
 from elasticcb.settings import JobSettings
@@ -43,12 +44,14 @@ class Display(Protocol):
 
 
 def make_display(settings: JobSettings) -> Display:
-    """The live display on a terminal, plain lines elsewhere."""
+    """The live display on a terminal, plain lines elsewhere; with the address of the job's page, if it has one."""
+    display: Display
     if _redraws(settings):
         display = LiveDisplay()
         display.update(JobSnapshot())
-        return display
-    return PlainDisplay(settings.name)
+    else:
+        display = PlainDisplay(settings.name)
+    return DisplayWithPage(display, settings.directory) if settings.cluster.dashboard else display
 
 
 def start_spinner(settings: JobSettings) -> Status:
@@ -120,3 +123,36 @@ class PlainDisplay:
 
     def _write(self, text: str) -> None:
         print_line(text, self._stream)
+
+
+class DisplayWithPage:
+    """A display that shows the address of the job's page, too, once that is served.
+
+    Args:
+        folder: of the job.
+    """
+
+    def __init__(self, display: Display, folder: str) -> None:
+        self._display, self._folder = display, folder
+        self._told = False
+
+    def update(self, status: JobSnapshot) -> None:
+        if not self._told and (address := published_address(self._folder)):
+            self._told = True
+            self._display.message(line_about(address))
+        self._display.update(status)
+
+    def message(self, text: str) -> None:
+        self._display.message(text)
+
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self._display.evaluated(text, of_epoch)
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self._display.epoch_ended(end)
+
+    def finish(self, summary: JobSnapshot) -> None:
+        self._display.finish(summary)
+
+    def close(self) -> None:
+        self._display.close()

@@ -81,5 +81,6 @@ def state_lines(document: dict[str, Any]) -> list[str]:
             lines.append(f"  {name} lost: {counts['lost']}, replaced: {counts['replaced']}")
     for condition in document["conditions"]:
         if condition["message"]:
-            lines.append(f"  {condition['type']}: {condition['message']}")
+            asked_for = seen.phase == "interrupted" and condition["type"] == "Failed"
+            lines.append(f"  {'' if asked_for else condition['type'] + ': '}{condition['message']}")
     return lines

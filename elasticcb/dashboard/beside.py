@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticcb.process.import_path import python_code
+from elasticcb.storage import durable
 
+PAGE_FILE = "dashboard.json"
 _LIBRARIES = ("starlette", "uvicorn")
 _END_SECONDS = 10.0  # for a last message to browsers
 
@@ -24,17 +26,32 @@ def missing_libraries() -> str:
     return f"The dashboard needs the Python module {missing[0]}. Install it with: pip install 'elasticcb[dashboard]'"
 
 
+def line_about(address: str) -> str:
+    """What people are shown of a page."""
+    return f"The dashboard of the job: {address}"
+
+
+def published_address(folder: str | Path) -> str:
+    """Of the page beside the job in a folder; "": none is served yet."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return str(durable.read_document(Path(folder, PAGE_FILE))["address"])
+    return ""
+
+
 @contextlib.contextmanager
-def page_beside(folder: str | Path, wanted: bool) -> Iterator[None]:
-    """Within it, a process serves the page of the job in a folder, and prints its address once the job has begun.
+def page_beside(folder: str | Path, wanted: bool, displayed: bool = False) -> Iterator[None]:
+    """Within it, a process serves the page of the job in a folder, from when the job has begun.
 
     Args:
         wanted: else there is none.
+        displayed: the job's display shows the page's address, as `published_address` has it: what another process
+            prints would be written over on a terminal. Else that process prints the address.
     """
     if not wanted:
         yield
         return
-    arguments = ["dashboard", str(folder), f"--parent={os.getpid()}"]
+    arguments = ["dashboard", str(folder), f"--parent={os.getpid()}", *(["--publish"] if displayed else [])]
+    Path(folder, PAGE_FILE).unlink(missing_ok=True)  # of a command that was killed
     # In a session of its own: Ctrl-C goes to the job, whose end the page is to show.
     process = subprocess.Popen(
         [sys.executable, "-c", python_code("elasticcb.cli.main"), *arguments],
@@ -50,3 +67,5 @@ def page_beside(folder: str | Path, wanted: bool) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with contextlib.suppress(OSError):
+            Path(folder, PAGE_FILE).unlink(missing_ok=True)

@@ -46,7 +46,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
     Args:
         folder: of the job.
         port: on loopback; 0: any that is free.
-        say: is told where.
+        say: is told the address.
 
     Raises `UsageError` when the job neither runs nor has ended, the port is taken, or a library is missing.
     """
@@ -64,7 +64,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
         timeout_graceful_shutdown=_GRACE_SECONDS,
         server_header=False,
     )
-    say(f"The dashboard of the job: http://{_HOST}:{listener.getsockname()[1]}/#key={key}")
+    say(f"http://{_HOST}:{listener.getsockname()[1]}/#key={key}")
     with listener:
         asyncio.run(_serve(config, listener, broadcast))
 

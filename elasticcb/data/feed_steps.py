@@ -57,11 +57,14 @@ def keeps_order(raw: Any, fed: Any) -> bool:
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
-def batch_error(error: Any, name: str, start: int, end: int) -> DataError:
+def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:
     """What is raised when records [start, end) of a source can't be turned into batches.
 
     In TensorFlow's words, without the names of nodes and operations, and what to do where that is known. Without a
     traceback: a pipeline runs where Python has none.
+
+    Args:
+        has_header: the reader knows of a first line that is no record.
     """
     message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message)
     message = message.strip(" .\n\t") + "."
@@ -70,7 +73,7 @@ def batch_error(error: Any, name: str, start: int, end: int) -> DataError:
             " `feed` must give every example the same shape, which the batch then stacks: pad them, or end it with "
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
-    if start == 0 and "Field" in message and "is not a valid" in message:
+    if start == 0 and not has_header and "Field" in message and "is not a valid" in message:
         message += " If the first line names the columns, say so: --data_reader_params='header=true'."
     return DataError(f"Records [{start}, {end}) of {name} can't be turned into batches by `feed`: {message}")
 

@@ -178,6 +178,7 @@ class FeedPipeline:
             )
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
+        self._has_header = bool(settings.data.reader_params.get("header"))
         self._predicts = mode is Mode.PREDICTION  # then `feed` gives features alone
         self._minibatch_size = settings.training.minibatch_size
         self.dataset = fed.batch(self._minibatch_size).prefetch(2)
@@ -201,7 +202,7 @@ class FeedPipeline:
                 yield (batch,) if self._predicts else batch
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            raise batch_error(error, name, start, end) from error
+            raise batch_error(error, name, start, end, self._has_header) from error
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, to build a model with."""

@@ -14,9 +14,10 @@ from elasticcb.cli.job import show_header
 from elasticcb.cli.live_display import LiveDisplay
 from elasticcb.cli.progress import PlainDisplay, make_display, start_spinner
 from elasticcb.cli.summary import summary_lines
+from elasticcb.dashboard.beside import PAGE_FILE
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput
 from elasticcb.process.logs import FORMAT_VARIABLE
-from elasticcb.settings import Command, JobSettings, ModelSettings
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 STATUS = JobSnapshot(
     command=Command.TRAIN,
@@ -234,6 +235,24 @@ def test_a_terminal_that_can_not_redraw_lines_gets_plain_ones(monkeypatch):
     display = make_display(settings)
     display.close()
     assert isinstance(display, LiveDisplay)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_display_shows_the_address_of_the_page_once_when_that_is_served(terminal, tmp_path, monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    cluster = ClusterSettings(dashboard=True)
+    settings = JobSettings(command=Command.TRAIN, name="a", directory=str(tmp_path), cluster=cluster)
+    display = make_display(settings)
+    display.update(STATUS)
+    assert "http://" not in stream.getvalue()
+    (tmp_path / PAGE_FILE).write_text('{"address": "http://127.0.0.1:1/#key=2"}')
+    display.update(STATUS)
+    display.update(STATUS)
+    display.close()
+    assert stream.getvalue().count("The dashboard of the job: http://127.0.0.1:1/#key=2\n") == 1
 
 
 def test_a_display_that_is_closed_early_gives_the_terminal_back():

@@ -79,7 +79,8 @@ def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase
         "Failed": error is not None,
     }
     assert state["error"] == str(error or "")
-    assert not error or state_lines(state)[-1] == f"  Failed: {str(error).splitlines()[0]}"
+    label = "Failed: " if phase == "failed" else ""
+    assert not error or state_lines(state)[-1] == f"  {label}{str(error).splitlines()[0]}"
 
 
 def test_the_documented_keys_are_those_of_the_document(master):
