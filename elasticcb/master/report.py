@@ -68,14 +68,19 @@ class KeptDisplay:
     """A display of a job whose messages are kept for the job's page, too.
 
     Args:
-        display: `update(JobSnapshot)`, `message(text)`.
+        display: as `cli.progress.Display`.
         happened: as `Past.happened`.
     """
 
     def __init__(self, display: Any, happened: Callable[[str, str], None]) -> None:
         self.update = display.update
+        self.epoch_ended = display.epoch_ended
         self._display, self._happened = display, happened
 
     def message(self, text: str) -> None:
         self._happened("note", text)
         self._display.message(text)
+
+    def evaluated(self, text: str, of_epoch: bool) -> None:
+        self._happened("note", text)
+        self._display.evaluated(text, of_epoch)
