@@ -62,7 +62,7 @@ def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
     left_out = own_names() | METHODS | _LEFT_OUT
     attributes = {
         name: _encoded(value, known, objects)
-        for name, value in vars(layer).items()
+        for name, value in _attributes(layer).items()
         if name not in left_out and (whole or not isinstance(value, keras.Variable))
     }
     if _is_functional(layer):
@@ -106,7 +106,7 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
     else:
         dtype = {"dtype": keras.saving.deserialize_keras_object(given["dtype"])} if "dtype" in given else {}
         base.__init__(layer, **{**given, **dtype})
-    set_by_base = {} if _holds_nothing(base) else dict(vars(layer))
+    set_by_base = {} if _holds_nothing(base) else _attributes(layer)
     variables = [_variable(outline) for outline in config["variables"]]
     metrics = [keras.saving.deserialize_keras_object(item) for item in config["metrics"]]
     # In the order in which they were made, which is that of the weights.
@@ -125,6 +125,11 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
             setattr(layer, name, decoded)
     layer.built = config["built"] or layer.built
     return layer
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """What was set on a layer: on PyTorch, layers in it are not among its `vars`."""
+    return vars(layer) | dict(vars(layer).get("_modules", {}))
 
 
 def _keras_base(kind: type) -> Any:
@@ -172,7 +177,7 @@ def own_names() -> frozenset[str]:
     ]
     for probe in probes:
         probe(np.zeros((1, 1), "float32"))
-        names |= vars(probe).keys()
+        names |= _attributes(probe).keys()
     return frozenset(names)
 
 

@@ -15,6 +15,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import read_optimizers
+from elasticcb.serialization.model_archive import restore_model, save_model
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights, unpack_weights
 from elasticcb.sharding.partition import partition, unpack
@@ -155,6 +156,15 @@ def test_local_training_leaves_out_of_weight_decay_what_the_master_says():
     model.optimizer.exclude_from_weight_decay(var_list=[])  # a worker's knows objects of another process
     _, _, weights = train_locally(held, batches())
     assert_same(weights, [variable.numpy() for variable in reference.weights])
+
+
+def test_a_model_that_says_nothing_about_how_it_was_made_travels_with_the_layers_in_it():
+    model = own_step("sgd")
+    expected = model.predict(X, verbose=0)
+    restored = restore_model(save_model(model))
+    restored.build(X.shape)
+    restored.set_weights(model.get_weights())
+    assert_same(restored.predict(X, verbose=0), expected)
 
 
 def test_sample_weights_count_as_in_fit():
