@@ -180,7 +180,7 @@ def test_a_setting(copy):
         settings = JobSettings(command=Command.TRAIN, cluster=ClusterSettings(toy_limit=8))
         assert JobSettings.from_json(settings.to_json()) == settings
         with contextlib.redirect_stderr(sys.stdout):
-            for flags in ("--help", "--toy-limit=0", "--config=job.yaml"):
+            for flags in ("--help-all", "--toy-limit=0", "--config=job.yaml"):
                 main(["train", flags])
         for options in ({"recovery": elasticcb.RecoveryOptions(toy_limit=0)}, {"toy_limit": 3}):
             try:

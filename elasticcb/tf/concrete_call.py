@@ -27,11 +27,12 @@ def quick_call(
         function, input_signature=list(signature), autograph=False, jit_compile=jit_compile
     ).get_concrete_function()
     captured = compiled.captured_inputs
-    inner = getattr(compiled, "_inference_function", None)  # not a public name
-    if inner is None:
+    if not hasattr(compiled, "_inference_function"):  # not a public name
         return _OneAfterAnother(lambda tensors: compiled(*tensors))
     pack = _packer(compiled.structured_outputs)
-    return _OneAfterAnother(lambda tensors: pack(iter(inner.call_flat(*tensors, *captured) or ())))
+    return _OneAfterAnother(
+        lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ()))
+    )
 
 
 def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
-from elasticcb.compute.clipping import clippings
+from elasticcb.compute.clipping import Clipping, clippings
 from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
 from elasticcb.compute.jax.steps import values
@@ -33,6 +33,8 @@ class JAXGradients(JAXComputation, GradientComputation):
         places = {id(variable): index for index, variable in enumerate(held.model.weights)}
         self._other_places = [places.get(id(variable)) for variable in self._others]  # None: it is of this worker
         self._pushed: tuple[int, ...] = ()  # dense variables that have gradients
+        self._clipped: Sequence[Clipping] = ()
+        self._train: Any = None
         self._follow(held.partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
 from elasticcb.compute.capture import Update, check_updated
-from elasticcb.compute.clipping import clippings
+from elasticcb.compute.clipping import Clipping, clippings
 from elasticcb.compute.loss_scale import explain_overflow
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.torch.arrays import held_arrays
@@ -25,6 +25,8 @@ class TorchGradients(TorchComputation, GradientComputation):
 
     def __init__(self, held: HeldModel) -> None:
         super().__init__(held, TorchCapture(held.model))
+        self._clipped: Sequence[Clipping] = ()
+        self._servers = 0
         self._clip_for(len(held.partition))
         self._scales = [TorchScale(optimizer) for optimizer in self._capture.optimizers]
         self._averages = MovingAverages(held.model)

@@ -61,6 +61,7 @@ class Uses(IdRecording):
         self._ids_depend: dict[int, frozenset[str]] = {}  # by table
         self._other_uses: set[int] = set()
         self._answers = False
+        self._sources: dict[int, int | str] = {}  # by the memory of a variable: its table, or its path
         self._changed: set[str] = set()  # paths of variables
 
     def lookup(self, index: int, ids: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ class Uses(IdRecording):
                 stack.enter_context(_one_row(layer))
             scope = stack.enter_context(unaffected(model))
             tables = {id(layer._embeddings): index for index, layer in self._layers.items()}
-            self._sources: dict[int, int | str] = {}
+            self._sources = {}
             for variable in model.variables:
                 self._sources[memory_of(variable.value)] = tables.get(id(variable), variable.path)
             stack.enter_context(Operations(self._note))
