@@ -78,7 +78,10 @@ def pytest_collection_finish(session):
 
 
 def _length(item):
-    if {"start_job", "program"} & set(item.fixturenames) or item.get_closest_marker("timeout"):
+    limit = item.get_closest_marker("timeout")
+    if limit is not None:
+        return max(_PROCESSES, limit.args[0] // 6)
+    if {"start_job", "program"} & set(item.fixturenames):
         return _PROCESSES
     return _JOB if "integration" in item.path.parts else 1
 
