@@ -126,11 +126,11 @@ def _start(contestant: Contestant, workload: str, batch_size: int, course: Path,
     course.mkdir()
     gate = Gate(course)
     environment = {
+        "KERAS_BACKEND": "tensorflow",
         **contestant.environment,
         FOLDER_VARIABLE: str(course),
         PARENT_VARIABLE: str(os.getpid()),
         DATA_VARIABLE: str(data),
-        "KERAS_BACKEND": "tensorflow",
         "PYTHONPATH": os.pathsep.join(filter(None, [*contestant.path, str(_HERE), os.environ.get("PYTHONPATH")])),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
