@@ -152,6 +152,13 @@ class MasterHooks:
             variable.assign(not_cached(rate))
         self.base_learning_rate = self._learning_rate()
 
+    def restore_learning_rate(self, rate: float) -> None:
+        """Sets the rate here and on the servers."""
+        variable = self._host.learning_rate
+        if variable is not None and self._host.trains:
+            variable.assign(not_cached(rate))
+            self._carry_out()
+
     # ------------------------------------------------------------ the model
 
     def _show(self, blocks: Blocks, with_state: bool) -> None:

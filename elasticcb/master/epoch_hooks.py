@@ -56,6 +56,11 @@ class EpochHooks:
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end`, and `on_epoch_begin` of the next one unless training is done."""
         logs = self.last_logs = dict(sorted(logs.items()))  # Keras's order
+        if self._has_journal:
+            # If this master dies in a hook, the next one calls it again, and a rate must not be changed twice.
+            with self._desk.state() as state:
+                state.note(learning_rate_at_end=self._hooks.base_learning_rate)
+            self._desk.sync_journal()
         self._hooks.call("on_epoch_end", epoch, dict(logs))  # what a callback adds, those after it see, and `History`
         # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
@@ -72,6 +77,7 @@ class EpochHooks:
             state.note(
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,
+                learning_rate_at_end=None,
                 logs=plain(logs),
                 **self.entry,
                 **callbacks,

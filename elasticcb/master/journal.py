@@ -55,6 +55,8 @@ class Memory:
             None: a schedule rules it.
         epoch_begun: whether `on_epoch_begin` has run for the epoch after those that are ended.
         learning_rate_before: the base rate before that.
+        learning_rate_at_end: the base rate when the hooks of an epoch's end were called; None: they have run, or were
+            not called yet.
         logs: of the last epoch that ended.
         callbacks: of each on the master, what `saved_states` gave at the end of the last epoch.
         callback_arrays: the file with the arrays among it (`CallbackArrays.keep`); None: there are none.
@@ -81,6 +83,7 @@ class Memory:
     learning_rate: float | None = None
     epoch_begun: bool = False
     learning_rate_before: float | None = None
+    learning_rate_at_end: float | None = None
     logs: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
     callback_arrays: dict[str, Any] | None = None
@@ -90,6 +93,11 @@ class Memory:
     servers: list[Any] = field(default_factory=list)
     merging_units: list[str] = field(default_factory=list)
     evaluation_round: int = 0
+
+    @property
+    def undone_learning_rate(self) -> float | None:
+        """The base rate before hooks of epochs that run again, which may have changed it; None: no hooks do."""
+        return self.learning_rate_at_end if self.epoch_begun else self.learning_rate
 
     def bucket_map(self) -> BucketMap | None:
         """That of the servers; None: the even one."""

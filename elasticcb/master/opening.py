@@ -225,6 +225,8 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
             host.assign(*ps.client.weights())
     hooks = MasterHooks(host, ps, desk.stop_training, desk.reached_version)
     hooks.adopt_learning_rate(ps.client.learning_rate)
+    if memory is not None and memory.undone_learning_rate is not None:
+        hooks.restore_learning_rate(memory.undone_learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
     return TrainedModel(host, origin, servers, hooks)

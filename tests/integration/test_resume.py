@@ -104,6 +104,9 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
 
 
 REMEMBERS = """
+    import os
+    import signal
+
     import numpy as np
 
     class Begins(keras.callbacks.Callback):
@@ -122,20 +125,29 @@ REMEMBERS = """
             self.epochs.append((epoch, float(self.model.optimizer.learning_rate.numpy())))
 
         def on_epoch_end(self, epoch, logs=None):
-            self.note(epoch, *(f"{epoch}:{rate:.4g}" for epoch, rate in self.epochs), self.model.get_weights()[0].max())
+            self.note(epoch, *(f"{epoch}:{rate:.5g}" for epoch, rate in self.epochs), self.model.get_weights()[0].max())
+
+    class Dies(keras.callbacks.Callback):
+        "Kills the master, once, after the servers got the rate of on_epoch_end, and before the journal has it."
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+
+        def on_epoch_begin(self, epoch, logs=None):
+            died = self.params["job_directory"] + "/died"
+            if epoch == 2 and not os.path.exists(died):
+                open(died, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def callbacks():
         halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
-        return [Pace(), halves, keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=4), Begins()]
+        return [Pace(), halves, Dies(), keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=4), Begins()]
 """
 
 
 def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job):
     write_model_file(data, LINEAR_MODEL + PACE + REMEMBERS, "remembers")
     job = start_job(*[flag.replace("linear.", "remembers.") for flag in flags(data, num_epochs=30, num_ps=1)])
-    for _ in range(2):
-        job.wait_for_line(r"Evaluation at version")
-    job.master.kill()
     job.wait_for_line(r"is back after")
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
@@ -151,7 +163,7 @@ def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data,
     lines = [line.split() for line in (data / "job" / "begins").read_text().splitlines()]
     assert lines.count(["train"]) == 3
     ends = {int(first): rest for first, *rest in lines if first != "train"}
-    rates = [f"{epoch}:{0.01 * 0.5 ** (epoch + 1):.4g}" for epoch in range(5)]
+    rates = [f"{epoch}:{0.01 * 0.5 ** (2 * epoch + 1):.5g}" for epoch in range(5)]
     for epoch, (*begun, weight) in ends.items():
         assert begun == rates[: epoch + 1]
         assert float(weight) < 15  # by the first epoch's end
