@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[1]
 CODE = "·"
 # Between words: at most one line break, since a blank line ends a paragraph.
 SPACE = r"(?:[ \t]+|[ \t]*\n[ \t]*)"
-# In Python before 3.12 f-strings are tokens of type STRING.
-STRINGS = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+# From Python 3.12 on, f-strings are several tokens; before, they are of type STRING.
+QUOTES = [getattr(tokenize, name, None) for name in ("FSTRING_START", "FSTRING_END")]
+STRINGS = [tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None), *QUOTES]
 
 
 def check_of(rule: dict[str, Any]) -> Check:
@@ -74,19 +75,20 @@ def text_of_program(source: str) -> str:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in STRINGS:
             continue
-        row, column = token.start
-        for number, text in enumerate(words_of(token).split("\n"), start=row - 1):
+        (row, column), (first, *others) = token.start, words_of(token).split("\n")
+        line = lines[row - 1]
+        lines[row - 1] = line[:column] + first + line[column + len(first) :]
+        for number, text in enumerate(others, start=row):
             # A blank line ends a paragraph.
-            lines[number] = (
-                lines[number][:column] + text + lines[number][column + len(text) :] if text.strip() else CODE
-            )
-            column = 0
+            lines[number] = text + lines[number][len(text) :] if text.strip() else CODE
     return "\n".join(lines)
 
 
 def words_of(token: tokenize.TokenInfo) -> str:
     """A comment or a string without its marks, and with "·" for each character of code, at the same length."""
     text = token.string
+    if token.type in QUOTES:
+        return " " * len(text)
     if token.type == tokenize.COMMENT:
         text = text.replace("#", " ", 1)
     if token.type == tokenize.STRING and (literal := re.fullmatch(r"(\w*(\"\"\"|'''|\"|'))(.*)\2", text, re.DOTALL)):
@@ -98,7 +100,7 @@ def words_of(token: tokenize.TokenInfo) -> str:
 def findings(name: str, source: str) -> Iterator[tuple[int, str]]:
     """Lines, from 1, and what is wrong there, in a file of that name."""
     text = text_of_program(source) if name.endswith(".py") else text_of_page(source)
-    for found in LintFile(name, text).lint(CONFIG):
+    for found in LintFile(name, text or CODE).lint(CONFIG):
         check = found.check_result
         yield found.pos[0], f"{check.check_path}: {' '.join(check.message.split())}"
 
