@@ -186,7 +186,7 @@ def recoveries(job: Job) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {role: [] for role in SHARES}
     found["ps"] = [float(s) for s in re.findall(r"Parameter server \d+ is back after ([\d.]+) s", job.output)]
     there = times(job.logs["master"], r"worker \d+ \(.*is there")
-    answers = times(job.logs["master"], r"(?:Workers and servers may |The servers hold the model)")
+    answers = times(job.logs["master"], r"(?:Workers and servers may go on|The servers hold the model)")
     for at, role in job.kills:
         after = {"worker": there, "master": answers}.get(role, [])
         later = [moment - at for moment in after if moment > at]

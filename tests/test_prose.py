@@ -10,7 +10,7 @@ PATTERNS = [(rule, pattern) for rule in prose.RULES["rules"] for pattern in rule
 
 
 @pytest.mark.parametrize(("rule", "pattern"), PATTERNS, ids=[pattern for _, pattern in PATTERNS])
-def test_each_pattern_finds_the_sentence_beside_it(rule, pattern):
+def test_each_pattern_finds_its_own_sentence(rule, pattern):
     sentence = rule["instead_of"][pattern]
     alone = prose.check_of({**rule, "instead_of": {pattern: sentence}})
     assert list(alone.check(prose.text_of_page(sentence)))
