@@ -39,10 +39,11 @@ test: $(VENV)/.installed-test  ## each promise once, in some minutes; TESTS="tes
 test-deep: $(VENV)/.installed-test  ## what is marked `deep`: all cases, long walks, fuzzing
 	$(PYTEST) -m deep $(TESTS)
 
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-test  ## code, types and wording
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python lint/prose.py
 
 docs: $(VENV)/.installed-docs  ## the documentation as a site, build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -6,7 +6,7 @@ Trains a recommender (embedding tables, Adagrad) with `elasticcb train`: undistu
 `--every` with a worker, a parameter server or the master killed (SIGKILL) so often, drawn from a seeded generator. The
 data are ml-100k/u.data of the directory, or ratings made from hidden factors. The job's own reader keeps a ledger of
 all that was read; every record must have been read as often as there are epochs, the summary must tell of every record
-in every epoch, and every evaluation round must count every record once. Prints a Markdown table; ends with 1 when
+in every epoch, and every evaluation pass must count every record once. Prints a Markdown table; ends with 1 when
 something was lost.
 """
 
@@ -177,7 +177,7 @@ def check(job: Job, epochs: int, counts: dict[str, int]) -> list[str]:
         wrong.append(f"the summary tells of {told} records")
     rounds = {int(float(rows)) for rows in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)}
     if rounds != {counts["test.npy"]}:
-        wrong.append(f"evaluation rounds counted {rounds} records")
+        wrong.append(f"evaluation passes counted {rounds} records")
     return wrong
 
 
@@ -214,7 +214,7 @@ def table(jobs: list[Job], arguments: argparse.Namespace, counts: dict[str, int]
         "records lost": [str(_lost(job, arguments, counts)) for job in jobs],
         f"records of {wanted:,} read again": [_again(job, wanted) for job in jobs],
         "updates lost, of a part of the model": [_updates_lost(job) for job in jobs],
-        "evaluation rounds that did not count each record once": [str(_bad_rounds(job, counts)) for job in jobs],
+        "evaluation passes that did not count each record once": [str(_bad_rounds(job, counts)) for job in jobs],
         "RMSE at the end": [re.findall(r"rmse ([\d.]+)", job.output)[-1] for job in jobs],
     }
     lines = [f"| {' | '.join([label, *cells])} |" for label, cells in rows.items()]

@@ -26,7 +26,7 @@ class Contestant:
         stepping: processes that note steps.
         command: from workload and batch size to the arguments of the Python interpreter.
         needs: fields of `elasticcb.ExchangeOptions` without which it is left out.
-        package: without which it is left out, too.
+        package: without which it is also left out.
         environment: of its processes, added to the benchmark's own.
         path: folders that come first on Python's path.
         data: names the data that it reads, where a workload has several.
@@ -64,7 +64,7 @@ def _strategy(key: str, workers: int, steps: int = _STRATEGY_STEPS, title: str =
 
 
 def elastic(key: str, workers: int, title: str = "", updates: str = "async", **exchange: Any) -> Contestant:
-    """ElasticCB with so many workers, and fields of `elasticcb.ExchangeOptions`."""
+    """ElasticCB with `workers` workers, and fields of `elasticcb.ExchangeOptions`."""
     given = json.dumps({"num_workers": workers, "num_ps": 1, "updates": updates, "exchange": exchange})
     return Contestant(
         key,

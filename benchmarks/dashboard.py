@@ -2,10 +2,10 @@
 
     python benchmarks/dashboard.py [--workers=100] [--seconds=3600] [--before=0]
 
-No workers run: a master in this process is told each second of the job what they would tell it, as fast as the page
-takes it; the seconds `--before` pass before the page is opened. Prints the memory of the page (JavaScript's after a
-collection, and of the renderer's process, private to it), and the master's CPU time for each look at the job, of which
-there is one a second. Needs Debian's chromium and chromium-driver, and the extra `elasticcb[test]`.
+No workers run: a master in this process gets the reports of each second of the job as fast as the page takes them; the
+seconds `--before` pass before the page is opened. Prints the memory of the page (JavaScript's after a collection, and
+of the renderer's process, private to it), and the master's CPU time for each look at the job, of which there is one a
+second. Needs Debian's chromium and chromium-driver, and the extra `elasticcb[test]`.
 """
 
 from __future__ import annotations

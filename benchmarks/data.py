@@ -10,9 +10,9 @@ turns. It prints the difference of the medians, in seconds per GB of data.
 `index` scans one file that is in the system's file cache, as a master does before the first task, and prints the
 processor time per GB of uncompressed data.
 
-`first_step` runs `elasticcb train` with one worker for one step, on CSV files of so many MB, and prints the median
-seconds from the command until the master has counted, and until the worker has built its model and done its first step;
-of a job that is the first to read the data, and of one after it, which finds their index in the user's cache.
+`first_step` runs `elasticcb train` with one worker for one step, on CSV files of these sizes in MB, and prints the
+median seconds from the command until the master has counted, and until the worker has built its model and done its
+first step; of a job that is the first to read the data, and of the next, which finds their index in the user's cache.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ MILESTONES = (
 
 
 def write_csv(path: Path, megabytes: int) -> int:
-    """Writes so many MB of text, and returns its bytes."""
+    """Writes `megabytes` of text, and returns its bytes."""
     lines = b"".join(b"0.%06d," % (7919 * i % 10**6) * 8 + b"%d\n" % (i % 10) for i in range(10_000))
     with gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb") as file:
         times = megabytes * 10**6 // len(lines) + 1

@@ -2,7 +2,7 @@
 
 A client process pushes gradients of the given size and pulls weights of the same size; the server hands back an array
 that it has, so that what is measured is the way of the bytes: `python -m benchmarks.exchange --megabytes 64`. The ways
-take turns: memory that both share, connections beside gRPC without TLS and with it, and gRPC without TLS and with it.
+take turns: memory that both share, its own connections without TLS and with it, and gRPC without TLS and with it.
 """
 
 from __future__ import annotations

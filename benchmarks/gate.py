@@ -1,6 +1,6 @@
 """How the benchmark lets one contestant run at a time, and sees its steps, without slowing it down.
 
-A contestant is a tree of processes. It trains for ever; its training loop calls `Course.stepped` after every step (or
+A contestant is a tree of processes. It trains forever; its training loop calls `Course.stepped` after every step (or
 every few), which writes the time into a mapped file, and waits while the gate is closed. A closed gate is a lock on
 a file: who waits for it takes no processor time, and a contestant whose benchmark has died is not held any more.
 """
@@ -53,7 +53,7 @@ class Gate:
 
         Args:
             begin, end: seconds of `time.monotonic`.
-            workers: that run beside each other.
+            workers: that run at the same time.
 
         Returns:
             Steps and seconds; (0, 0.0) when there are not enough stamps to tell.
@@ -91,12 +91,12 @@ class Course:
         return bool(self._flag[:] == _CLOSED)
 
     def stepped(self, steps: int = 1) -> None:
-        """So many steps have ended just now. Waits while the gate is closed."""
+        """`steps` steps have ended just now. Waits while the gate is closed."""
         self.note(steps)
         self.wait()
 
     def note(self, steps: int) -> None:
-        """So many steps have ended just now."""
+        """`steps` steps have ended just now."""
         number = int(self._header[1])
         self._stamps[number % _CAPACITY] = time.monotonic(), steps
         self._header[0] += steps
@@ -117,7 +117,7 @@ def _stamps(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def end_with_parent() -> None:
     """Makes this process end when the one that started it does, even by SIGKILL."""
-    parent = int(os.environ[PARENT_VARIABLE])  # os.getppid() is another one's if it has ended already
+    parent = int(os.environ[PARENT_VARIABLE])  # os.getppid() is another process if it has ended
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -30,7 +30,7 @@ class ProcessTree:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C reaches the benchmark alone, which then ends its trees
+                start_new_session=True,  # Ctrl-C reaches only the benchmark, which then ends its trees
             )
 
     @property

@@ -3,7 +3,7 @@
     python benchmarks/repeated_rows.py [--into=docs/updates.md]
 
 No model is trained: ids are counted, of deepfm and dcn (benchmarks/models) and of the *clicks* of quality_cases.py.
-A window is a number of batches of one worker, which keeps the rows that at least so many of its batches ask for. Bytes
+A window is a number of batches of one worker, which keeps the rows that at least a number of its batches ask for. Bytes
 are those of ids and float32 between a worker and the servers: at each batch the row and its gradient; once in a window,
 of a row that is kept, the row, its Adagrad accumulator, and the sums of its gradients and of their squares. A row is as
 in deepfm: one of 16 elements and one of 1, in two tables. Then measures what an exchange costs by its rows. Prints four

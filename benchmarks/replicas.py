@@ -4,7 +4,7 @@
 
 A step pushes gradients and pulls weights as a worker does. `dense`: 2 million weights in two variables, Adam; `tables`:
 128 rows of each of two embedding tables of 16 columns, 10,000 dense weights, Adagrad. Servers with and without replicas
-run beside each other, each in a process, and take turns: a round is some steps with one pair and some with the other.
+run at the same time, each in a process, and take turns: a round is some steps with one pair and some with the other.
 Prints a Markdown table. A job pays less, since its workers compute between two pushes.
 """
 

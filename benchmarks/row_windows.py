@@ -5,7 +5,7 @@
 Workers take turns on the *clicks* of quality_cases.py (a factorization machine with an MLP, batches of 128, 2 epochs).
 Each trains dense weights of its own, whose mean is taken after each window. For a window of batches a worker keeps the
 rows that more than a share of its batches ask for, and updates them by an Adagrad of its own. Of other rows, each batch
-sends the gradients. `MERGES` says what becomes of the rows that are kept. Prints a Markdown table of the AUC over
+sends the gradients. `MERGES` says how the rows that are kept are merged. Prints a Markdown table of the AUC over
 validation data, in points, and of how many updates by others the rows that a batch asked for lacked, on average.
 """
 
@@ -30,7 +30,7 @@ MERGES = {
     "moved": "movements added up",
     "mean": "mean of movements",
 }
-# Batches of a window, the share of them that ask for a row that is kept, what becomes of it.
+# Batches of a window, the share of them that ask for a row that is kept, how it is merged.
 SETTINGS = [(16, 1.0, ""), (4, 0.0, "squares"), *((16, 0.0, each) for each in ("gradients", "squares", "moved"))]
 SETTINGS += [(16, 0.25, "squares"), (16, 0.25, "mean")]
 

@@ -3,8 +3,8 @@
     python benchmarks/saving.py
 
 One server with one embedding table, in a process of its own, and one client that pushes without a pause: rows of some
-ids at random, with Adam. Meanwhile the master's side has the server save (`PSControl.save`) and export
-(`PSControl.export`) all that it holds, and count it, as for `elasticcb table JOB`. Prints a Markdown table: the longest
+ids at random, with Adam. Meanwhile the master's side asks the server to save (`PSControl.save`), to export
+(`PSControl.export`) and to count all that it holds, as for `elasticcb table JOB`. Prints a Markdown table: the longest
 push meanwhile, how long saving, exporting or counting took, and the server's peak of resident memory above what it held
 before. `--repetitions` are made one after another in the same processes. To compare with another checkout, run both in
 turns.

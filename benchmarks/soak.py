@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--minutes=60] [--data_dir=DIR]
 
-Trains the recommender of benchmarks/chaos.py, with evaluation rounds, checkpoints and recovery files, samples each
+Trains the recommender of benchmarks/chaos.py, with evaluation passes, checkpoints and recovery files, samples each
 process, and ends the job by Ctrl-C. Prints a Markdown table: the median of the second tenth of the time, when all is
 compiled and every file is open, against that of the last tenth. Ends with 1 when a process has grown by more than 5 %
 and 20 MB, or has more files open.

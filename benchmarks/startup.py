@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py [--runs 5]
 
-Starts `elasticcb train` on the digits (2 workers, 1 parameter server), each time anew, and reads the
+Starts `elasticcb train` on the digits (2 workers, 1 parameter server), each time from scratch, and reads the
 times at which each process logged that it got somewhere. Then the same for a Python program, from
 `Cluster()` to the end of its first epoch of two batches. Medians over the runs.
 
@@ -102,7 +102,7 @@ def main() -> None:
         runs.append(run_once())
         cpu.append(cpu_seconds() - before)
         programs.append(run_program())
-    print(f"| after so many seconds (median of {len(runs)}, lowest - highest) | |\n|---|---|")
+    print(f"| seconds from the start (median of {len(runs)}, lowest - highest) | |\n|---|---|")
     for role, text, meaning in MILESTONES:
         print(f"| {spread([run[role, text] for run in runs])} | {meaning} |")
     print(f"| {spread(cpu)} | CPU seconds of the whole job, one epoch |")

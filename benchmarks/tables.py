@@ -115,7 +115,7 @@ def measure(
 def unique_ids(random: np.random.Generator, vocabulary: int, batch: int) -> Array:
     """The unique ids of one batch, in no order, int64."""
     below = vocabulary // COLUMNS
-    # The inverse of the distribution function, as if numbers between the whole ones came, too.
+    # The inverse of the distribution function, as if numbers between the whole ones also came.
     shares = random.random((batch, COLUMNS))
     ranks = ((below + 1) ** (1 - EXPONENT) - 1) * shares + 1
     ids = (ranks ** (1 / (1 - EXPONENT))).astype(np.int64) - 1 + np.arange(COLUMNS) * below

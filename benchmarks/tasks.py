@@ -2,7 +2,7 @@
 
     python benchmarks/tasks.py [--tasks 10000 1000000] [--workers 100] [--seconds 5] [--runs 5]
 
-Two ways: the task queue alone, called by one thread; and the whole master over gRPC, with workers that ask for a task
+Two ways: only the task queue, called by one thread; and the whole master over gRPC, with workers that ask for a task
 and report it done as fast as they are answered. These workers are threads of a few processes, each with a channel of
 its own; they share the machine with the master. Medians over the runs, each in a new process.
 """
@@ -34,7 +34,7 @@ def make_queue(tasks: int) -> Any:
 
 
 def run_queue(tasks: int, workers: int, seconds: float) -> dict[str, float]:
-    """The queue alone. Memory: with all tasks queued, and one handed out to each worker."""
+    """Only the queue. Memory: with all tasks queued, and one handed out to each worker."""
     queue = make_queue(2)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -151,9 +151,7 @@ def main() -> None:
         run = {"queue": run_queue, "master": run_master}[arguments.one]
         print(json.dumps(run(arguments.tasks[0], arguments.workers, arguments.seconds)))
         return
-    print(
-        "| tasks queued | queue alone, tasks/s | bytes per task | master, tasks/s | its CPU per task | GetTask takes |"
-    )
+    print("| tasks queued | queue, tasks/s | bytes per task | master, tasks/s | its CPU per task | GetTask takes |")
     print("|---|---|---|---|---|---|")
     for tasks in arguments.tasks:
         queue = medians("queue", tasks, arguments)

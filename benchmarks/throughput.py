@@ -162,7 +162,7 @@ def _warm_up(runners: Sequence[Runner], plan: Plan) -> None:
 
 
 def _drain(runner: Runner) -> None:
-    """Returns when the steps that ran as the gate was closed have ended, too."""
+    """Returns when the steps that ran as the gate was closed have also ended."""
     deadline = time.monotonic() + _DRAIN_SECONDS
     used, cpu = float("inf"), runner.tree.cpu_seconds()
     while used > _IDLE * _IDLE_SECONDS:
@@ -194,7 +194,7 @@ def _run_window(runner: Runner, plan: Plan) -> None:
 
 
 def _run(runner: Runner, steps: float, seconds: float, longest_seconds: float) -> None:
-    """Waits until the runner has made so many steps, and so many seconds are over."""
+    """Waits until the runner has made `steps` steps, and `seconds` seconds are over."""
     begin, first = time.monotonic(), runner.steps
     while runner.steps < first + steps or time.monotonic() < begin + seconds:
         runner.check()

@@ -6,7 +6,7 @@ trip of 1 ms, and over one of 1 Gbit/s.
         --updates="local;local, bfloat16;local, int8"
 
 1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
-it; by Unix sockets alone; by TCP without TLS and with it; by TCP with a simulated delay of 1 ms in every call; and, for
+it; by only Unix sockets; by TCP without TLS and with it; by TCP with a simulated delay of 1 ms in every call; and, for
 root, in a network namespace whose loopback carries 1 Gbit/s, all directions together. Each with asynchronous updates of
 staleness 0 and 1, and with local updates; --updates names others. The networks take turns, window by window. Prints a
 Markdown table of examples/s, medians over windows as in throughput.py.

@@ -1,8 +1,8 @@
 """DCN-v2 (Wang et al., 2021) on data like Criteo's: 26 id columns with a table each, 13 numbers, Adagrad.
 
 The tables have 3 to 2,000,000 rows of 4, 8 or 16 elements, larger ones more; six columns have several ids an example,
-whose rows are averaged. Three cross layers beside an MLP of 256-128. Ids of a column follow zipf(1.2), whose tail
-beyond the column's vocabulary is wrapped around.
+whose rows are averaged. Three cross layers in parallel with an MLP of 256-128. Ids of a column follow zipf(1.2), whose
+tail beyond the column's vocabulary is wrapped around.
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 The model of Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016): a linear part over crossed
 categories memorizes, a deep part over embeddings generalizes. All preprocessing is made of Keras layers
-inside the model, so the exported model takes the columns as they stand in the file, by name.
+inside the model, so the exported model takes the columns as they are in the file, by name.
 """
 
 import keras

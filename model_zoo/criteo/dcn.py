@@ -1,7 +1,7 @@
 """Will this ad be clicked? DCN-v2 (Wang et al., 2021): layers that cross features, then a network."""
 
 import keras
-from features import (  # beside this file
+from features import (  # next to this file
     categorical_indices,
     eval_metrics_fn,  # noqa: F401 - found by its name, as are `feed` and `loss`
     feed,  # noqa: F401

@@ -1,7 +1,7 @@
 """Will this ad be clicked? DeepFM (Guo et al., 2017): a factorization machine and a network, side by side."""
 
 import keras
-from features import (  # beside this file
+from features import (  # next to this file
     categorical_indices,
     eval_metrics_fn,  # noqa: F401 - found by its name, as are `feed` and `loss`
     feed,  # noqa: F401

@@ -24,7 +24,7 @@ def numeric_features(inputs):
     """Two features per count, (batch, 26): log(1 + count), 0 if empty, and whether it is there at all."""
     counts = keras.ops.stack([inputs[name] for name in NUMERIC], axis=1)
     known = keras.ops.logical_not(keras.ops.isnan(counts))
-    # Before the logarithm: the gradient of a NaN is NaN even where it is not selected. Counts may be -1, too.
+    # Before the logarithm: the gradient of a NaN is NaN even where it is not selected. Counts may also be -1.
     counts = keras.ops.where(known, keras.ops.maximum(counts, 0.0), 0.0)
     return keras.ops.concatenate([keras.ops.log1p(counts), keras.ops.cast(known, "float32")], axis=1)
 

@@ -1,7 +1,7 @@
 """Iris flowers, Fisher's 150: a small dense network that is returned compiled.
 
 A compiled model brings its loss, optimizer and metrics itself, so this file needs no `loss`,
-`optimizer` or `eval_metrics_fn`. `train.csv` (120 flowers) and `test.csv` (30) lie beside it.
+`optimizer` or `eval_metrics_fn`. `train.csv` (120 flowers) and `test.csv` (30) are next to it.
 """
 
 import keras

@@ -27,7 +27,7 @@ def custom_data_reader(data_origin):
 class IdxReader(Reader):
     """Records are dicts: "image" (uint8, (rows, columns)) and "label" (int64).
 
-    Labels are read from the file beside the images whose name says `labels-idx1` for `images-idx3`.
+    Labels are read from the file next to the images whose name says `labels-idx1` for `images-idx3`.
     """
 
     def __init__(self, data_origin):
@@ -72,7 +72,7 @@ class IdxReader(Reader):
 
 @cache
 def read_idx(file):
-    """The array in an IDX file. Raises ValueError when the file is no IDX file of bytes, or is cut off."""
+    """The array in an IDX file. Raises ValueError when the file is not an IDX file of bytes, or is cut off."""
     data = file.read_bytes()
     if file.suffix == ".gz":
         data = gzip.decompress(data)

@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from idx import custom_data_reader  # noqa: F401 - found by its name; idx.py lies beside this file
+from idx import custom_data_reader  # noqa: F401 - found by its name; idx.py is next to this file
 
 
 def custom_model():
