@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+import html
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+_MERMAID = "https://unpkg.com/mermaid@11/dist/mermaid.min.js"  # what the theme draws diagrams with
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to what is not of the documentation become plain text: the site does not have these files."""
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """The home page is README.md of the repository. Links show titles of pages instead of names of files; those to
+    files outside of the documentation, which the site does not have, become plain text."""
+    if page.is_homepage:
+        whole = Path(config["config_file_path"]).with_name("README.md").read_text(encoding="utf-8")
+        top = re.sub(r"\]\((?!docs/)([A-Z]+(\.md)?)\)", r"](../\1)", whole.partition("\n## Read on\n")[0])
+        markdown = top.replace("](docs/", "](")
+    titles = dict(_titles(config["nav"]))
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
+    markdown = re.sub(r"`([^`\n]*\\\|[^`\n]*)`", _code_with_pipes, markdown)
+    return re.sub(r"\[(?:docs/)?(\w+\.md)\]", lambda found: f"[{titles.get(found[1], found[1])}]", markdown)
+
+
+def _code_with_pipes(found: re.Match[str]) -> str:
+    """Code of a table: GitHub takes the backslash before `|` away, Python-Markdown shows it."""
+    return f"<code>{html.escape(found[1]).replace(chr(92) + '|', '&#124;')}</code>"
+
+
+def _titles(nav: list[Any]) -> Iterator[tuple[str, str]]:
+    """The files of pages, and their titles."""
+    for entry in nav:
+        for title, inside in entry.items():
+            yield from _titles(inside) if isinstance(inside, list) else [(inside, title)]
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """With the environment variable MERMAID, a file mermaid.min.js, the site needs no internet to draw diagrams."""
+    scripts = Path(config["site_dir"], "assets", "javascripts")
+    (bundle,) = scripts.glob("bundle.*.min.js")
+    code = bundle.read_text(encoding="utf-8")
+    # Mermaid puts the name of the diagram in front of this id now: in the dark, arrows had dark heads.
+    code = code.replace("#arrowhead path", "[id$=arrowhead] path")
+    if file := os.environ.get("MERMAID"):
+        shutil.copyfile(file, scripts / "mermaid.min.js")
+        code = code.replace(f'"{_MERMAID}"', 'new URL("assets/javascripts/mermaid.min.js",__md_scope)')
+    bundle.write_text(code, encoding="utf-8")

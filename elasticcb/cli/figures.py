@@ -90,18 +90,21 @@ def status_parts(status: JobSnapshot) -> list[str]:
 
 
 def epoch_line(end: EpochEnd, width: int | None = None) -> str:
-    """ "Epoch 2/4  12.3s  3ms/step  loss 0.6550", as much of it as has room in `width` characters."""
+    """ "Epoch 2/4  12.3s  31ms/step  loss 0.6550", as much of it as has room in `width` characters.
+
+    Times are columns, so that the lines of epochs stand below each other; empty where there is no time.
+    """
     epochs = str(end.epochs)
-    parts = [(f"Epoch {end.epoch:>{len(epochs)}}/{epochs}", 0)]
-    if end.steps:
-        parts += [(format_seconds(end.seconds).replace(" ", ""), 4), (format_step(end.seconds / end.steps), 6)]
+    seconds = format_seconds(end.seconds).replace(" ", "") if end.steps else ""
+    step = format_step(end.seconds / end.steps) if end.steps else ""
+    parts = [(f"Epoch {end.epoch:>{len(epochs)}}/{epochs}", 0), (f"{seconds:>5}", 4), (f"{step:>9}", 6)]
     for name, value in end.logs.items():
         rank = _EPOCH_RANKS.get(name, 3 if name.startswith("val_") else 5)
         parts.append((f"{name} {format_metric(value)}", rank))
     if width is not None:
         kept = fitting([len(text) for text, _ in parts], [rank for _, rank in parts], width)
         parts = [parts[at] for at in kept]
-    return (" " * GAP).join(text for text, _ in parts)
+    return (" " * GAP).join(text for text, _ in parts).rstrip()
 
 
 def fitting(widths: Sequence[int], ranks: Sequence[int], room: int) -> list[int]:

@@ -81,9 +81,12 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
 def show_header(settings: JobSettings) -> None:
     """The first lines of what a job prints: where its folder is, and how to ask about it."""
-    print_line(f"[{settings.name}] The job's folder is {settings.directory}")
+    from elasticcb.cli.progress import redraws
+
+    name = "" if redraws(settings) else f"[{settings.name}] "  # as the lines below it
+    print_line(f"{name}The job's folder is {settings.directory}")
     if POD_NAME not in os.environ:  # where another command asks
-        print_line(f"[{settings.name}] Status: elasticcb status {_job_argument(settings)}")
+        print_line(f"{name}Status: elasticcb status {_job_argument(settings)}")
 
 
 def _job_argument(settings: JobSettings) -> str:

@@ -46,7 +46,7 @@ class Display(Protocol):
 def make_display(settings: JobSettings) -> Display:
     """The live display on a terminal, plain lines elsewhere; with the address of the job's page, if it has one."""
     display: Display
-    if _redraws(settings):
+    if redraws(settings):
         display = LiveDisplay()
         display.update(JobSnapshot())
     else:
@@ -57,12 +57,12 @@ def make_display(settings: JobSettings) -> Display:
 def start_spinner(settings: JobSettings) -> Status:
     """Shows on a terminal that a job starts, until it is stopped: what its master needs takes seconds to import."""
     spinner = Status("[bold]starting", console=Console(highlight=False), spinner_style=ACCENT)
-    if _redraws(settings):
+    if redraws(settings):
         spinner.start()
     return spinner
 
 
-def _redraws(settings: JobSettings) -> bool:
+def redraws(settings: JobSettings) -> bool:
     """Whether lines are shown that are written over.
 
     Not where the terminal can't, and not those of a job in one process, which would write over a debugger.

@@ -171,6 +171,11 @@ def test_an_epoch_of_another_master_has_no_time():
     assert epoch_line(dataclasses.replace(EPOCH, steps=0, logs={})) == "Epoch  2/10"
 
 
+@pytest.mark.parametrize("other", [{"steps": 0}, {"seconds": 1.2}, {"epoch": 10, "steps": 4000}])
+def test_the_lines_of_epochs_stand_below_each_other(other):
+    assert epoch_line(dataclasses.replace(EPOCH, **other)).index("loss") == epoch_line(EPOCH).index("loss")
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
 @pytest.mark.parametrize("status", [STATUS, JobSnapshot(), JobSnapshot(phase="waiting for parameter servers")])
 def test_the_grid_never_wraps(width, status):
@@ -235,6 +240,16 @@ def test_a_terminal_that_can_not_redraw_lines_gets_plain_ones(monkeypatch):
     display = make_display(settings)
     display.close()
     assert isinstance(display, LiveDisplay)
+
+
+@pytest.mark.parametrize(("kind", "begins"), [("dumb", "[a] The job's folder"), ("xterm", "The job's folder")])
+def test_the_first_lines_have_the_name_of_the_job_where_the_others_have_it(kind, begins, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", kind)
+    show_header(JobSettings(command=Command.TRAIN, name="a", directory="/job", model=ModelSettings()))
+    assert terminal.getvalue().startswith(begins)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
