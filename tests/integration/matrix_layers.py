@@ -23,7 +23,7 @@ def make_scale(power: int) -> type[layers.Layer]:
     return Scale
 
 
-@case("Layers", "classes that are local, of the same name, with a closure; layers without `**kwargs`")
+@case("Layers", "local classes, classes with the same name or a closure; layers without `**kwargs`")
 def local_layers() -> Given:
     class Shift(layers.Layer):
         def __init__(self, by):
@@ -104,7 +104,7 @@ def wrapped_layers() -> Given:
     return Given(compiled(model), normal(4, 2), normal(1))
 
 
-@case("Layers", "stateful RNN (its state goes on from batch to batch on its worker; each call begins with a fresh one)")
+@case("Layers", "stateful RNN (a worker keeps its state from batch to batch; each call starts with a fresh state)")
 def stateful_rnn() -> Given:
     model = keras.Sequential([keras.Input((4, 2), batch_size=BATCH), layers.GRU(3, stateful=True), layers.Dense(1)])
     return Given(compiled(model), normal(4, 2), normal(1))
@@ -165,7 +165,7 @@ def sparse() -> Given:
     return Given(compiled(model, optimizer="sgd"), tf.sparse.from_dense(x), normal(1))
 
 
-@case("Layers", "frozen layers and variables, also set after they were made")
+@case("Layers", "frozen layers and variables, also if frozen after creation")
 def frozen() -> Given:
     model = Plain()
     model(np.zeros((1, 6), "float32"))
@@ -174,7 +174,7 @@ def frozen() -> Given:
     return Given(compiled(model), normal(6), normal(1))
 
 
-@case("Layers", "weights that no gradient reaches, weights that are not trainable (also integers and booleans)")
+@case("Layers", "weights without a gradient, non-trainable weights (also integers and booleans)")
 def counters() -> Given:
     class Gate(layers.Layer):
         def build(self, shape):

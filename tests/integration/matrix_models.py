@@ -160,7 +160,7 @@ class Pair(keras.Model):
         return self.scale * self.decoder(self.encoder(x))
 
 
-@case("Ways to write a model", "subclass of `Model` that is given other models, without `get_config`")
+@case("Ways to write a model", "subclass of `Model` that takes other models as arguments, without `get_config`")
 def subclass_of_models() -> Given:
     encoder = keras.Sequential([keras.Input((6,)), layers.Dense(3, "tanh")])
     inputs = keras.Input((3,))
@@ -169,7 +169,7 @@ def subclass_of_models() -> Given:
     return Given(compiled(Pair(encoder, decoder, scale=0.7)), x, x)
 
 
-@case("Ways to write a model", "subclass with attributes that are set, lists and dicts of layers")
+@case("Ways to write a model", "subclass with changed attributes, and lists and dicts of layers")
 def subclass_with_attributes() -> Given:
     class Blocks(keras.Model):
         def __init__(self, *units):
@@ -188,7 +188,7 @@ def subclass_with_attributes() -> Given:
     return Given(compiled(model), normal(6), normal(1))
 
 
-@case("Ways to write a model", "subclass of `Model(inputs, outputs)` with a `train_step` of its own")
+@case("Ways to write a model", "subclass of `Model(inputs, outputs)` with a custom `train_step`")
 def functional_subclass() -> Given:
     class Regularized(keras.Model):
         def train_step(self, data):
@@ -209,7 +209,7 @@ def functional_subclass() -> Given:
     return Given(compiled(Regularized(inputs, layers.Dense(1)(layers.Dense(4)(inputs)))), normal(6), normal(1))
 
 
-@case("Ways to write a model", "models within models, weights that are shared")
+@case("Ways to write a model", "nested models, shared weights")
 def nested() -> Given:
     shared = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(3)], name="shared")
     a, b = keras.Input((3,)), keras.Input((3,))

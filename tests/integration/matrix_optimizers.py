@@ -38,29 +38,29 @@ def exported_schedules() -> set[str]:
 # By class; the second column says what is particular about it.
 CLASSES = {
     "Adadelta": OptimizerCase("", lambda: keras.optimizers.Adadelta(0.5)),
-    "Adafactor": OptimizerCase("variables stay whole", lambda: keras.optimizers.Adafactor(0.05)),
+    "Adafactor": OptimizerCase("variables are not split", lambda: keras.optimizers.Adafactor(0.05)),
     "Adagrad": OptimizerCase("", lambda: keras.optimizers.Adagrad(0.05)),
     "Adam": OptimizerCase("", lambda: keras.optimizers.Adam(0.01, amsgrad=True)),
     "AdamW": OptimizerCase("", lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1)),
     "Adamax": OptimizerCase("", lambda: keras.optimizers.Adamax(0.01)),
     "Ftrl": OptimizerCase("", lambda: keras.optimizers.Ftrl(0.05, l1_regularization_strength=0.01)),
-    "Lamb": OptimizerCase("variables stay whole", lambda: keras.optimizers.Lamb(0.01)),
+    "Lamb": OptimizerCase("variables are not split", lambda: keras.optimizers.Lamb(0.01)),
     "Lion": OptimizerCase("", lambda: keras.optimizers.Lion(0.005)),
     "LossScaleOptimizer": OptimizerCase(
-        "each worker has a scale of its own",
+        "each worker has its own scale",
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 4.0, dynamic_growth_steps=3),
     ),
     "MultiOptimizer": OptimizerCase(
-        "no learning rate of its own: callbacks can't set it",
+        "has no learning rate that callbacks could set",
         lambda: keras.optimizers.MultiOptimizer(
             lambda variable: keras.optimizers.SGD(0.1) if "bias" in variable.path else keras.optimizers.Adam(0.01)
         ),
     ),
-    "Muon": OptimizerCase("variables stay whole", lambda: keras.optimizers.Muon(0.01), 1e-3),
+    "Muon": OptimizerCase("variables are not split", lambda: keras.optimizers.Muon(0.01), 1e-3),
     "Nadam": OptimizerCase("", lambda: keras.optimizers.Nadam(0.01)),
     "RMSprop": OptimizerCase("", lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True)),
     "SGD": OptimizerCase("", lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)),
-    "ScheduleFreeAdamW": OptimizerCase("variables stay whole", lambda: keras.optimizers.ScheduleFreeAdamW(0.01)),
+    "ScheduleFreeAdamW": OptimizerCase("variables are not split", lambda: keras.optimizers.ScheduleFreeAdamW(0.01)),
 }
 # Exported, and no optimizers to train with.
 NOT_TO_TRAIN_WITH = {"Optimizer": "the base class"}
@@ -124,7 +124,7 @@ OPTIONS = {
         SCHEDULES["ExponentialDecay"](), gradient_accumulation_steps=2
     ),
     "`loss_scale_factor`": lambda: keras.optimizers.SGD(0.1, momentum=0.9, loss_scale_factor=64.0),
-    "a schedule of the user's": lambda: keras.optimizers.SGD(Halved(0.3)),
-    "an optimizer of the user's": lambda: Signs(0.01),
+    "a custom schedule": lambda: keras.optimizers.SGD(Halved(0.3)),
+    "a custom optimizer": lambda: Signs(0.01),
     "`elasticcb.optimizers.RowWiseAdagrad`": lambda: RowWiseAdagrad(0.05),
 }

@@ -35,7 +35,7 @@ def functions() -> Given:
     return Given(model, normal(6), {"u": normal(1), "v": normal(1, seed=8)})
 
 
-@case("Losses and metrics", "classes of the user, with and without `get_config`")
+@case("Losses and metrics", "custom classes, with and without `get_config`")
 def classes() -> Given:
     class Huber(keras.losses.Loss):
         def __init__(self, delta=1.0, **kwargs):
@@ -63,7 +63,7 @@ def classes() -> Given:
     return Given(model, normal(6), [normal(1), normal(1, seed=8)])
 
 
-@case("Losses and metrics", "statistics of all records: `AUC`, `Precision`, `F1Score`")
+@case("Losses and metrics", "metrics over all records: `AUC`, `Precision`, `F1Score`")
 def statistics() -> Given:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1, "sigmoid")])
     metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision"), "accuracy"]
@@ -111,7 +111,7 @@ def added_losses() -> Given:
 # ---------------------------------------------------------------- steps
 
 
-@case("Steps", "`train_step`, `test_step`, `predict_step` of the model's own, with trackers of its own")
+@case("Steps", "custom `train_step`, `test_step`, `predict_step`, with their own trackers")
 def own_steps() -> Given:
     class Steps(Plain):
         def __init__(self):
@@ -145,7 +145,7 @@ def own_steps() -> Given:
     return Given(model, normal(6), normal(1))
 
 
-@case("Steps", "`compute_loss` and `compute_metrics` of the model's own")
+@case("Steps", "custom `compute_loss` and `compute_metrics`")
 def own_loss() -> Given:
     class Loss(Plain):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
@@ -194,7 +194,7 @@ class GAN(keras.Model):
         return {"g_loss": self.g_loss.result()}
 
 
-@case("Steps", "several optimizers, with a `compile` of the model's own (a GAN)")
+@case("Steps", "several optimizers, with a custom `compile` (a GAN)")
 def gan() -> Given:
     discriminator = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
     generator = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.BatchNormalization()])
@@ -218,7 +218,7 @@ def run_eagerly() -> Given:
     return Given(dense(run_eagerly=True), normal(6), normal(1))
 
 
-@case("Steps", "`steps_per_execution` (accepted; a step is a step)")
+@case("Steps", "`steps_per_execution` (accepted, without effect)")
 def steps_per_execution() -> Given:
     return Given(dense(steps_per_execution=2), normal(6), normal(1))
 

@@ -80,7 +80,7 @@ UNSUPPORTED = {
         "after it has given the optimizer .* its gradient",
         "servers apply the gradients after the step",
     ),
-    f"{WITH_GRADIENTS} an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (
+    f"{WITH_GRADIENTS} an optimizer applied inside `tf.cond`, a loop or a separate `@tf.function`": (
         lambda: compiled(Sometimes()),
         ElasticCBError,
         "where its gradients can't be taken out of",
@@ -90,7 +90,7 @@ UNSUPPORTED = {
         clipped_and_accumulated,
         JobFailedError,
         "Use one parameter server",
-        "each server has a part of the accumulated gradients",
+        "each server has only a part of the accumulated gradients",
     ),
     "a learning rate that is a function": (
         lambda: dense(optimizer=keras.optimizers.SGD(lambda: 0.1)),
@@ -120,6 +120,6 @@ UNSUPPORTED = {
         lambda: compiled(Broken()),
         UsageError,
         "Give its class .* a get_config\\(\\)",
-        "the class says how it is sent",
+        "its config is needed to send it",
     ),
 }

@@ -145,7 +145,7 @@ TOLERANCES = {name: case.tolerance for name, case in CLASSES.items()}
 
 KEPT_OPTIMIZERS = (
     "Adam", "Muon", "ScheduleFreeAdamW", "`global_clipnorm`", "`gradient_accumulation_steps` with `clipnorm`",
-    "`gradient_accumulation_steps` with `global_clipnorm` (one server)", "an optimizer of the user's",
+    "`gradient_accumulation_steps` with `global_clipnorm` (one server)", "a custom optimizer",
 )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def tables() -> dict[str, str]:
     options = ["| | supported | equal to `fit` within |", "|---|---|---|"]
     options += [f"| `schedules.{name}` | yes | 1e-05 |" for name in sorted(SCHEDULES)]
     options += [f"| {name} | yes | 1e-05 |" for name in OPTIONS]
-    missing = ["| | why | error | it says |", "|---|---|---|---|"]
+    missing = ["| | reason | error | message |", "|---|---|---|---|"]
     for what, (_, kind, message, why) in UNSUPPORTED.items():
         shown = message.replace("\\", "").replace(".*", "…")
         missing.append(f"| {what} | {why} | `{kind.__name__}` | {shown} |")
