@@ -162,6 +162,35 @@ def test_hooks_of_stock_callbacks_run_in_one_place(tmp_path: Path) -> None:
         assert hooks(callback, other) == set(), name
 
 
+def loggers_of_epochs() -> list[keras.callbacks.Callback]:
+    import mlflow.keras
+    import wandb
+    from wandb.integration.keras import WandbMetricsLogger
+
+    class Derived(mlflow.keras.MlflowCallback):
+        def on_train_begin(self, logs=None): ...
+
+    with wandb.init(mode="disabled"):
+        return [WandbMetricsLogger(), mlflow.keras.MlflowCallback(), Derived()]
+
+
+def test_loggers_of_tracking_clients_run_on_the_master_and_want_batches_only_when_their_settings_do() -> None:
+    import mlflow.keras
+    import wandb
+    from wandb.integration.keras import WandbMetricsLogger
+
+    for logger in loggers_of_epochs():
+        assert {"on_epoch_end"} <= hooks(logger, Place.MASTER)
+        assert not [name for name in overridden_hooks(logger) if TABLE[name].of_batch]
+        assert hooks(logger, Place.WORKER, in_program=True) == set()
+        assert reads_model(logger, "on_epoch_end", 1)
+    with wandb.init(mode="disabled"):
+        of_batches = [WandbMetricsLogger(10), mlflow.keras.MlflowCallback(False, log_every_n_steps=10)]
+    for logger in of_batches:
+        assert {"on_epoch_end", "on_train_batch_end"} <= hooks(logger, Place.MASTER)
+        assert hooks(logger, Place.WORKER, in_program=True) == set()
+
+
 def test_lambda_callback_runs_by_hook() -> None:
     callback = keras.callbacks.LambdaCallback(on_epoch_end=print, on_train_batch_end=print)
     assert hooks(callback, Place.MASTER) == {"on_epoch_end"}
