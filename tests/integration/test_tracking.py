@@ -7,13 +7,17 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import mlflow
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
 
 from jobs import LINEAR_MODEL, PACE, linear_data, train_flags, write_model_file
 from warm import WarmProcess
+
+mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'elasticcb[test]'")
+messages = pytest.importorskip(
+    "wandb.proto.wandb_internal_pb2", reason="wandb is not installed: pip install 'elasticcb[test]'"
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -34,7 +38,7 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Any]:
     """What a .wandb file holds, which has the format of LevelDB's logs: blocks of 32 KiB after a header of 7 bytes."""
     data, at, message = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -45,7 +49,7 @@ def records(path: Path) -> Iterator[Record]:
         message += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole message, or the end of one
-            yield Record.FromString(message)
+            yield messages.Record.FromString(message)
             message = b""
 
 
@@ -97,7 +101,7 @@ class MlflowRuns:
         history = self._client.get_metric_history
         return {key: [each.step for each in history(run.info.run_id, key)] for key in run.data.metrics}
 
-    def _one(self, name: str) -> mlflow.entities.Run:
+    def _one(self, name: str) -> Any:
         (run,) = [run for run in self._runs if run.info.run_name == name]
         return run
 
@@ -146,9 +150,9 @@ def test_epochs_are_logged_to_mlflow_by_each_recipe_and_workers_open_no_runs(log
     assert runs.names == ["after fit", "during fit", "own callback"]
     for name in ("after fit", "during fit"):
         assert runs.state(name) == "FINISHED"
-        assert runs.steps(name) == dict.fromkeys(EPOCH, [0, 1, 2])
+        assert runs.steps(name) == {key: [0, 1, 2] for key in EPOCH}
     own = runs.steps("own callback")
-    assert {name: own[name] for name in EPOCH} == dict.fromkeys(EPOCH, [0, 1, 2])
+    assert {name: own[name] for name in EPOCH} == {key: [0, 1, 2] for key in EPOCH}
     assert own.keys() - EPOCH == {"validation_loss", "validation_mae"}  # at the end of each round
     assert runs.parameters("own callback")["optimizer_name"].startswith("adam")
 
@@ -180,4 +184,4 @@ def test_runs_of_a_model_file_are_continued_by_the_next_master(tmp_path, start_j
     assert runs.state("job") == "FINISHED"
     steps = runs.steps("job")
     assert steps.keys() == names
-    assert {name: sorted(set(found)) for name, found in steps.items()} == dict.fromkeys(names, [*range(epochs)])
+    assert {name: sorted(set(found)) for name, found in steps.items()} == {key: [*range(epochs)] for key in names}
