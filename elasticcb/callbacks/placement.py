@@ -118,7 +118,7 @@ BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
 
 @dataclass(frozen=True)
 class Stock:
-    """A row of the table of Keras's own callbacks: one object keeps state from hook to hook.
+    """A row of the table of callbacks of libraries: one object keeps state from hook to hook.
 
     Classes derived from a stock callback share its row.
 
@@ -147,6 +147,14 @@ def _silent(callback: Any) -> Collection[str]:
     return BATCH_HOOKS if not callback.verbose else ()
 
 
+def _run_of_epochs(callback: Any) -> Collection[str]:
+    return () if callback.log_every_n_steps else BATCH_HOOKS
+
+
+def _logs_epochs(callback: Any) -> Collection[str]:
+    return () if callback.logging_batch_wise else BATCH_HOOKS
+
+
 def _never(callback: Any) -> bool:
     return False
 
@@ -159,6 +167,7 @@ STOCK: dict[str, Stock] = {
     "EarlyStopping": Stock(reads=lambda callback: callback.restore_best_weights),
     "History": Stock(reads=_never),
     "LearningRateScheduler": Stock(reads=_never),
+    "MlflowCallback": Stock(idle=_run_of_epochs),
     "ModelCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
     "OrbaxCheckpoint": Stock(idle=_saves_epochs, saves=_SAVER),
     "ProgbarLogger": Stock(idle=_silent, reads=_never),
@@ -167,7 +176,9 @@ STOCK: dict[str, Stock] = {
     "SwapEMAWeights": Stock(saves=[row.name for row in _ROWS if not row.of_batch]),
     "TensorBoard": Stock(idle=_board_of_epochs),
     "TerminateOnNaN": Stock(Place.WORKER),
+    "WandbMetricsLogger": Stock(idle=_logs_epochs),
 }
+_LIBRARIES = frozenset({"keras", "mlflow", "wandb"})  # whose classes these are
 _BY_HOOK = frozenset({"Callback", "CallbackList", "LambdaCallback"})  # run as a user's class does
 _FUTURE = Stock()  # of a later release of Keras
 
@@ -215,11 +226,20 @@ def runs_on(place: str) -> Callable[[CallbackClass], CallbackClass]:
     return decorate
 
 
+def library_of(made: Any) -> str:
+    """Which of the libraries defines a class or a method; "": none."""
+    package = made.__module__.partition(".")[0]
+    return package if package in _LIBRARIES else ""
+
+
 def stock(callback: Any) -> Stock | None:
-    """The row of one of Keras's own callbacks, or of a class derived from one; None for all others."""
+    """The row of a library's callback, or of a class derived from one; None for all others."""
     for kind in type(callback).__mro__:
-        if kind.__module__.startswith("keras."):
+        library = library_of(kind)
+        if library == "keras":
             return None if kind.__name__ in _BY_HOOK else STOCK.get(kind.__name__, _FUTURE)
+        if library and kind.__name__ in STOCK:
+            return STOCK[kind.__name__]
     return None
 
 
@@ -246,7 +266,7 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
         method = _implemented(callback, name)
         if method is None and row.alias:
             method = _implemented(callback, row.alias)
-        if method is not None and not (name in idle and method.__module__.startswith("keras.")):
+        if method is not None and not (name in idle and library_of(method)):
             found[name] = method
     return found
 

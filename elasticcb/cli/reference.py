@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from prometheus_client.samples import Sample
 
 from elasticcb.cli.options import BY_PATH, OPTIONS
 from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
+from elasticcb.master.members import Role
+from elasticcb.master.prometheus import JobCollector
+from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
+from elasticcb.master.task import TaskState, TaskType
+from elasticcb.process.stats import histograms
 from elasticcb.settings import Command
 from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, in_a_program
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
@@ -25,6 +33,7 @@ _MEANINGS = {
     ExitCode.WRONG_USAGE: "Flags or the config file are wrong or contradict each other; nothing was started.",
     ExitCode.INTERRUPTED: "Interrupted with Ctrl-C.",
 }
+_UNITS = ("seconds", "bytes", "versions")  # that end the name of a metric
 
 
 def options_tables() -> str:
@@ -85,11 +94,41 @@ def table_settings() -> str:
     return "\n".join(["| setting | what it does |", "|---|---|", *rows])
 
 
+def metrics_table() -> str:
+    """What Prometheus is served, of a job that has everything."""
+    measured: dict[str, Any] = {"cpu_seconds": 0.0, "resident_bytes": 1, "certificate_expires": 1.0}
+    processes = tuple(ProcessSnapshot(role=role.label, index=0, state="up", **measured) for role in Role)
+    seen = JobSnapshot(
+        command=Command.TRAIN,
+        loss=0.0,
+        tasks={(kind.value.lower(), state.value.lower()): 0 for kind in TaskType for state in TaskState},
+        free_disk_bytes=dict.fromkeys(("job", "checkpoint"), 0),
+        processes=processes,
+        histograms=histograms(),
+        **measured,
+    )
+    rows = []
+    for metric in JobCollector(lambda: seen).collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        unit = metric.name.rpartition("_")[2]
+        labels = (_label(label, metric.samples) for label in vars(metric)["_labelnames"])
+        cells = (f"`{name}`", metric.type, "; ".join(labels), unit if unit in _UNITS else "", metric.documentation)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["| metric | type | labels | unit | meaning |", "|---|---|---|---|---|", *rows])
+
+
+def _label(name: str, samples: Iterable[Sample]) -> str:
+    """A label with its values, where they are always the same."""
+    values = dict.fromkeys(sample.labels[name] for sample in samples)
+    return f"`{name}`: {', '.join(values)}" if len(values) > 1 else f"`{name}`"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "options": options_tables,
     "exit codes": exit_codes_table,
     "arguments of Cluster": arguments_tables,
     "settings of a table": table_settings,
+    "metrics": metrics_table,
 }
 
 

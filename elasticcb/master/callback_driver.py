@@ -136,6 +136,8 @@ class MasterHooks:
             self._show(self._ps.client.pull(), needs_state)
         for batch in batches:
             event = batch.event
+            if event.kind is Mode.TRAINING and self._state is None:
+                self._show_steps(event.version)
             given = {"size": event.size, "version": event.version}
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, given, keras_logs={})
             self._callbacks.call(
@@ -174,9 +176,13 @@ class MasterHooks:
             write_optimizers(exported.optimizer, *self._optimizers())
             self._note_iterations(exported.version)
             self._state = read_optimizers(*self._optimizers())
-        elif self._host.optimizer is not None:
-            # What TensorBoard calls the step; a schedule's rate comes from it, too.
-            steps = max(0, self._ps.client.version + self._iterations_ahead)
+        else:
+            self._show_steps(self._ps.client.version)
+
+    def _show_steps(self, version: int) -> None:
+        """Makes the optimizer count the steps up to a version: what loggers call the step, and a schedule's rate."""
+        if self._host.trains and self._host.optimizer is not None:
+            steps = max(0, version + self._iterations_ahead)
             unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:

@@ -1,4 +1,4 @@
-"""The job's metrics for Prometheus, read when they are asked for. docs/operations.md explains them."""
+"""The job's metrics for Prometheus, read when they are asked for; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobCollector(Collector):
 def _job(seen: JobSnapshot) -> Iterator[Metric]:
     if seen.command is not None:
         job = seen.name, seen.command.value
-        yield _gauge("job_info", "The present job.", {job: 1}, ("name", "command"))
+        yield _gauge("job_info", "1: the present job.", {job: 1}, ("name", "command"))
     yield _gauge("ready", "1 when the servers hold the model and tasks are handed out, else 0.", int(seen.ready))
     if seen.command is not None:
         yield _gauge("model_version", "Updates that the model has taken.", seen.version)
@@ -64,21 +64,25 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     yield _counter("callback_errors", "Errors in callbacks that the job went on after.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
     age = {} if seen.checkpoint_age is None else {(): seen.checkpoint_age}
-    yield _gauge("checkpoint_age_seconds", "Since the newest checkpoint was written, or the job began.", age)
+    text = "Since the newest checkpoint was written, or the job began; of jobs with --checkpoint_steps."
+    yield _gauge("checkpoint_age_seconds", text, age)
     unwritten = seen.recovery_files_failed
     yield _counter("recovery_files_failed", "Times that a server could not write its recovery files.", unwritten)
     free = {(folder,): size for folder, size in seen.free_disk_bytes.items()}
-    yield _gauge("free_disk_bytes", "Room on the disks of the job's folders.", free, ("folder",))
+    yield _gauge(
+        "free_disk_bytes", "Room on the disks of the job's folders; a remote folder has none.", free, ("folder",)
+    )
     yield _counter("updates_lost", "Updates that were lost with servers.", seen.updates_lost)
 
 
 def _tasks(seen: JobSnapshot) -> Iterator[Metric]:
     yield _gauge("tasks", "Tasks by state; todo holds those that are still to be made.", seen.tasks, ("type", "state"))
     taken_over = seen.tasks_taken_over
-    yield _counter("tasks_taken_over", "Times that a task went back since its worker was gone or hung.", taken_over)
+    text = "Times that a task went back since its worker was lost, hung, or was asked to end."
+    yield _counter("tasks_taken_over", text, taken_over)
     retried = seen.tasks_retried
     yield _counter("tasks_retried", "Times that a worker failed in a task, and it was tried again.", retried)
-    yield _counter("tasks_split", "Times that a worker gave the end of its task to another.", seen.tasks_split)
+    yield _counter("tasks_split", "Times that a worker gave the end of its task to one that waited.", seen.tasks_split)
     yield _counter("reports_refused", "Reports on tasks that had been taken away.", seen.reports_refused)
 
 
@@ -101,21 +105,23 @@ def _processes(seen: JobSnapshot) -> Iterator[Metric]:
         if process.cpu_seconds is not None:
             labels = process.role, str(process.index)
             cpu[labels], memory[labels] = process.cpu_seconds, process.resident_bytes or 0
-    yield _counter("cpu_seconds", "Processor time of a process, since it started.", cpu, ("role", "index"))
+    yield _counter("cpu_seconds", "Processor time of the process in a place, since it started.", cpu, ("role", "index"))
     known = {labels: size for labels, size in memory.items() if size}
     left = {labels: expires - time.time() for labels, expires in expiry.items() if expires}
-    yield _gauge("certificate_expiry_seconds", "Until the certificate of a process expires.", left, ("role", "index"))
-    yield _gauge("resident_memory_bytes", "Memory of a process, what it shares included.", known, ("role", "index"))
+    text = "Until the certificate of a process expires, where the job uses TLS."
+    yield _gauge("certificate_expiry_seconds", text, left, ("role", "index"))
+    text = "Memory of a process, what it shares with others included (Linux)."
+    yield _gauge("resident_memory_bytes", text, known, ("role", "index"))
 
 
 def _calls(seen: JobSnapshot) -> Iterator[Metric]:
     rows = {(path,): size.rows for path, size in seen.tables.items()}
-    yield _gauge("table_rows", "Rows of an embedding table.", rows, ("table",))
+    yield _gauge("table_rows", "Rows of an embedding table, on all servers, at most 10 s ago.", rows, ("table",))
     held = {(path,): size.bytes for path, size in seen.tables.items()}
     yield _gauge("table_bytes", "Memory of an embedding table, with slots, counts and index.", held, ("table",))
     yield _counter("lookup_rows", "Rows of embedding tables that workers asked for.", seen.rows_looked_up)
     exchanges = {call: seen.histograms[call] for call in (PUSH, PULL, LOOKUP)}
-    text = "How long a worker's calls to all servers took; a push brings the weights after it along."
+    text = "How long a worker's calls to all servers took. A push also brings the weights after it, so pulls are few."
     yield _histogram("exchange_duration_seconds", text, exchanges, "call")
     text = "Versions that others made between the weights a gradient was computed on and its own update."
     yield _histogram("gradient_staleness_versions", text, {"": seen.histograms[STALENESS]})

@@ -16,7 +16,8 @@ def remove_generated_files() -> None:
     global _modules
     if len(sys.modules) != _modules:
         _modules = len(sys.modules)
-        for name, module in list(sys.modules.items()):
+        # A copy is made at once; a list is not, and other threads import meanwhile.
+        for name, module in sys.modules.copy().items():
             if name.startswith(_PREFIX) and module.__file__ is not None:
                 for path in (module.__file__, module.__cached__):  # the source, and what Python made of it
                     with contextlib.suppress(OSError):

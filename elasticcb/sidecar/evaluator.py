@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from elasticcb.callbacks.placement import library_of
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.sidecar.follower import POLL_SECONDS, Checkpoint, CheckpointFollower
 from elasticcb.sidecar.weights import ForeignCheckpointError, WeightsLoader
@@ -44,7 +45,7 @@ class SidecarEvaluator:
         steps: batches of each evaluation; None: all that `data` gives.
         max_evaluations: how many checkpoints `start` evaluates; None: no limit.
         callbacks: get `on_test_*`. `logs` of `on_test_end` also hold "version", and "metrics": all results as
-            a dict; Keras's own callbacks get the results alone. `model.optimizer.iterations` is the version,
+            a dict; callbacks of libraries get the results alone. `model.optimizer.iterations` is the version,
             which the stock TensorBoard takes as its step.
         timeout: `start` returns after so many seconds without a new checkpoint; None: it waits.
         batch_size: of data that does not come in batches; Keras's default where None.
@@ -102,8 +103,8 @@ class SidecarEvaluator:
         done: list[Evaluation] = []
         version = _Version()
         # One list for all evaluations: with a new list each, TensorBoard would begin a new file each time.
-        stock = [callback for callback in self._callbacks if _is_stock(callback)]
-        others = [callback for callback in self._callbacks if not _is_stock(callback)]
+        stock = [callback for callback in self._callbacks if library_of(type(callback))]
+        others = [callback for callback in self._callbacks if not library_of(type(callback))]
         callbacks = keras.callbacks.CallbackList(
             [*stock, version, *others], model=self.model, verbose=0, epochs=1, steps=self._options["steps"]
         )
@@ -157,7 +158,7 @@ class SidecarEvaluator:
 
 
 class _Version(keras.callbacks.Callback):
-    """Stands behind Keras's own callbacks, which write down whatever is in `logs`, and before all others."""
+    """Stands behind callbacks of libraries, which write down whatever is in `logs`, and before all others."""
 
     value: int | None = None
 
@@ -185,10 +186,6 @@ def _check(model: Any, data: Any, steps: int | None, max_evaluations: int | None
     for name, value in (("steps", steps), ("max_evaluations", max_evaluations), ("timeout", timeout)):
         if value is not None and value <= 0:
             raise UsageError(f"{name}={value} can't be. Expected more than 0, or None for no limit.")
-
-
-def _is_stock(callback: Any) -> bool:
-    return type(callback).__module__.startswith("keras.")
 
 
 def _flush(callbacks: Sequence[Any]) -> None:

@@ -162,6 +162,25 @@ def test_hooks_of_stock_callbacks_run_in_one_place(tmp_path: Path) -> None:
         assert hooks(callback, other) == set(), name
 
 
+def test_loggers_of_tracking_clients_run_on_the_master_and_want_batches_only_when_their_settings_do() -> None:
+    mlflow = pytest.importorskip("mlflow.keras", reason="MLflow is not installed: pip install 'elasticcb[test]'")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install 'elasticcb[test]'")
+    of_wandb = pytest.importorskip("wandb.integration.keras").WandbMetricsLogger
+
+    class Derived(mlflow.MlflowCallback):
+        def on_train_begin(self, logs=None): ...
+
+    with wandb.init(mode="disabled"):
+        of_epochs = [of_wandb(), mlflow.MlflowCallback(), Derived()]
+        of_batches = [of_wandb(10), mlflow.MlflowCallback(False, log_every_n_steps=10)]
+    for logger in (*of_epochs, *of_batches):
+        on_master = hooks(logger, Place.MASTER)
+        assert "on_epoch_end" in on_master
+        assert ("on_train_batch_end" in on_master) == (logger in of_batches)
+        assert hooks(logger, Place.WORKER, in_program=True) == set()
+        assert reads_model(logger, "on_epoch_end", 1)
+
+
 def test_lambda_callback_runs_by_hook() -> None:
     callback = keras.callbacks.LambdaCallback(on_epoch_end=print, on_train_batch_end=print)
     assert hooks(callback, Place.MASTER) == {"on_epoch_end"}

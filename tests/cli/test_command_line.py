@@ -131,7 +131,7 @@ def test_how_a_command_ends_gives_the_exit_code(error, code, capsys, monkeypatch
 
 def test_the_tables_in_the_docs_are_those_of_the_code():
     marks = []
-    for name in ("cli.md", "python_api.md", "embeddings.md"):
+    for name in ("cli.md", "python_api.md", "embeddings.md", "metrics.md"):
         page = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
         assert page == update(page), "run: python -m elasticcb.cli.reference docs/*.md"
         # What stands between "begin" and "end" is of benchmarks.

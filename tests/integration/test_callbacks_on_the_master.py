@@ -23,8 +23,13 @@ Keeps.file = "keeps"
 for name in ("on_train_batch_begin", "on_train_batch_end"):
     setattr(Keeps, name, hook(name))
 
+@runs_on("master")
+class Steps(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        write("steps", int(self.model.optimizer.iterations), logs["version"])
+
 def callbacks():
-    return [Follows(), Keeps()]
+    return [Follows(), Keeps(), Steps()]
 """
 
     @pytest.mark.parametrize(
@@ -42,6 +47,7 @@ def callbacks():
         assert versions == sorted(versions)
         if parts:  # with local updates, those of a window are counted from the merge before it
             assert versions[-1] == summary.version
+        assert [steps for steps, _ in calls(tmp_path, "steps", "master")] == versions
         if parts == {"use_async": True}:
             assert versions == list(range(1, 3 * batches + 1))
         assert all(sorted(logs) == ["loss", "mae", "size", "version"] for *_, logs in ends)

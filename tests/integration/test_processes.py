@@ -87,9 +87,8 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
         assert before.find("elasticcb_resident_memory_bytes", role=role, index=index) > 1e6
         assert before.find("elasticcb_certificate_expiry_seconds", role=role, index=index) > 29 * 86_400
     assert not unanswered(before)
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    table = page.partition("<!-- begin metrics -->")[2].partition("<!-- end metrics -->")[0]
-    assert set(re.findall(r"`(elasticcb_\w+)`", table)) == before.families
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(elasticcb_\w+)` \|", page, re.MULTILINE)) == before.families
 
 
 def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
