@@ -104,7 +104,7 @@ class ClusterBackend(ABC):
     watches = True  # whether `poll` will tell of every process that ends
     separate = True  # whether these are processes of their own, which can be killed, or threads of this one
     scales = False  # whether the number of workers may follow the throughput
-    takes_gpus = False  # whether its processes use the GPUs of the master's machine, so that the master must not
+    takes_gpus = False  # whether the GPUs that the master sees are those of its processes, so that it must take none
     one_machine = False  # whether its jobs have Unix sockets unless told otherwise; those with ports use TLS
     where_logs_are: str | None = None  # after "The logs are in the job's folder"; None: they are not there
     access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.

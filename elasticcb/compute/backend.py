@@ -216,9 +216,11 @@ class Backend(ABC):
 
     Attributes:
         not_placed: why it has no `placed`, and what to do; "" where it has.
+        forks_with_gpus: whether a process may import it, and what that forks use GPUs.
     """
 
     not_placed = ""
+    forks_with_gpus = True
 
     @abstractmethod
     def build(

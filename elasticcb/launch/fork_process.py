@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from elasticcb.cluster.local.fork_server import Forked, ForkServer
 from elasticcb.compute.registry import VARIABLE, backend_class, chosen_backend
 from elasticcb.launch import fresh_process
+from elasticcb.process.devices import gpus_hidden, visible_gpus
 from elasticcb.process.import_path import follow_caller
 from elasticcb.process.name import show_as
 from elasticcb.process.parent import follow_file
@@ -44,7 +45,8 @@ def main() -> int:
     """The command line has the numbers of two files: the socket, and what becomes readable when this process and all
     that it has forked are to end."""
     control, watch = (int(number) for number in sys.argv[1:])
-    import_roles()
+    with gpus_hidden():  # Keras on PyTorch looks for one at its import, and CUDA does not outlive a fork
+        import_roles()
     follow_caller()
     # Python tells of threads that are not its own (see above) at each fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
@@ -55,7 +57,8 @@ def main() -> int:
     if request is None:
         os._exit(0)
     # From here on this is a child.
-    if request.get("environment", {}).get(VARIABLE, chosen_backend()) != chosen_backend():
+    other_backend = request.get("environment", {}).get(VARIABLE, chosen_backend()) != chosen_backend()
+    if other_backend or (service.handed_over is None and visible_gpus() and not backend_class().forks_with_gpus):
         fresh_process.begin(watch, request["arguments"])
     from elasticcb.cli.main import main as command_line
 

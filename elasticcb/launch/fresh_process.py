@@ -1,5 +1,6 @@
-"""A forked process that has begun from nothing, because it needs Keras on another framework than what forked it: a
-parameter server, which needs TensorFlow, of a job whose workers compute with another one."""
+"""A forked process that has begun from nothing: because it needs Keras on another framework than what forked it, as a
+parameter server, which needs TensorFlow, of a job whose workers compute with another one; or because it has a GPU, and
+Keras on that framework chooses its device when it is imported."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.process.devices import hide_gpus, limit_threads, visible_gpus
 from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
@@ -195,7 +195,7 @@ def _prepared_backend(context: BackendContext) -> ClusterBackend:
         limit_threads(os.environ)
     backend.prepare()
     if backend.takes_gpus and visible_gpus():  # the backend has noted them
-        os.environ[GPUS_VARIABLE] = "-1"
+        hide_gpus(os.environ)
     return backend
 
 

@@ -18,7 +18,7 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.process.devices import limit_threads
+from elasticcb.process.devices import hide_gpus, limit_threads
 from elasticcb.process.import_path import follow_caller
 from elasticcb.process.limits import allow_many_files
 from elasticcb.process.logs import limit_log_files, own_log, quiet_environment, setup_logging
@@ -48,6 +48,8 @@ def begin(process: RoleProcess) -> None:
         setup_logging(name, "INFO", own_log())
         hold_folder(host_of(process.master))
         quiet_libraries("INFO")
+        if role == "ps":
+            hide_gpus(os.environ)  # it would take their memory from workers
     logger.info("Started")
 
 

@@ -21,6 +21,7 @@ from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
 from elasticcb.process.cores import usable_cores
+from elasticcb.process.devices import gpus_hidden, visible_gpus
 from elasticcb.rpc import connection as connection_module
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS
@@ -40,11 +41,41 @@ def environment(cluster, role, index):
     return cluster.environment(RoleProcess(role=role, index=index, master=NOBODY))
 
 
-def test_each_worker_gets_a_gpu_of_its_own_and_servers_none(tmp_path, monkeypatch):
+def test_each_worker_gets_a_gpu_of_its_own_and_leaves_memory_to_others(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # of the user
     cluster = LocalCluster(str(tmp_path))
-    for role, index, expected in (("worker", 0, "2"), ("worker", 1, "5"), ("worker", 2, "2"), ("ps", 0, "-1")):
-        assert environment(cluster, role, index)["CUDA_VISIBLE_DEVICES"] == expected
+    for index, expected in enumerate(("2", "5", "2")):
+        given = environment(cluster, "worker", index)
+        assert given["CUDA_VISIBLE_DEVICES"] == expected
+        assert (given["TF_FORCE_GPU_ALLOW_GROWTH"], given["XLA_PYTHON_CLIENT_PREALLOCATE"]) == ("true", "true")
+
+
+def test_workers_without_gpus_get_no_settings_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in environment(LocalCluster(str(tmp_path)), "worker", 0)
+
+
+def test_a_server_sees_no_gpu_whoever_has_started_it():
+    program = (
+        "import os; from elasticcb.cluster.role import RoleProcess; from elasticcb.roles.process import begin\n"
+        f"begin(RoleProcess(role=os.environ['ROLE'], master='{NOBODY}')); print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    for role, expected in (("ps", "-1"), ("worker", "0,1")):
+        given = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "ROLE": role}
+        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+        assert done.stdout.split()[-1] == expected
+
+
+def test_what_is_imported_before_processes_are_forked_finds_no_gpu(monkeypatch):
+    for before in ("0,1", None):
+        if before is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+        with gpus_hidden():
+            assert visible_gpus() == []
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
 def test_workers_share_the_cores_and_servers_leave_room_for_them(tmp_path, monkeypatch):

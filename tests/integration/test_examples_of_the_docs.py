@@ -7,15 +7,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import kubernetes_validate
 import numpy as np
 import pytest
+import yaml
 
 from deep_cases import deep_but
+from elasticcb.cli.main import main
 from jobs import job_settings, run_job
 from warm import WarmProcess
 
 ROOT = Path(__file__).parents[2]
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
+README, TUTORIAL, MIGRATING = (ROOT / name for name in ("README.md", "docs/tutorial.md", "docs/migrating.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = 96
 SCRIPT = "# script"  # first line of a fenced block that is a whole program
@@ -57,17 +60,29 @@ def train(text: str, data: Path, folder: Path, name: str):
     return run_job(replace(settings, model=model))
 
 
-EXAMPLES = model_files(ROOT / "docs" / "model_file.md")
+EXAMPLES = [*model_files(ROOT / "docs" / "model_file.md"), *model_files(MIGRATING)]
 
 
 @pytest.mark.parametrize("number", deep_but(range(len(EXAMPLES)), 0, 8))
-def test_model_file_of_the_reference_trains(number, data, tmp_path, monkeypatch):
+def test_model_file_of_a_page_trains(number, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     summary, _ = train(EXAMPLES[number], data, tmp_path, f"documented_{number}")
     assert summary.records_per_epoch == (RECORDS, RECORDS)
     assert summary.records_evaluated == RECORDS
     assert np.isfinite(list(summary.metrics.values())).all()
     assert ("def eval_metrics_fn" in EXAMPLES[number]) <= (len(summary.metrics) > 1)
+
+
+def test_job_files_of_the_page_on_migrating_are_jobs_that_kubernetes_would_take(tmp_path):
+    page = MIGRATING.read_text(encoding="utf-8")
+    files = re.findall(r"^```yaml\n# job\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(files) == 2
+    for number, text in enumerate(files):
+        (tmp_path / "job.yaml").write_text(text)
+        written = tmp_path / f"{number}.yaml"
+        assert main(["train", f"--config={tmp_path / 'job.yaml'}", f"--yaml={written}"]) == 0
+        for manifest in yaml.safe_load_all(written.read_text()):
+            kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 def test_reference_names_the_metrics_of_its_model_with_two_outputs(data, tmp_path):

@@ -15,7 +15,7 @@ from elasticcb.cluster.local.child import Child, Launch, SpawnedChild
 from elasticcb.cluster.local.fork_server import ForkServer, can_fork
 from elasticcb.cluster.local.supervisor import keep_master
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
-from elasticcb.process.devices import GPUS_VARIABLE, limit_threads, visible_gpus
+from elasticcb.process.devices import GPUS_VARIABLE, SHARED_GPU, limit_threads, visible_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
@@ -86,8 +86,6 @@ class LocalCluster(ClusterBackend):
             watch = os.pidfd_open(os.getpid())
             try:
                 environment = os.environ | common_environment(self._log_level)
-                if self._gpus:
-                    environment[GPUS_VARIABLE] = "-1"  # each process that it forks is given its own
                 self._fork_server = ForkServer.launch(environment, self._logs / "zygote.log", watch)
             finally:
                 os.close(watch)
@@ -154,9 +152,9 @@ class LocalCluster(ClusterBackend):
         """All that a process gets."""
         role, index = process.place
         environment = os.environ | process.environment(self._log_level)
-        if self._gpus:
-            # One GPU per worker; servers would only take memory from them.
-            environment[GPUS_VARIABLE] = self._gpus[index % len(self._gpus)] if role == "worker" else "-1"
+        if self._gpus and role == "worker":
+            environment[GPUS_VARIABLE] = self._gpus[index % len(self._gpus)]
+            environment = SHARED_GPU | environment
         # Servers rest while workers compute, so that workers divide the cores among themselves.
         limit_threads(environment, self._settings.num_workers + (self._settings.num_ps if role == "ps" else 0))
         return environment

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
-from elasticcb.process.devices import THREADS_VARIABLE
+from elasticcb.process.devices import THREADS_VARIABLE, hide_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.private_folder import check_temporary, make_private
 from elasticcb.security.tls import TLS
@@ -75,6 +75,7 @@ class PlaceOnNode:
         process = replace(process, host=node, parent_pid=os.getpid(), access=access)
         environment = os.environ | process.environment(log_level)
         environment.setdefault(THREADS_VARIABLE, str(threads))
+        hide_gpus(environment)  # it has reserved none, and newer releases of Ray leave all of them visible
         self._child = SpawnedChild(Launch(process.arguments, environment, self._log, own_path=True))
         self._launched = Launched(node, self._child.pid, sees_job)
         return self._launched

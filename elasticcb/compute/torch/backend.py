@@ -38,6 +38,8 @@ OWN_THREADS = "OMP_NUM_THREADS"  # PyTorch itself reads it
 class TorchBackend(Backend):
     """Keras on PyTorch."""
 
+    forks_with_gpus = False
+
     def __init__(self) -> None:
         leave_gpus()
         # As TensorFlow, PyTorch would start a thread for each core, in each of several workers on one machine.
