@@ -156,6 +156,17 @@ def test_how_a_model_is_compiled_comes_back():
     assert float(copy.optimizer.learning_rate) == pytest.approx(0.02)
 
 
+def test_what_keras_keeps_of_an_earlier_compile_comes_back():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.compile("adam")
+    again = restore_model(save_model(model))
+    again.build((None, 2))
+    history = [each.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0).history for each in (model, again)]
+    assert history[0].keys() == history[1].keys() == {"loss", "mae"}
+    assert model.get_compile_config()["metrics"] is None
+
+
 def test_saving_leaves_the_model_and_its_functions_as_they_were():
     double = lambda x: 2 * x  # noqa: E731
     model = Both(layers.Dense(2, double), layers.Lambda(double, output_shape=(4,)))

@@ -6,11 +6,13 @@ preprocessing layers have learned by `adapt`, and what is frozen.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tempfile
 import types
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def save_model(model: keras.layers.Layer) -> bytes:
     own_way = _compiles_in_its_own_way(model)
     attributes = _compiled_attributes(model) if own_way else {}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _whole_compile_config(model):
             warnings.filterwarnings("ignore", message="The object being serialized includes a `lambda`")
             written = keras_config.write(model, attributes)
     except UsageError:
@@ -146,6 +148,27 @@ def _compiles_in_its_own_way(model: keras.layers.Layer) -> bool:
         and kind.compile is not keras.Model.compile
         and kind.compile_from_config is keras.Model.compile_from_config
     )
+
+
+@contextlib.contextmanager
+def _whole_compile_config(model: Any) -> Iterator[None]:
+    """Adds what Keras keeps of an earlier `compile` where the last one had no loss or no metrics."""
+    config = getattr(model, "_compile_config", None)
+    if config is None:
+        yield
+        return
+    before, own = config.config, dict(config.config)
+    if own.get("loss") is None and model._compile_loss is not None:
+        loss = model._compile_loss
+        own |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
+    if own.get("metrics") is None and own.get("weighted_metrics") is None and model._compile_metrics is not None:
+        kept = model._compile_metrics
+        own |= {"metrics": kept._user_metrics, "weighted_metrics": kept._user_weighted_metrics}
+    config.config = own
+    try:
+        yield
+    finally:
+        config.config = before
 
 
 def _compiled_attributes(model: keras.Model) -> dict[str, Any]:
