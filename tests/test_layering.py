@@ -38,7 +38,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"layers": "embedding layers whose rows are on the servers"},
     {"compute": "the seam to the framework that computes: `backend.py` is the interface, one backend a file or folder"},
     {"clients": "how the processes of a job call each other"},
-    {"dashboard": "the live page of a job: a process that asks the master, and serves it to browsers"},
+    {"dashboard": "the live dashboard of a job: a process that asks the master, and serves it to browsers"},
     {"cluster": "who starts processes: this machine, Kubernetes, Ray, threads, people"},
     {
         "master": "hands out tasks, evaluates, watches processes; its state machines are pure",

@@ -29,7 +29,7 @@ def outer_optimizer(text: str) -> keras.optimizers.Optimizer:
     try:
         optimizer = keras.optimizers.get(json.loads(text) if text.lstrip().startswith("{") else text)
     except Exception as error:
-        raise UsageError(f"{given} can't be. {expected} Keras says: {describe(error)}") from error
+        raise UsageError(f"{given} is invalid. {expected} Keras says: {describe(error)}") from error
     if not isinstance(optimizer, keras.optimizers.Optimizer) or not type(optimizer).__module__.startswith("keras."):
         raise UsageError(f"{given} can't be: it makes {type(optimizer).__name__}. {expected}")
     if optimizer.global_clipnorm:

@@ -184,7 +184,7 @@ def _check(model: Any, data: Any, steps: int | None, max_evaluations: int | None
         )
     for name, value in (("steps", steps), ("max_evaluations", max_evaluations), ("timeout", timeout)):
         if value is not None and value <= 0:
-            raise UsageError(f"{name}={value} can't be. Expected more than 0, or None for no limit.")
+            raise UsageError(f"{name}={value} is invalid. Expected more than 0, or None for no limit.")
 
 
 def _is_stock(callback: Any) -> bool:

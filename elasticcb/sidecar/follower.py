@@ -81,7 +81,7 @@ class CheckpointFollower:
                 f"a file that ends in {' or '.join(_SUFFIXES)}."
             )
         if poll_seconds <= 0:
-            raise UsageError(f"poll_seconds={poll_seconds} can't be. Expected more than 0.")
+            raise UsageError(f"poll_seconds={poll_seconds} is invalid. Expected more than 0.")
         self._poll_seconds = poll_seconds
         self._files = files
         self._ledger = Ledger(poll_seconds)

@@ -136,7 +136,7 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
 def test_table_command_reads_a_url(url, tmp_path, capsys):
     remote_checkpoint.put(url, write(tmp_path / "disk", 10), 0)
     assert main(["table", url]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith(f"{url}, version 10\nIt holds no embedding tables")
+    assert capsys.readouterr().out.startswith(f"{url}, version 10\nThere are no embedding tables")
 
 
 @pytest.mark.parametrize(

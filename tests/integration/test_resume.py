@@ -66,10 +66,10 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     job.wait_for_line(r"Evaluation at version")
     before, counted = others(job), Scrape(metrics)
     job.master.kill()
-    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"a new one continues the job\.")
     job.wait_for_line(r"starting: ")
     job.master.kill()  # before it has built its model
-    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"a new one continues the job\.")
     job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
@@ -179,7 +179,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.kill("worker", 0)
     job.wait_for_line(r"worker 0 .* was lost")
     job.master.kill()
-    job.wait_for_line(r"another one goes on with the job, on new processes")
+    job.wait_for_line(r"a new one continues the job with new processes")
     job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
     assert not set(others(job)) & set(before)
     assert job.finish() == 0, job.output
@@ -202,7 +202,7 @@ def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(da
     job.wait_for_line(r"Evaluation at version")
     assert others(job) == before
     job.kill("ps", 1)
-    job.wait_for_line(r"The master ended; another one goes on with the job, on new processes")
+    job.wait_for_line(r"The master ended; a new one continues the job with new processes")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 3
     assert "Traceback" not in job.output

@@ -169,7 +169,7 @@ def test_a_job_with_another_outer_optimizer_takes_what_a_checkpoint_holds_of_the
     [
         (
             "sdg",
-            "--outer_optimizer=sdg can't be. Expected one of Keras's optimizers: its name, such as sgd, or the JSON",
+            "--outer_optimizer=sdg is invalid. Expected one of Keras's optimizers: its name, such as sgd, or the JSON",
         ),
         ('{"class_name": "SGD"', "Keras says: JSONDecodeError"),
         ('{"class_name": "Dense", "config": {"units": 3}}', "Expected one of Keras's optimizers"),

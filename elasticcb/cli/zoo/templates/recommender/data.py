@@ -1,4 +1,4 @@
-"""Writes data/train.csv, data/test.csv and data/items.csv: which user rated which film how, and when.
+"""Writes data/train.csv, data/test.csv and data/items.csv: users' ratings of films, with times.
 
     python data.py                               # generated ratings, in which there is something to learn
     python data.py --movielens=ml-100k/u.data    # MovieLens 100k, with u.item in the same folder

@@ -2,8 +2,8 @@
 
     python serve.py u0 u1 --hour=20
 
-It needs TensorFlow alone, neither Keras nor ElasticCB: models are SavedModels. With millions of items, an index of
-approximate nearest neighbours (ScaNN, FAISS) takes the place of `Recommender.candidates`.
+It needs only TensorFlow, neither Keras nor ElasticCB: models are SavedModels. With millions of items, replace
+`Recommender.candidates` by an approximate nearest-neighbour index (ScaNN, FAISS).
 """
 
 import argparse
