@@ -100,7 +100,7 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
 
     again = start_job("resume", str(data / "job"))
     assert again.finish() == 2
-    assert "is done; there is nothing to go on with" in again.output
+    assert "is done; there is nothing to continue" in again.output
 
 
 REMEMBERS = """

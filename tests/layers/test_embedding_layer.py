@@ -116,7 +116,7 @@ def test_symbolic_weights_of_ids():
     ("combiner", "weights", "message"),
     [
         (None, np.ones((1, 2), "float32"), "has no combiner"),
-        ("sum", tf.ragged.constant([[1.0, 2.0]]), "of the same kind"),
+        ("sum", tf.ragged.constant([[1.0, 2.0]]), "the same type"),
         ("sum", np.ones((1, 3), "float32"), r"shape \(1, 2\) and weights of shape \(1, 3\)"),
     ],
 )
@@ -230,16 +230,16 @@ def test_files_keep_what_an_optimizer_has_learned_of_rows(tmp_path):
 
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_id_out_of_range_is_refused(wrong):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"'words' was asked for ids out of range.*input_dim=10"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"'words' was called with ids out of range.*input_dim=10"):
         Embedding(3, 10, name="words")(tf.constant([wrong]))
 
 
 def test_what_can_not_hold_the_ids_is_refused():
-    with pytest.raises(ModelFileError, match=r"given strings.*input_dim=9\. Leave out input_dim.*keras.layers.Hashing"):
+    with pytest.raises(ModelFileError, match=r"given strings.*input_dim=9\. Remove input_dim.*keras.layers.Hashing"):
         Embedding(3, 9)(tf.constant(["a"]))
     with pytest.raises(ModelFileError, match=r"given bool of shape \(1,\)\. It takes integers or strings"):
         Embedding(3)(tf.constant([True]))
-    with pytest.raises(ModelFileError, match="float32 tells only ids up to 16777216 apart"):
+    with pytest.raises(ModelFileError, match="float32 represents only ids up to 16777216 exactly"):
         Embedding(3)(tf.constant([1.0]))
     assert Embedding(3, 1000)(tf.constant([1.0])).shape == (1, 3)
 
@@ -249,7 +249,7 @@ def test_what_can_not_hold_the_ids_is_refused():
     [
         ([1, 2], np.zeros((3, 3)), r"Expected ids \[n\] and rows \[n, 3\]"),
         ([1, 2], np.zeros((2, 4)), r"have shape \(2, 4\)"),
-        ([2, 1, 2], np.zeros((3, 3)), "several rows of one id"),
+        ([2, 1, 2], np.zeros((3, 3)), "several rows of the same id"),
         ([1, -1], np.zeros((2, 3)), "from -1 to 1"),
         ([1, 10], np.zeros((2, 3)), "below input_dim=10"),
     ],
