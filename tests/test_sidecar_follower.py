@@ -211,5 +211,5 @@ def test_what_cant_be_followed_is_told(tmp_path):
     (tmp_path / "model.h5").touch()
     with pytest.raises(UsageError, match=r"not a supported checkpoint file.*\.keras or \.weights\.h5"):
         CheckpointFollower(tmp_path / "model.h5")
-    with pytest.raises(UsageError, match="poll_seconds=0 can't be"):
+    with pytest.raises(UsageError, match="poll_seconds=0 is invalid"):
         CheckpointFollower(tmp_path, poll_seconds=0)

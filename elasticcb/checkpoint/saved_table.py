@@ -65,7 +65,7 @@ class SavedTable:
     def _pieces_of(self, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Array]]:
         """Yields at least one piece of a file."""
         with opened(path) as file:
-            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- it is no mapping
+            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- not a mapping
             names = [name for name in names if not wanted or name in wanted]
             total = file.get_slice(self._prefix + "ids").get_shape()[0]
             row_bytes = sum(_slice(file, name, 0, min(1, total)).nbytes for name in names)

@@ -107,7 +107,7 @@ class SavedTables(NamedTuple):
 def _by_table(file: Any, specs: Mapping[int, VariableSpec]) -> dict[int, dict[str, str]]:
     """For each table, the names of its arrays in a file, by part: "ids", "slot/NAME"."""
     found: dict[int, dict[str, str]] = {}
-    for name in file.keys():  # noqa: SIM118 -- it is no mapping
+    for name in file.keys():  # noqa: SIM118 -- not a mapping
         kind, _, rest = name.partition("/")
         index, _, part = rest.partition("/")
         if kind == TABLE and int(index) in specs:

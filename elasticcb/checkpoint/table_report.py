@@ -96,7 +96,7 @@ def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, liv
     """Assembles a table from its parts by server.
 
     Args:
-        top: of so many ids `TableReport.top` tells.
+        top: number of ids in `TableReport.top`.
         live: whether the parts come from running servers.
     """
     table, hits, ages = TableSpec.from_json(spec.table), Spread(), Spread()

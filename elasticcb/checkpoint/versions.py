@@ -135,7 +135,7 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
     Args:
         directory: a folder of versions; or the folder of one version, which is returned unchecked, because it has no
             alternative, and loading it reports damage.
-        warn: is told of each version passed over, and what is wrong with it.
+        warn: called for each skipped version, with the reason.
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """

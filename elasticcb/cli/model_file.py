@@ -141,7 +141,7 @@ def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id
-        # Names inside `if`, `try`, `with`, `for` and `match` are top level, too.
+        # Names inside `if`, `try`, `with`, `for` and `match` are also at the top level.
         for part in ("body", "orelse", "finalbody"):
             yield from _bound_names(getattr(statement, part, []))
         for branch in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:

@@ -66,7 +66,7 @@ def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
     if os.path.lexists(path):
         yield (
             f"{flag} names {path}, which exists; `predict` does not overwrite files. Remove the file, or choose "
-            "another one."
+            "another file."
         )
         return
     problem = problem_of_folder(path.parent)

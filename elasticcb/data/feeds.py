@@ -18,8 +18,7 @@ _WEIGHT = "sample_weight"
 
 
 def named_feed(names: Sequence[str], label: str) -> Feed:
-    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or to `features` alone
-    when predicting.
+    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or only to `features` in prediction.
 
     The label is the value named by `label`; by default, `y` if there is `x`, or `labels` if there is `features`.
     Features are a dict of the other values, or the value itself if the only other one is `x` or `features`. The feed

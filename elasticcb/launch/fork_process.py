@@ -208,7 +208,7 @@ class _ForkService:
     def _tell(self, of_master: bool, message: dict[str, Any], *files: int) -> None:
         """Reports to the requester what happened to a process; for a master, to the launcher."""
         to = self._control if of_master or not self._for_launcher else self._master
-        if to is not None:  # otherwise, the next master is told what it takes over
+        if to is not None:  # otherwise, the next master gets it when it takes over
             # If nobody reads any more, the loop will notice.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(to, [json.dumps(message).encode()], files)

@@ -150,7 +150,7 @@ class ClusterSettings(NetworkOptions, RecoveryOptions):
     )
     num_workers: int = setting(
         1,
-        "Workers.",
+        "Number of workers.",
         unit="PROCESSES",
         minimum=1,
         because="Workers run the batches.",
@@ -165,7 +165,7 @@ class ClusterSettings(NetworkOptions, RecoveryOptions):
     )
     num_ps: int = setting(
         1,
-        "Parameter servers.",
+        "Number of parameter servers.",
         unit="PROCESSES",
         minimum=1,
         because="Parameter servers hold the weights.",

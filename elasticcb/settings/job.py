@@ -199,7 +199,7 @@ _SECRET_NAMES = re.compile(
 )
 
 JOB_FILE = "job.json"  # the settings of training
-CHECKPOINTS_FOLDER = "checkpoints"  # checkpoints to be uploaded to a remote folder
+CHECKPOINTS_FOLDER = "checkpoints"  # local copies to be uploaded to a remote folder
 INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
 STATUS_FILE = "status.json"  # of a finished job
 HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard

@@ -58,7 +58,7 @@ class ExchangeOptions(Section):
 class TrainingSettings(ExchangeOptions):
     """The loop over tasks and batches."""
 
-    num_epochs: int = setting(1, "Passes over the training data.", unit="EPOCHS", minimum=1)
+    num_epochs: int = setting(1, "Number of passes over the training data.", unit="EPOCHS", minimum=1)
     max_step: int = setting(
         0,
         "Stop after N model versions (accepted gradient pushes); 0: no limit.",

@@ -172,7 +172,7 @@ def test_validation_every_zero_epochs_is_refused_with_words(cluster):
     ("words", "call"),
     [
         ("`close` was called inside `fit`", lambda on: on.close()),
-        ("busy with `fit`; `predict` has to wait", lambda on: on.predict(make(), X)),
+        ("busy with `fit`. Call `predict` when", lambda on: on.predict(make(), X)),
         ("busy with `fit`. Call `schedule` when", lambda on: on.schedule(len, "a")),
     ],
 )

@@ -315,7 +315,7 @@ def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):
     with pytest.raises(UsageError, match="Expected a folder, or None"):
         elasticcb.Cluster(job_dir="")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"can't be used: .*Name another folder"):
+    with pytest.raises(UsageError, match=r"can't be used: .*Choose another folder"):
         elasticcb.Cluster(kind="inprocess", job_dir=tmp_path / "file").start()
 
 

@@ -60,6 +60,6 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
 def test_a_link_that_somebody_has_put_in_its_place_is_refused(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(UsageError, match=r"/\.lock is a link: .* Remove it\."):
+    with pytest.raises(UsageError, match=r"/\.lock is a symbolic link, .* Remove it\."):
         FolderLock(tmp_path).take()
     assert (tmp_path / "mine").read_text() == "mine"

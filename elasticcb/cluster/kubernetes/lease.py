@@ -176,7 +176,7 @@ def _renew(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) 
 
 
 def _watch(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
-    """Runs beside `_renew`, which may itself wait for an answer."""
+    """Runs in a separate thread from `_renew`, which may wait for an answer."""
     while not over.wait(_LOOK_SECONDS):
         if lease.is_late:
             lose()
