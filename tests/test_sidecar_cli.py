@@ -117,7 +117,7 @@ def test_a_checkpoint_of_another_model_ends_it(place, trained, capsys):
     write_model_file(place, MODEL_FILE.replace("Dense(1)", "Dense(2)"), "other")
     flags = [flag.replace("followed.", "other.") for flag in follow_flags("--cluster=inprocess")]
     assert main(flags) == 1
-    assert "is of another model" in capsys.readouterr().err
+    assert "belongs to another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

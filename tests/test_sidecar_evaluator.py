@@ -327,7 +327,7 @@ def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data,
 def test_a_checkpoint_of_another_model_is_told_with_its_variables(data, trained_by_job, trained_by_keras, layers):
     for folder, words in (
         (trained_by_keras[0], r"01\.keras belongs to another model. It contains layers/.*in the model: "),
-        (trained_by_job, r"version-\d+ is of another model: variable \d.*in the checkpoint"),
+        (trained_by_job, r"version-\d+ belongs to another model: variable \d.*in the checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=words):
             SidecarEvaluator(make_model(layers=layers), data, folder).start()

@@ -170,7 +170,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             "/proc/nowhere/model, which can't be written to because /proc can't",
         ),
         (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to because /proc"),
-        (["--checkpoint_dir=" + "x" * 300], "can't be made: File name too long"),
+        (["--checkpoint_dir=" + "x" * 300], "can't be created: File name too long"),
         (["--output=data"], "contains files but no SavedModel"),
         (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
