@@ -271,7 +271,11 @@ class TestMistakes:
                 "training",
                 "returned list; expected a dict",
             ),
-            ({"more": "def eval_metrics_fn(): return {'auc': 'auc'}"}, "training", "returned 'auc' as the metric 'auc'"),
+            (
+                {"more": "def eval_metrics_fn(): return {'auc': 'auc'}"},
+                "training",
+                "returned 'auc' as the metric 'auc'",
+            ),
             (
                 {"more": "def eval_metrics_fn():\n  m = keras.metrics.AUC()\n  return {'a': m, 'b': m}"},
                 "training",
