@@ -67,8 +67,8 @@ def contradictions(settings: JobSettings, said: Said) -> Iterator[str]:
         return
     if settings.cluster.autoscale.most and not backend.scales:
         yield (
-            f"{said.with_value('cluster.autoscale')} requires a cluster that starts and ends processes itself, which "
-            f"{said.as_given('cluster.kind', kind)} does not. Remove one of the two."
+            f"{said.with_value('cluster.autoscale')} is not supported with {said.as_given('cluster.kind', kind)}. "
+            "Remove one of the two."
         )
     for name, other in backends().items():
         for path in sorted(other.settings) if name != kind else ():

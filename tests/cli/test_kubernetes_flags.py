@@ -115,7 +115,7 @@ def test_a_job_without_a_name_gets_one_that_no_other_has(written):
         ({"cluster_spec": "none.yaml"}, "none.yaml can't be read: No such file or directory"),
         ({"cluster_spec": "data/train.csv"}, "contains no pod patches"),
         ({"output": "/model"}, "--output=/model is not on a writable volume"),
-        ({"autoscale": "1..4"}, "--autoscale=1..4 requires a cluster that starts and ends processes itself"),
+        ({"autoscale": "1..4"}, "--autoscale=1..4 is not supported with --cluster=kubernetes"),
         ({"master_pod": "false"}, "--master_pod=false needs --host: an address of this machine"),
         ({"cluster": "local"}, "--image=zoo:1 applies only to --cluster=kubernetes"),
     ],

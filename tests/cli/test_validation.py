@@ -143,7 +143,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             ["--autoscale=2..8", "--num_workers=1"],
             "--num_workers=1, the number of workers at the start, is outside --autoscale",
         ),
-        (["--autoscale=2..8", "--cluster=inprocess"], "which --cluster=inprocess does not"),
+        (["--autoscale=2..8", "--cluster=inprocess"], "is not supported with --cluster=inprocess"),
         (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 applies only to --cluster=ray"),
         (
             ["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"],
