@@ -175,7 +175,7 @@ def _begin(settings: JobSettings) -> LogFile:
     setup_logging("master", settings.log_level, log, *in_pod)
     limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     quiet_libraries(settings.log_level)
-    atexit.register(remove_generated_files)  # TensorFlow leaves Python's settings unchanged
+    atexit.register(remove_generated_files)  # TensorFlow does not remove the files that Python compiled
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
         # Not ignored signals, as with `nohup` or `&`.

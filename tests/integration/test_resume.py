@@ -288,7 +288,7 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
     ]
     for other in others:
         assert other.finish() == 2, other.output
-        assert re.search(r"is in use by process \d+ on .*: two jobs would delete each other's files", other.output)
+        assert re.search(r"is in use by process \d+ on .*; two jobs would delete each other's files", other.output)
     first.unlink()
     job.wait_for_line(r"Evaluation at version")
     old = job.master
